@@ -1,0 +1,38 @@
+# The two commands of a new user are `make demo` and `make test`. Both set up .venv first if it is missing or out of date.
+
+BIN := .venv/bin
+
+.PHONY: demo test lint types arrows tests format lock clean-demo
+
+demo: .venv/.installed
+	$(BIN)/python demo.py
+
+test: .venv/.installed
+	$(MAKE) --no-print-directory lint types arrows tests
+
+lint:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+
+arrows:
+	$(BIN)/lint-imports
+
+tests:
+	$(BIN)/python -m pytest
+
+format: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Resolves pyproject.toml anew; ARGS="--upgrade" or ARGS="--upgrade-package NAME" for newer versions.
+lock: .venv/.installed
+	sh install.sh lock $(ARGS)
+
+clean-demo:
+	rm -rf runs/demo data/demo-pretrain data/demo-transfer data/demo-pretrain-images data/demo-transfer-images
+
+.venv/.installed: requirements.lock pyproject.toml install.sh
+	sh install.sh

@@ -1,0 +1,67 @@
+"""Command line of the top floor: `analysis report | filters | scaling`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+OK, BAD_INPUT = 0, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="analysis", description="Tables and pictures of what was trained.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    report = verbs.add_parser("report", help="a table and a picture of all runs below a folder")
+    report.add_argument("runs", type=Path)
+    report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
+    report.set_defaults(run=_report)
+    filters = verbs.add_parser("filters", help="the first-layer filters of an MLP checkpoint as a picture")
+    filters.add_argument("checkpoint", type=Path)
+    filters.add_argument("--out", type=Path, default=Path("filters.png"))
+    filters.set_defaults(run=_filters)
+    scaling = verbs.add_parser("scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error")
+    scaling.add_argument("points", type=Path)
+    scaling.set_defaults(run=_scaling)
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from analysis.collect import collect
+    from analysis.report import draw, print_table
+
+    runs = collect(options.runs)
+    print_table(runs, Console(width=None if sys.stdout.isatty() else 120))
+    path = options.out or options.runs / "report.png"
+    draw(runs, path)
+    print(f"picture: {path}")
+    return OK
+
+
+def _filters(options: argparse.Namespace) -> int:
+    from analysis.filters import draw
+
+    draw(options.checkpoint, options.out)
+    print(f"picture: {options.out}")
+    return OK
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from analysis.scaling import fit, read_points
+
+    law = fit(*read_points(options.points))
+    print(f"E(C) = {law.a:.4g} ({law.b:.4g} + C)^-{law.alpha:.4f} + {law.floor:.4f}")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Finds runs on disk and reads what they recorded: settings, result, curves. No store and no torch needed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.manifest import DatasetError, load_manifest
+from data_prep.settings import read_yaml
+from pretrain.card import CheckpointError, read_card, resolve
+from pretrain.run import CONFIG_FILE, finished_result
+
+Task = Literal["pretrain", "probe", "tune", "scratch"]
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    task: Task
+    settings: dict[str, Any]
+    result: dict[str, Any]
+    """Empty while the run is unfinished."""
+
+    @property
+    def dataset(self) -> str:
+        return str(self.settings["dataset"] if self.task == "probe" else self.settings["data"]["dataset"])
+
+    @property
+    def pretrained(self) -> Path | None:
+        """The run or checkpoint that this one started from."""
+        path = self.settings.get("pretrained")
+        return Path(path) if path else None
+
+    @property
+    def top1(self) -> float | None:
+        return self.result.get("test_top1", self.result.get("eval/top1"))
+
+    @property
+    def chance(self) -> float | None:
+        try:
+            return 1 / len(load_manifest(self.dataset).classes)
+        except DatasetError:
+            return None
+
+    @property
+    def model_name(self) -> str:
+        """A short name such as B-4/Wi-256, or `pixels` for the linear baseline."""
+        source = self.directory if self.task != "probe" else self.pretrained
+        if source is None:
+            return "pixels"
+        try:
+            model = read_card(source).model
+        except CheckpointError:
+            return "?"
+        if model.kind == "mlp":
+            return f"B-{model.depth}/Wi-{model.width}"
+        return f"Mixer P{model.patch_size} C{model.num_channels} L{model.depth}"
+
+    def checkpoint(self) -> Path | None:
+        try:
+            return resolve(self.directory)
+        except CheckpointError:
+            return None
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric, from the run's journal."""
+        path = self.directory / "tracking" / "journal.jsonl"
+        steps, values = [], []
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            event = json.loads(line)
+            if event["event"] == "metrics" and metric in event["values"]:
+                steps.append(event["step"])
+                values.append(event["values"][metric])
+        return steps, values
+
+
+def collect(root: Path) -> list[Run]:
+    """Every run below `root`, sorted by task and name."""
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such directory of runs; give the folder that holds them, such as runs/demo")
+    # the store keeps copies of config files among its artifacts; a run also has a journal
+    runs = [read_run(path.parent) for path in sorted(root.rglob(CONFIG_FILE)) if (path.parent / "tracking").is_dir()]
+    if not runs:
+        raise ValueError(f"{root}: holds no runs (no {CONFIG_FILE} below it)")
+    order: list[Task] = ["pretrain", "probe", "tune", "scratch"]
+    return sorted(runs, key=lambda run: (order.index(run.task), run.directory.name))
+
+
+def read_run(directory: Path) -> Run:
+    settings = read_yaml(directory / CONFIG_FILE)
+    task: Task = "pretrain"
+    if "lrs" in settings:
+        task = "probe"
+    elif "init" in settings:
+        task = "tune" if settings["init"] == "pretrained" else "scratch"
+    return Run(directory, task, settings, finished_result(directory) or {})

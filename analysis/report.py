@@ -1,0 +1,108 @@
+"""What a folder of runs has shown: a table on the console and one picture (samples, curves, accuracies beside chance)."""
+
+import io
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from analysis.collect import Run
+from data_prep.manifest import load_index, load_manifest
+
+matplotlib.use("Agg")
+TASK_WORDS = {"pretrain": "pretrained", "probe": "linear probe", "tune": "fine-tuned", "scratch": "from scratch"}
+TASK_COLOURS = {"pretrain": "#4477aa", "probe": "#66aa77", "tune": "#cc6677", "scratch": "#bbbbbb"}
+_NUM_PICTURES = 24
+
+
+def print_table(runs: list[Run], console: Console) -> None:
+    table = Table(title="what was trained", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column, justify in (("run", "left"), ("task", "left"), ("model", "left"), ("data", "left")):
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for column in ("top-1", "chance", "images/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        rate = run.result.get("images_per_s")
+        cells = (
+            f"{run.top1:.1%}" if run.top1 is not None else "unfinished",
+            f"{run.chance:.1%}" if run.chance else "?",
+        )
+        task = "linear on pixels" if run.model_name == "pixels" else TASK_WORDS[run.task]
+        table.add_row(
+            run.directory.name, task, run.model_name, Path(run.dataset).name, *cells, f"{rate:,.0f}" if rate else ""
+        )
+    console.print(table)
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
+    datasets = sorted({run.dataset for run in runs})
+    figure = Figure(figsize=(11, 3.0 + 0.9 * len(datasets)), layout="constrained")
+    grid = figure.add_gridspec(2, 1, height_ratios=[0.9 * len(datasets), 3.0])
+    pictures, panels = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
+        axes.imshow(contact_sheet(Path(dataset), count=_NUM_PICTURES))
+        axes.set_axis_off()
+        axes.set_title(
+            f"{Path(dataset).name}: {len(load_manifest(dataset).classes)} classes", fontsize=9, loc="left", pad=2
+        )
+    loss, accuracy, bars = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
+    draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
+    draw_accuracies([run for run in runs if run.task != "pretrain" and run.top1 is not None], bars)
+    figure.savefig(path, dpi=120)
+
+
+def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
+    for run in runs:
+        loss.plot(*run.curve("train/loss"), label=run.model_name)
+        accuracy.plot(*run.curve("eval/top1"), marker="o", markersize=3, label=run.model_name)
+    for axes, title in ((loss, "pretraining: training loss"), (accuracy, "pretraining: held-out top-1")):
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if runs:
+            axes.legend(fontsize=7, frameon=False)
+
+
+def draw_accuracies(runs: list[Run], axes: Axes) -> None:
+    runs = sorted(runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0))
+    names = [
+        "linear on pixels" if run.model_name == "pixels" else f"{run.model_name}, {TASK_WORDS[run.task]}"
+        for run in runs
+    ]
+    axes.barh(
+        names,
+        [run.top1 or 0.0 for run in runs],
+        color=["#ddaa44" if run.model_name == "pixels" else TASK_COLOURS[run.task] for run in runs],
+    )
+    for row, run in enumerate(runs):
+        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}", va="center", fontsize=8)
+    chances = [run.chance for run in runs if run.chance]
+    if chances:
+        axes.axvline(chances[0], color="black", linestyle=":", linewidth=1)
+        axes.text(chances[0] + 0.01, len(runs) - 0.45, "chance", fontsize=7, va="bottom")
+    axes.set_title("transfer: test top-1", fontsize=9, loc="left")
+    axes.set_xlim(0, 1.08)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def contact_sheet(directory: Path, *, count: int) -> Image.Image:
+    """The first pictures of a dataset's first training shard, side by side, as the model gets them."""
+    manifest = load_manifest(directory)
+    split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
+    shard, size = split.shards[0], manifest.image_size
+    rows = load_index(directory, shard)[:count]
+    sheet = Image.new("RGB", (size * len(rows), size))
+    with open(directory / shard.file, "rb") as file:
+        for place, (offset, length, _) in enumerate(rows.tolist()):
+            file.seek(offset)
+            picture = Image.open(io.BytesIO(file.read(length))).convert("RGB")
+            sheet.paste(picture.resize((size, size)), (place * size, 0))
+    return sheet

@@ -1,0 +1,59 @@
+"""The scaling law of paper B: E(C) = a (b + C)^(-alpha) + E_inf, fitted to (compute, error) pairs."""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import curve_fit
+
+Array = NDArray[np.float64]
+
+
+class Law(NamedTuple):
+    a: float
+    b: float
+    alpha: float
+    floor: float
+    """E_inf: the error that no compute removes."""
+
+    def error(self, compute: Array) -> Array:
+        result: Array = self.a * (self.b + compute) ** -self.alpha + self.floor
+        return result
+
+
+def fit(compute: Array, error: Array) -> Law:
+    """Least squares in the logarithm of the compute's scale, so that the parameters are of like size."""
+    if len(compute) < 4:
+        raise ValueError(f"scaling: {len(compute)} points cannot fix 4 parameters; give at least 4 runs")
+    unit = float(np.exp(np.log(compute).mean()))
+
+    def model(scaled: Array, a: float, b: float, alpha: float, floor: float) -> Array:
+        result: Array = a * (b + scaled) ** -alpha + floor
+        return result
+
+    start = (max(float(np.ptp(error)), 1e-3), 0.1, 0.3, max(float(error.min()) * 0.5, 0.0))
+    try:
+        found, _ = curve_fit(
+            model, compute / unit, error, p0=start, bounds=([0, 0, 0, 0], [np.inf, np.inf, 5, 1]), maxfev=20_000
+        )
+    except RuntimeError as problem:
+        raise ValueError(
+            f"scaling: the fit does not converge ({problem}); the points may not follow a power law"
+        ) from None
+    a, b, alpha, floor = (float(value) for value in found)
+    return Law(a * unit**alpha, b * unit, alpha, floor)
+
+
+def read_points(path: Path) -> tuple[Array, Array]:
+    """Columns `compute` (FLOP) and `error` (0..1) of a CSV file."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        points = np.array([(float(row["compute"]), float(row["error"])) for row in rows]).reshape(-1, 2)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; give a CSV with the columns compute and error") from None
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{path}: needs the columns compute and error, all numbers ({problem})") from None
+    return points[:, 0], points[:, 1]

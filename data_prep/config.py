@@ -1,0 +1,67 @@
+"""Settings of `data_prep build`: where the images come from, what each becomes, how the shards are cut."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from data_prep.images import CropPolicy, ImageSpec
+from data_prep.manifest import Encoding
+from data_prep.settings import Settings
+from data_prep.sources.config import SourceSettings, SyntheticSettings
+
+
+class BuildSettings(Settings):
+    source: SourceSettings
+    out: str
+    """The dataset directory."""
+    name: str | None = None
+    """What the dataset is called in manifests and reports; by default the last part of `out`."""
+    image_size: int = Field(64, ge=8, le=1024)
+    crop: CropPolicy = "center"
+    """center: the central square, resized; squash: the whole picture, resized to a square."""
+    encoding: Encoding = "raw"
+    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
+    jpeg_quality: int = Field(95, ge=1, le=100)
+    samples_per_shard: int = Field(8192, ge=1)
+    order: Literal["shuffled", "listed"] = "shuffled"
+    """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
+    seed: int = Field(0, ge=0)
+    max_reject_share: float = Field(0.01, ge=0, le=1)
+    """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and fails."""
+    num_workers: int = Field(0, ge=0)
+    """Worker processes; 0 means one per core. The bytes written do not depend on it."""
+
+    @field_validator("num_workers")
+    @classmethod
+    def _all_cores(cls, value: int) -> int:
+        return value or len(os.sched_getaffinity(0))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_images_dir(cls, data: object) -> object:
+        """Synthetic pictures are written beside the dataset unless told otherwise."""
+        if isinstance(data, dict) and isinstance(data.get("out"), str) and isinstance(data.get("source"), dict):
+            source = data["source"]
+            if source.get("kind") == "synthetic" and source.get("images_dir") is None:
+                out = Path(data["out"])
+                return data | {"source": source | {"images_dir": str(out.with_name(out.name + "-images"))}}
+        return data
+
+    @model_validator(mode="after")
+    def _out_is_not_the_source(self) -> "BuildSettings":
+        path = self.source.images_dir if isinstance(self.source, SyntheticSettings) else self.source.path
+        if path is not None and Path(path).resolve() == Path(self.out).resolve():
+            raise ValueError(f"out: {self.out!r} is the source itself; name another directory")
+        return self
+
+    @property
+    def dataset_name(self) -> str:
+        return self.name or Path(self.out).name
+
+    @property
+    def image_spec(self) -> ImageSpec:
+        return ImageSpec(
+            image_size=self.image_size, crop=self.crop, encoding=self.encoding, jpeg_quality=self.jpeg_quality
+        )

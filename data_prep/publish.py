@@ -1,0 +1,104 @@
+"""Files that appear whole or not at all.
+
+The protocol, for a file and for a directory alike:
+
+1. write under a temporary name in the same parent (so that the rename cannot cross file systems);
+2. fsync what was written;
+3. rename over the final name;
+4. fsync the parent, so that the rename itself survives a power cut.
+
+A crash before 3 leaves only a temporary name, which the next writer of the same name removes.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in sorted(temporary.rglob("*")):
+            _sync(file)
+        _sync(temporary)
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one spelling of a JSON value that hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{directory}: another process is writing here; wait for it, or choose another directory"
+            ) from None
+        yield

@@ -1,0 +1,75 @@
+"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models. Each goes on where it stopped.
+
+A stage that has finished before returns at once, so Ctrl-C and another `make demo` lose at most one checkpoint interval.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RUNS = Path("runs/demo")
+SCRATCH_LR = {"mlp": "5e-4", "mixer": "3e-3"}
+"""The two models, each with the learning rate that suits it best from random weights (of those tried)."""
+RANKS = ("--ranks", "2")
+STORE = f"sqlite:///{RUNS}/mlflow.db"
+
+
+def stages() -> list[tuple[str, list[str], Path]]:
+    """(what happens, the command, the file that stands when it is done)."""
+    found: list[tuple[str, list[str], Path]] = []
+    for role in ("pretrain", "transfer"):
+        command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
+        found.append((f"write and pack the {role} pictures", command, Path(f"data/demo-{role}/manifest.json")))
+    for model in SCRATCH_LR:
+        command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *RANKS]
+        found.append((f"pretrain the {model}", command, RUNS / f"pretrain-{model}/result.json"))
+    pixels = ["finetune", "probe", "configs/probe/demo.yaml", "pretrained=null", f"run_dir={RUNS}/probe-pixels"]
+    found.append(("linear classifier on pixels, to compare with", pixels, RUNS / "probe-pixels/result.json"))
+    for model, scratch_lr in SCRATCH_LR.items():
+        tune = ["finetune", "tune", "configs/finetune/demo.yaml"]
+        scratch = ["init=scratch", f"optimizer.lr={scratch_lr}", "optimizer.head_lr_scale=1"]
+        for task, title, command in (
+            ("probe", f"probe the {model}", ["finetune", "probe", "configs/probe/demo.yaml"]),
+            ("tune", f"fine-tune the {model}", [*tune, *RANKS]),
+            ("scratch", f"train the {model} from scratch, to compare with", [*tune, *RANKS, *scratch]),
+        ):
+            run = RUNS / f"{task}-{model}"
+            overrides = [f"pretrained={RUNS}/pretrain-{model}", f"run_dir={run}"]
+            found.append((title, [*command, *overrides], run / "result.json"))
+    return found
+
+
+def run_stage(command: list[str]) -> int:
+    """Ctrl-C reaches the stage from the terminal itself: here we only wait until it has saved and left."""
+    process = subprocess.Popen([sys.executable, "-m", *command])
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def main() -> int:
+    began_s, todo = time.monotonic(), stages()
+    for number, (title, command, done) in enumerate(todo, start=1):
+        if done.exists():
+            continue
+        print(f"\n[{number}/{len(todo)}] {title}\n$ {' '.join(command)}", flush=True)
+        code = run_stage(command)
+        if code != 0 or not done.exists():
+            print(f"demo: stopped in stage {number}; `make demo` goes on from here", file=sys.stderr)
+            return code or 130
+    print(f"\nAll stages stand ({time.monotonic() - began_s:.0f} s this time).\n", flush=True)
+    code = run_stage(["finetune", "evaluate", f"{RUNS}/tune-mlp", "data/demo-transfer"]) or run_stage(
+        ["analysis", "report", str(RUNS)]
+    )
+    print("checkpoints:", *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))), sep="\n")
+    print(
+        f"MLflow page: .venv/bin/mlflow server --backend-store-uri {STORE} --port 5000   then open http://127.0.0.1:5000"
+    )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Settings of `finetune probe | tune | evaluate`. No torch here."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from data_prep.manifest import Manifest
+from data_prep.settings import Settings
+from pretrain.card import ModelCard
+from pretrain.config import (
+    AugmentSettings,
+    CheckpointSettings,
+    DataSettings,
+    EngineSettings,
+    OptimizerSettings,
+    PretrainSettings,
+    Resume,
+    ScheduleSettings,
+    TrackingSettings,
+    TrainSettings,
+    check_batches,
+    check_schedule,
+)
+
+
+class TuneEngineSettings(Settings):
+    """accelerate's data parallelism."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_clip_norm: float = Field(0.0, ge=0)
+    timeout_s: float = Field(600.0, gt=0)
+
+
+class TuneSettings(Settings):
+    run_dir: str
+    resume: Resume = "auto"
+    pretrained: str
+    """A run directory of `pretrain train`, or one of its checkpoints."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """scratch: the same architecture from random weights, as the baseline that transfer has to beat."""
+    data: DataSettings
+    augment: AugmentSettings = AugmentSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(name="sgd", lr=1e-3, head_lr_scale=10.0, weight_decay=1e-4)
+    """The paper's: SGD with momentum, 0.01 for the head and 0.001 for the body."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    train: TrainSettings
+    engine: TuneEngineSettings = TuneEngineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "TuneSettings":
+        check_batches(self.train, self.augment)
+        check_schedule(self.schedule, self.optimizer)
+        return self
+
+    def as_training(self, card: ModelCard) -> PretrainSettings:
+        """The same task in the words of the one training loop."""
+        size = self.data.image_size or card.image_size
+        if size != card.image_size:
+            raise ValueError(
+                f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size}; leave it out"
+            )
+        return PretrainSettings(
+            run_dir=self.run_dir,
+            resume=self.resume,
+            data=self.data.model_copy(update={"image_size": size}),
+            model=card.model,
+            augment=self.augment,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            train=self.train,
+            engine=EngineSettings(zero_stage=0, **self.engine.model_dump()),
+            checkpoint=self.checkpoint,
+            tracking=self.tracking,
+        )
+
+
+class ProbeSettings(Settings):
+    run_dir: str
+    pretrained: str | None = None
+    """The checkpoint whose features are probed; null probes the pixels themselves, as the linear baseline."""
+    dataset: str
+    train_split: str = "train"
+    test_split: str = "val"
+    image_size: int | None = Field(None, ge=8, le=1024)
+    lrs: tuple[float, ...] = Field((1e-4, 3e-4, 1e-3, 3e-3), min_length=1)
+    """All are trained in one pass over the features; the best on the held-out share is kept."""
+    weight_decay: float = Field(1e-2, ge=0)
+    epochs: int = Field(50, ge=1)
+    batch_size: int = Field(256, ge=1)
+    feature_batch_size: int = Field(512, ge=1)
+    holdout_share: float = Field(0.2, gt=0, lt=1)
+    """Of the training split, to choose the learning rate with; the test split is never chosen on."""
+    seed: int = Field(0, ge=0)
+    tracking: TrackingSettings = TrackingSettings()
+
+    @model_validator(mode="after")
+    def _test_is_kept_apart(self) -> "ProbeSettings":
+        if self.train_split == self.test_split:
+            raise ValueError(f"test_split: {self.test_split!r} is the training split too; test on another")
+        if any(lr <= 0 for lr in self.lrs):
+            raise ValueError(f"lrs: {list(self.lrs)} will not do; every learning rate must be above 0")
+        return self
+
+
+class EvaluateSettings(Settings):
+    pretrained: str
+    dataset: str
+    split: str = "val"
+    local_batch_size: int = Field(512, ge=1)
+
+
+def check_classes(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> None:
+    """A classifier can only be judged on its own classes, in its own order."""
+    if card.classes == manifest.classes:
+        return
+    if len(card.classes) != len(manifest.classes):
+        detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
+    else:
+        number = next(i for i, (a, b) in enumerate(zip(card.classes, manifest.classes, strict=True)) if a != b)
+        detail = f"class {number} is {card.classes[number]!r} against {manifest.classes[number]!r}"
+    raise ValueError(f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it first")

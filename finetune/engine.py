@@ -1,0 +1,110 @@
+"""accelerate behind the `Engine` contract: plain data parallelism over fp32 weights, for models that fit on every rank."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from finetune.config import TuneEngineSettings
+from pretrain.augment import Prepared
+from pretrain.collectives import all_sum
+from pretrain.optim import set_lr
+from pretrain.step import EngineState, StepResult, loss_of
+from pretrain.world import World
+
+
+def start_accelerator(world: World, *, precision: str, timeout_s: float) -> Accelerator:
+    """Joins the ranks. Without a GPU accelerate must be told so, or each rank would silently train alone."""
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s))],
+    )
+    if accelerator.num_processes != world.num_ranks:
+        raise RuntimeError(
+            f"accelerate sees {accelerator.num_processes} processes of {world.num_ranks}; unset ACCELERATE_* variables"
+        )
+    return accelerator
+
+
+class AccelerateEngine:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        settings: TuneEngineSettings,
+        accelerator: Accelerator,
+        label_smoothing: float,
+        world: World,
+    ):
+        self.accelerator, self.settings, self.world, self.label_smoothing = (
+            accelerator,
+            settings,
+            world,
+            label_smoothing,
+        )
+        self.device, self.input_dtype = accelerator.device, torch.float32
+        self.module = model.to(self.device)
+        self._optimizer = make_optimizer(self.module)
+        self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)
+
+    def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
+        self._model.train()
+        set_lr(self._optimizer, lr)
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self._model):
+                loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(
+                    micro_batches
+                )
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        limit = self.settings.gradient_clip_norm or float("inf")
+        norm = self.accelerator.clip_grad_norm_(self._model.parameters(), limit)
+        self._stepper.step()
+        self._stepper.zero_grad()
+        return StepResult(loss=float(all_sum(total)) / self.world.num_ranks, gradient_norm=float(norm))
+
+    def logits(self, images: Tensor) -> Tensor:
+        self.module.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            logits: Tensor = self.module(images)
+        return logits.float()
+
+    def export_state(self) -> EngineState:
+        if not self.world.is_first:
+            return EngineState()
+        weights, optimizer, updates = {}, {}, 0
+        for name, parameter in self.module.named_parameters():
+            weights[name] = _copy(parameter)
+            for kind, value in self._state_of(parameter).items():
+                if value.ndim:
+                    optimizer[f"{kind}.{name}"] = _copy(value)
+                elif kind == "step":
+                    updates = int(value)
+        return EngineState(weights, optimizer, updates)
+
+    def import_state(self, state: EngineState) -> None:
+        kinds = sorted({name.partition(".")[0] for name in state.optimizer})
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(state.weights[name])
+                slots = self._optimizer.state[parameter]
+                slots.update({kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds})
+                if isinstance(self._optimizer, torch.optim.AdamW):
+                    slots["step"] = torch.tensor(float(state.num_updates))
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return {kind: value for kind, value in self._optimizer.state[parameter].items() if torch.is_tensor(value)}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().cpu().clone().contiguous()

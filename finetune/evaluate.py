@@ -1,0 +1,43 @@
+"""`finetune evaluate`: exact scores of a checkpoint's classifier on a split, on any number of ranks."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_prep.manifest import load_manifest
+from finetune.config import EvaluateSettings, check_classes
+from finetune.engine import start_accelerator
+from pretrain.augment import Augmentation, Normalisation
+from pretrain.checkpoint import load_weights
+from pretrain.config import AugmentSettings
+from pretrain.evaluate import Scores, evaluate
+from pretrain.models.build import build_model
+from pretrain.shards import SplitReader
+from pretrain.world import World
+
+
+def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
+    accelerator = start_accelerator(world, precision="fp32", timeout_s=600.0)
+    manifest = load_manifest(settings.dataset)
+    card, weights = load_weights(Path(settings.pretrained))
+    check_classes(card, manifest, dataset=settings.dataset)
+    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
+    model.load_state_dict(weights)
+    model.to(accelerator.device).eval()
+    augmentation = Augmentation(
+        AugmentSettings(),
+        seed=0,
+        image_size=card.image_size,
+        normalisation=Normalisation(card.channel_mean, card.channel_std),
+        device=accelerator.device,
+        dtype=torch.float32,
+    )
+
+    @torch.no_grad()
+    def logits(images: Tensor) -> Tensor:
+        result: Tensor = model(images)
+        return result
+
+    reader = SplitReader(settings.dataset, manifest, settings.split, image_size=card.image_size)
+    return evaluate(logits, reader, augmentation, local_batch_size=settings.local_batch_size, world=world)

@@ -1,0 +1,71 @@
+"""`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new head (or from scratch)."""
+
+from pathlib import Path
+
+from data_prep.manifest import load_manifest
+from finetune.config import TuneSettings
+from finetune.engine import AccelerateEngine, start_accelerator
+from pretrain.assembly import assemble, open_tracker, supervise
+from pretrain.augment import Normalisation
+from pretrain.card import ModelCard
+from pretrain.checkpoint import load_weights
+from pretrain.collectives import barrier
+from pretrain.config import check_against_ranks
+from pretrain.models.build import ImageModel, build_model, num_parameters
+from pretrain.optim import build_optimizer
+from pretrain.order import BatchPlan
+from pretrain.preemption import StopFlag
+from pretrain.run import claim
+from pretrain.trainer import Outcome
+from pretrain.world import World
+
+
+def tune(settings: TuneSettings, world: World) -> Outcome:
+    stop = StopFlag().install()
+    manifest = load_manifest(settings.data.dataset)
+    accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
+    card, model = starting_model(settings, num_classes=len(manifest.classes))
+    training = settings.as_training(card)
+    if world.is_first:
+        claim(Path(settings.run_dir), settings)
+    barrier()
+    local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    engine = AccelerateEngine(
+        model,
+        make_optimizer=lambda module: build_optimizer(module, settings.optimizer),
+        settings=settings.engine,
+        accelerator=accelerator,
+        label_smoothing=settings.train.label_smoothing,
+        world=world,
+    )
+    run_key, tracker = open_tracker(
+        training,
+        manifest,
+        world,
+        num_weights=num_parameters(model),
+        parent_key=card.run_key,
+        extra_tags={"task": "tune", "init": settings.init},
+    )
+    trainer = assemble(
+        training,
+        manifest,
+        world,
+        plan=BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks),
+        engine=engine,
+        tracker=tracker,
+        stop=stop,
+        run_key=run_key,
+        normalisation=Normalisation(card.channel_mean, card.channel_std),
+    )
+    return supervise(trainer)
+
+
+def starting_model(settings: TuneSettings, *, num_classes: int) -> tuple[ModelCard, ImageModel]:
+    card, weights = load_weights(Path(settings.pretrained))
+    seed = settings.train.seed
+    if settings.init == "scratch":
+        return card, build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
+    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=seed)
+    model.load_state_dict(weights)
+    model.reset_classifier(num_classes)
+    return card, model

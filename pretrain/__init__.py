@@ -1,0 +1,1 @@
+"""Second floor: models, sample order, loader, augmentation, the training loop and its DeepSpeed engine."""

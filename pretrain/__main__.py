@@ -1,0 +1,126 @@
+"""Command line of the second floor: `pretrain train | show | models | sync`.
+
+Heavy imports wait until the config is known to be good.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from data_prep.manifest import load_manifest
+from data_prep.settings import dump, load_settings, parse_command_line
+from pretrain.config import PretrainSettings, check_against_data, check_against_ranks
+from pretrain.run import check_resume, finished_result
+from pretrain.world import World, read_world
+
+OK, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_command_line(_parser(), arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
+    train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
+    train.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
+    train.add_argument("--ranks", type=int, help="start this many local ranks (torchrun and srun work as well)")
+    train.set_defaults(run=_train)
+    show = verbs.add_parser("show", help="print the resolved config")
+    show.add_argument("config")
+    show.add_argument("overrides", nargs="*")
+    show.set_defaults(run=_show)
+    models = verbs.add_parser("models", help="list the named models with their parameters and FLOPs")
+    models.add_argument("--classes", type=int, default=1000)
+    models.set_defaults(run=_models)
+    sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
+    sync.add_argument("run_dir", type=Path)
+    sync.set_defaults(run=_sync)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    run_dir = Path(settings.run_dir)
+    world = World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
+    result = finished_result(run_dir)
+    if result is not None:
+        if world.is_first:
+            print(f"{run_dir}: finished before, at step {result['step']}; name another run_dir to train anew")
+        return OK
+    manifest = load_manifest(settings.data.dataset)
+    check_against_data(
+        data=settings.data, model=settings.model, train=settings.train, schedule=settings.schedule, manifest=manifest
+    )
+    check_resume(run_dir, settings.resume)
+    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    if options.ranks:
+        from pretrain.launch import launch
+
+        return launch(
+            [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides], num_ranks=options.ranks
+        )
+    from pretrain.train import train
+
+    return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+
+
+def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
+    """Ends a rank. A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again."""
+    if is_first and run_dir is not None:
+        print(
+            f"{run_dir}: finished"
+            if finished
+            else f"{run_dir}: stopped with a checkpoint; the same command goes on from there"
+        )
+    from pretrain.collectives import barrier
+
+    barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+
+
+def _show(options: argparse.Namespace) -> int:
+    print(dump(load_settings(PretrainSettings, path=options.config, overrides=options.overrides)), end="")
+    return OK
+
+
+def _models(options: argparse.Namespace) -> int:
+    import torch
+
+    from pretrain.models.build import build_model, forward_flops, num_parameters
+    from pretrain.models.spec import PRESETS, MixerSpec, MlpSpec
+
+    for name, fields in PRESETS.items():
+        spec = (MlpSpec if fields["kind"] == "mlp" else MixerSpec)(**fields)
+        size = {"num_classes": options.classes, "image_size": 64 if fields["kind"] == "mlp" else 224}
+        with torch.device("meta"):
+            count = num_parameters(build_model(spec, **size))
+        flops = forward_flops(spec, **size) / 1e9
+        print(f"{name:16} {size['image_size']:4} px {count / 1e6:8.2f} M weights {flops:8.3f} GFLOPs/image")
+    return OK
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from pretrain.tracking import sync
+
+    if not (options.run_dir / "tracking" / "identity.json").exists():
+        raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")
+    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the journal delivered")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

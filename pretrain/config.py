@@ -1,0 +1,219 @@
+"""Every setting of a pretraining run with its default and its meaning. No torch here: a bad config costs under a second.
+
+What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `check_against_data`
+and `check_against_ranks`, still before anything heavy is imported.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from data_prep.manifest import DatasetError, Manifest
+from data_prep.settings import Settings
+from pretrain.durations import Duration, parse_length
+from pretrain.models.spec import ModelSpec, expand_preset
+from pretrain.order import Shuffle
+
+
+class DataSettings(Settings):
+    dataset: str
+    """A directory that `data_prep build` has finished."""
+    train_split: str = "train"
+    eval_split: str | None = "val"
+    shuffle: Shuffle = "full"
+    block_size: int = Field(1024, ge=1)
+    """block shuffle: neighbouring samples that are read together."""
+    window_blocks: int = Field(16, ge=1)
+    """block shuffle: how many blocks are mixed with each other."""
+    image_size: int | None = Field(None, ge=8, le=1024)
+    """What the model is fed; by default the dataset's own resolution."""
+
+
+class AugmentSettings(Settings):
+    crop_scale: tuple[float, float] | None = None
+    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
+    crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
+    flip_probability: float = Field(0.5, ge=0, le=1)
+    mixup_alpha: float = Field(0.0, ge=0)
+    """MixUp with lambda ~ Beta(alpha, alpha) between neighbours of a batch; 0 is off."""
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self) -> "AugmentSettings":
+        for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
+            if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
+                raise ValueError(
+                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}"
+                )
+        return self
+
+
+class OptimizerSettings(Settings):
+    name: Literal["lion", "adamw", "sgd"] = "lion"
+    lr: float = Field(1e-4, gt=0)
+    weight_decay: float = Field(1e-3, ge=0)
+    """Decoupled, on matrices only; norms and biases are not decayed."""
+    betas: tuple[float, float] | None = None
+    """By default (0.9, 0.99) for lion and (0.9, 0.999) for adamw."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Nesterov momentum, for sgd alone."""
+    head_lr_scale: float = Field(1.0, gt=0)
+    """Learning rate of the classifier as a multiple of the body's."""
+
+    @model_validator(mode="after")
+    def _betas_fit(self) -> "OptimizerSettings":
+        if self.betas is not None and self.name == "sgd":
+            raise ValueError("optimizer.betas: sgd has none; set optimizer.momentum, or choose lion or adamw")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]"
+            )
+        return self
+
+
+class ScheduleSettings(Settings):
+    name: Literal["constant", "cosine"] = "cosine"
+    warmup: Duration = "0 steps"
+    final_lr: float = Field(0.0, ge=0)
+    """Where cosine ends."""
+
+
+class TrainSettings(Settings):
+    duration: Duration
+    global_batch_size: int = Field(1024, ge=1)
+    local_batch_size: int | None = Field(None, ge=1)
+    """Samples per rank and micro-batch; by default all of a rank's share at once."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    seed: int = Field(0, ge=0)
+    eval_every: Duration = "1 epochs"
+    log_every_steps: int = Field(10, ge=1)
+    loader_threads: int = Field(1, ge=1)
+    prefetch_batches: int = Field(4, ge=1)
+
+
+class EngineSettings(Settings):
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    gradient_clip_norm: float = Field(0.0, ge=0)
+    """0 is off."""
+    compile: bool = False
+    timeout_s: float = Field(600.0, gt=0)
+    """A collective that waits longer than this ends the run: a rank is stuck or gone."""
+
+
+class CheckpointSettings(Settings):
+    every: Duration = "1 epochs"
+    keep_last: int = Field(2, ge=1)
+
+
+class TrackingSettings(Settings):
+    enabled: bool = True
+    experiment: str = "wide-mlps"
+    uri: str | None = None
+    """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
+
+
+Resume = Literal["auto", "must", "never"]
+
+
+class PretrainSettings(Settings):
+    run_dir: str
+    """Everything of the run lives here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
+    resume: Resume = "auto"
+    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
+    data: DataSettings
+    model: Annotated[ModelSpec, BeforeValidator(expand_preset)]
+    augment: AugmentSettings = AugmentSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    train: TrainSettings
+    engine: EngineSettings = EngineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "PretrainSettings":
+        check_batches(self.train, self.augment)
+        check_schedule(self.schedule, self.optimizer)
+        if self.engine.compile and self.engine.zero_stage == 3:
+            raise ValueError(
+                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; set one of them otherwise"
+            )
+        return self
+
+
+def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
+    whole, local = train.global_batch_size, train.local_batch_size
+    if local is not None and whole % local:
+        near = nearest_divisor(whole, local)
+        raise ValueError(
+            f"train.local_batch_size: {local} does not divide global_batch_size {whole}; the nearest that does is {near}"
+        )
+    if augment.mixup_alpha > 0 and (local or whole) % 2:
+        field = "local_batch_size" if local else "global_batch_size"
+        raise ValueError(
+            f"train.{field}: {local or whole} is odd, but MixUp pairs neighbours; make it even, or augment.mixup_alpha=0"
+        )
+
+
+def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> None:
+    if schedule.final_lr > optimizer.lr:
+        raise ValueError(
+            f"schedule.final_lr: {schedule.final_lr} is above optimizer.lr {optimizer.lr}; cosine falls, so set it lower"
+        )
+
+
+def check_against_data(
+    *, data: DataSettings, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings, manifest: Manifest
+) -> int:
+    """The number of steps of the run; raises what only the dataset can tell."""
+    for field, split in (("train_split", data.train_split), ("eval_split", data.eval_split)):
+        if split is not None:
+            try:
+                found = manifest.split(split, directory=data.dataset)
+            except DatasetError as error:
+                raise ValueError(f"data.{field}: {error}") from None
+            if found.num_samples == 0:
+                raise ValueError(f"data.{field}: split {split!r} of {data.dataset} is empty; choose another")
+    if manifest.encoding == "keep" and data.image_size is None:
+        raise ValueError(
+            "data.image_size: missing; the dataset keeps the pictures' own sizes, so say what the model is fed"
+        )
+    model.check(image_size=data.image_size or manifest.image_size)
+    size = {"global_batch_size": train.global_batch_size, "num_samples": manifest.splits[data.train_split].num_samples}
+    steps = parse_length(train.duration).steps(**size)
+    if steps < 1:
+        raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
+    warmup = parse_length(schedule.warmup).steps(**size)
+    if warmup >= steps:
+        raise ValueError(
+            f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"
+        )
+    return steps
+
+
+def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
+    """The local batch size on this many ranks."""
+    whole = train.global_batch_size
+    if whole % num_ranks:
+        low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
+        near = f"{low} or {high}" if low else f"{high}"
+        raise ValueError(
+            f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest that does is {near}"
+        )
+    share = whole // num_ranks
+    local = train.local_batch_size or share
+    if share % local:
+        nearest = nearest_divisor(share, local)
+        raise ValueError(
+            f"train.local_batch_size: {local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} "
+            f"ranks); the nearest that does is {nearest}"
+        )
+    if augment.mixup_alpha > 0 and local % 2:
+        raise ValueError(
+            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but MixUp pairs neighbours; make it even"
+        )
+    return local
+
+
+def nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))

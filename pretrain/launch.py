@@ -1,0 +1,95 @@
+"""Starts N local ranks of a command and fails fast: when one dies, the others end within seconds and its last words come first.
+
+The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and SIGTERM reach every rank, which
+finishes its step, writes a checkpoint and exits with 0.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+
+from pretrain.world import free_port
+
+GRACE_S = 10.0
+"""How long the other ranks may go on after one has died, and after they were told to end."""
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    environment: Mapping[str, str] = os.environ,
+    timeout_s: float | None = None,
+) -> int:
+    """The exit code of the first rank that failed, or 0. Standard streams are inherited."""
+    shared = dict(environment) | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    cores = len(os.sched_getaffinity(0))
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    ranks = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_ranks)
+    ]
+    restore = _forward_signals(ranks)
+    try:
+        return _watch(ranks, deadline_s=time.monotonic() + timeout_s if timeout_s else None)
+    finally:
+        _end(ranks)
+        restore()
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) -> int:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        for number, code in enumerate(codes):
+            if code not in (None, 0):
+                _wait(ranks, GRACE_S / 2)
+                print(f"launch: rank {number} ended with {_describe(code)}; ending the others", file=sys.stderr)
+                return code if code and code > 0 else 128 - (code or 0)
+        if all(code == 0 for code in codes):
+            return 0
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            hung = [number for number, code in enumerate(codes) if code is None]
+            print(f"launch: ranks {hung} were still running at the time limit; ending them", file=sys.stderr)
+            return 124
+        time.sleep(0.05)
+
+
+def _describe(code: int | None) -> str:
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def _forward_signals(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only not fatal."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                rank.send_signal(number)
+
+    handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: lambda number, frame: None}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for stop in (signal.SIGTERM, signal.SIGKILL):
+        alive = [rank for rank in ranks if rank.poll() is None]
+        for rank in alive:
+            rank.send_signal(stop)
+        _wait(alive, GRACE_S)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+        time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Models: `spec` names and validates them without torch, `build` makes them, one file per family."""

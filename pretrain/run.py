@@ -1,0 +1,81 @@
+"""A run directory: what is in it, whose it is, and whether there is anything left to do.
+
+RUN/config.yaml       the resolved settings
+RUN/checkpoints/      see checkpoint.py
+RUN/tracking/         see tracking.py
+RUN/result.json       written last; a run that has it is finished
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_prep.publish import write_atomic, write_json
+from data_prep.settings import Settings, dump, read_yaml
+from pretrain.card import list_checkpoints
+
+RESULT, CONFIG_FILE = "result.json", "config.yaml"
+
+MAY_CHANGE = (
+    "resume",
+    "tracking",
+    "engine",
+    "checkpoint",
+    "train.local_batch_size",
+    "train.log_every_steps",
+    "train.eval_every",
+)
+"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most)."""
+
+
+def finished_result(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        result: dict[str, Any] = json.loads((run_dir / RESULT).read_text())
+        return result
+    except FileNotFoundError:
+        return None
+
+
+def save_result(run_dir: Path, result: dict[str, Any]) -> None:
+    write_json(run_dir / RESULT, result)
+
+
+def claim(run_dir: Path, settings: Settings) -> None:
+    """Makes the directory this run's; refuses one that another config has begun to fill."""
+    path = run_dir / CONFIG_FILE
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        changes = differences(read_yaml(path), settings.model_dump(mode="json"))
+        real = [key for key in changes if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)]
+        if real:
+            raise ValueError(
+                f"run_dir: {run_dir} belongs to a run with other settings ({', '.join(real)}); name another run_dir, or remove it"
+            )
+    write_atomic(path, dump(settings).encode())
+
+
+def check_resume(run_dir: Path, resume: str) -> None:
+    has = bool(list_checkpoints(run_dir))
+    if resume == "must" and not has:
+        raise ValueError(
+            f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to start from scratch"
+        )
+    if resume == "never" and has:
+        raise ValueError(
+            f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on"
+        )
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """The dotted keys whose values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [key for name in keys for key in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
+    return [] if old == new else [prefix.rstrip(".")]
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value}: how a config is logged as parameters."""
+    if isinstance(tree, dict):
+        return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): tree}

@@ -1,0 +1,59 @@
+"""What one training step is, for every task and engine: the loss of a prepared batch, and the engine's contract.
+
+Pretraining (DeepSpeed) and fine-tuning (accelerate) run the same `Trainer` over two implementations of `Engine`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pretrain.augment import Prepared
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """Mean over the global batch."""
+    gradient_norm: float
+    """Before clipping."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Whole and independent of ranks and ZeRO stages: fp32 weights by name, optimizer state as KIND.NAME."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    num_updates: int = 0
+
+
+class Engine(Protocol):
+    device: torch.device
+    input_dtype: torch.dtype
+
+    def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
+        """One update from this rank's micro-batches of one global batch."""
+
+    def logits(self, images: Tensor) -> Tensor:
+        """float32 logits in evaluation mode; every rank calls it equally often."""
+
+    def export_state(self) -> EngineState:
+        """Called by every rank; the first rank gets the state, the others an empty one."""
+
+    def import_state(self, state: EngineState) -> None:
+        """Called by every rank with the whole state."""
+
+
+def loss_of(logits: Tensor, batch: Prepared, *, label_smoothing: float) -> Tensor:
+    """Mean cross-entropy of logits (B, classes) against one label each, or against a mixture of two."""
+    logits = logits.float()
+    if batch.other_labels_B is None:
+        return cross_entropy(logits, batch.labels_B, label_smoothing=label_smoothing)
+    assert batch.weight_B is not None
+    first = cross_entropy(logits, batch.labels_B, label_smoothing=label_smoothing, reduction="none")
+    second = cross_entropy(logits, batch.other_labels_B, label_smoothing=label_smoothing, reduction="none")
+    return torch.lerp(second, first, batch.weight_B).mean()

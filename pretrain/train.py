@@ -1,0 +1,57 @@
+"""`pretrain train`: the pretraining task, with DeepSpeed as its engine."""
+
+from pathlib import Path
+
+from data_prep.manifest import load_manifest
+from pretrain.assembly import assemble, open_tracker, supervise
+from pretrain.augment import Normalisation
+from pretrain.collectives import barrier
+from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.models.build import build_model, num_parameters
+from pretrain.optim import build_optimizer
+from pretrain.order import BatchPlan
+from pretrain.preemption import StopFlag
+from pretrain.run import claim
+from pretrain.trainer import Outcome
+from pretrain.world import World
+
+
+def train(settings: PretrainSettings, world: World) -> Outcome:
+    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
+    stop = StopFlag().install()
+    manifest = load_manifest(settings.data.dataset)
+    local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
+    device = start_distributed(world, timeout_s=settings.engine.timeout_s)
+    run_dir = Path(settings.run_dir)
+    if world.is_first:
+        claim(run_dir, settings)
+    barrier()
+    image_size = settings.data.image_size or manifest.image_size
+    model = build_model(
+        settings.model, num_classes=len(manifest.classes), image_size=image_size, seed=settings.train.seed
+    )
+    num_weights = num_parameters(model)  # before ZeRO cuts the weights up
+    engine = DeepSpeedEngine(
+        model,
+        make_optimizer=lambda module: build_optimizer(module, settings.optimizer),
+        settings=settings.engine,
+        plan=plan,
+        label_smoothing=settings.train.label_smoothing,
+        device=device,
+        world=world,
+    )
+    run_key, tracker = open_tracker(settings, manifest, world, num_weights=num_weights)
+    trainer = assemble(
+        settings,
+        manifest,
+        world,
+        plan=plan,
+        engine=engine,
+        tracker=tracker,
+        stop=stop,
+        run_key=run_key,
+        normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+    )
+    return supervise(trainer)

@@ -1,0 +1,49 @@
+"""Rank facts, read once from torchrun's, our launcher's or SLURM's environment. No torch here."""
+
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    local_rank: int
+    num_ranks: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
+    """The world of this process. What DeepSpeed and torch.distributed expect is filled into `environment`."""
+    if "RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        _from_slurm(environment)
+    if "RANK" not in environment:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+        environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment
+    ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK"
+        )
+    return World(int(environment["RANK"]), int(environment["LOCAL_RANK"]), int(environment["WORLD_SIZE"]))
+
+
+def _from_slurm(environment: MutableMapping[str, str]) -> None:
+    """One task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from the job."""
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
+    environment.setdefault("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", environment["SLURM_NTASKS"]))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,53 @@
+"""Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the real command."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main as data_prep
+
+REPOSITORY = Path(__file__).parent.parent
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 classes, 30 + 9 pictures each, 16 px raw, in shards of 64."""
+    return _build(tmp_path_factory, "a", "num_classes=8", "num_train_per_class=30", "num_val_per_class=9")
+
+
+@pytest.fixture(scope="session")
+def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 classes of the other set, 12 + 7 pictures each: sizes that divide by nothing."""
+    return _build(tmp_path_factory, "b", "num_classes=5", "num_train_per_class=12", "num_val_per_class=7")
+
+
+def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Path:
+    out = factory.mktemp("data") / f"shapes-{class_set}"
+    settings = [f"source.{setting}" for setting in (f"class_set={class_set}", "image_size=20", *source)]
+    shards = ["image_size=16", "samples_per_shard=64", "num_workers=2"]
+    assert data_prep(["build", "--source", "synthetic", "--out", str(out), *shards, *settings]) == 0
+    return out
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    """Runs one of our commands in a process of its own, in an empty directory."""
+
+    def run(*words: str, timeout_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run
