@@ -56,7 +56,9 @@ def main() -> int:
         if done.exists():
             continue
         print(f"\n[{number}/{len(todo)}] {title}\n$ {' '.join(command)}", flush=True)
+        stage_s = time.monotonic()
         code = run_stage(command)
+        print(f"({time.monotonic() - stage_s:.0f} s)", flush=True)
         if code != 0 or not done.exists():
             print(f"demo: stopped in stage {number}; `make demo` goes on from here", file=sys.stderr)
             return code or 130

@@ -11,7 +11,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"analysis: {error}", file=sys.stderr)
         return BAD_INPUT
 

@@ -65,8 +65,9 @@ class Run:
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, from the run's journal."""
         path = self.directory / "tracking" / "journal.jsonl"
+        whole = path.read_bytes() if path.exists() else b""
         steps, values = [], []
-        for line in path.read_bytes().splitlines() if path.exists() else []:
+        for line in whole[: whole.rfind(b"\n") + 1].splitlines():  # a kill may have cut the last line
             event = json.loads(line)
             if event["event"] == "metrics" and metric in event["values"]:
                 steps.append(event["step"])

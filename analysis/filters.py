@@ -27,9 +27,11 @@ def draw(checkpoint: Path, path: Path, *, side: int = 5) -> None:
     filters = first_layer(checkpoint)
     strongest = np.argsort(-np.linalg.norm(filters.reshape(len(filters), -1), axis=1), kind="stable")[: side * side]
     figure = Figure(figsize=(side * 1.2, side * 1.2), layout="constrained")
-    for axes, neuron in zip(np.ravel(figure.subplots(side, side)), strongest, strict=False):
+    panels = np.ravel(figure.subplots(side, side))
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, neuron in zip(panels, strongest, strict=False):
         axes.imshow(
             filters[neuron], cmap="RdBu", vmin=-np.abs(filters[neuron]).max(), vmax=np.abs(filters[neuron]).max()
         )
-        axes.set_axis_off()
     figure.savefig(path, dpi=120)

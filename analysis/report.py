@@ -76,17 +76,22 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
         "linear on pixels" if run.model_name == "pixels" else f"{run.model_name}, {TASK_WORDS[run.task]}"
         for run in runs
     ]
+    if len({run.dataset for run in runs}) > 1:
+        names = [f"{name}, {Path(run.dataset).name}" for name, run in zip(names, runs, strict=True)]
     axes.barh(
-        names,
+        range(len(runs)),
         [run.top1 or 0.0 for run in runs],
         color=["#ddaa44" if run.model_name == "pixels" else TASK_COLOURS[run.task] for run in runs],
     )
+    axes.set_yticks(range(len(runs)), names)
     for row, run in enumerate(runs):
         axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}", va="center", fontsize=8)
-    chances = [run.chance for run in runs if run.chance]
+    chances = {row: run.chance for row, run in enumerate(runs) if run.chance}
+    for row, chance in chances.items():
+        axes.vlines(chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)
     if chances:
-        axes.axvline(chances[0], color="black", linestyle=":", linewidth=1)
-        axes.text(chances[0] + 0.01, len(runs) - 0.45, "chance", fontsize=7, va="bottom")
+        row, chance = max(chances.items())
+        axes.text(chance + 0.01, row + 0.55, "chance", fontsize=7, va="bottom")
     axes.set_title("transfer: test top-1", fontsize=9, loc="left")
     axes.set_xlim(0, 1.08)
     axes.tick_params(labelsize=8)

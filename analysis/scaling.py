@@ -25,8 +25,13 @@ class Law(NamedTuple):
 
 def fit(compute: Array, error: Array) -> Law:
     """Least squares in the logarithm of the compute's scale, so that the parameters are of like size."""
-    if len(compute) < 4:
-        raise ValueError(f"scaling: {len(compute)} points cannot fix 4 parameters; give at least 4 runs")
+    num_points = len(np.unique(compute))
+    if num_points < 5:
+        raise ValueError(f"scaling: {num_points} points cannot fix 4 parameters; give at least 5 of different compute")
+    if not (np.isfinite(compute) & (compute > 0)).all():
+        raise ValueError("scaling: every compute must be a positive number (of FLOP); remove the other points")
+    if not ((error >= 0) & (error <= 1)).all():
+        raise ValueError("scaling: every error must be a share between 0 and 1; divide percents by 100")
     unit = float(np.exp(np.log(compute).mean()))
 
     def model(scaled: Array, a: float, b: float, alpha: float, floor: float) -> Array:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 from data_prep.settings import dump, load_settings, parse_command_line
@@ -17,8 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"data_prep: {error}", file=sys.stderr)
         return BAD_INPUT
-    except OSError as error:
-        print(f"data_prep: {error}; what is finished is kept, the same command goes on from there", file=sys.stderr)
+    except (OSError, BrokenExecutor) as error:
+        print(
+            f"data_prep: {str(error).rstrip('.')}; what is finished is kept, the same command goes on from there",
+            file=sys.stderr,
+        )
         return FAULTY
     except KeyboardInterrupt:
         print("data_prep: interrupted; finished shards are kept, the same command goes on from there", file=sys.stderr)

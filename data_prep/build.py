@@ -4,9 +4,10 @@ manifest, written last, makes them a dataset.
 The plan (which input goes to which shard) is a function of the config and the listing, never of the workers. Steps:
 
 1. list the source; the fingerprint hashes config and listing;
-2. a manifest with this fingerprint: done; with another: refuse;
+2. a directory of another fingerprint, finished or not: refuse; else put ours there;
 3. write every shard whose record is missing (see shards.py);
-4. write rejected.jsonl, then manifest.json, then remove the records.
+4. write rejected.jsonl, then manifest.json;
+5. remove the records.
 
 A kill anywhere leaves finished shards with their records; the same command goes on from there to the same bytes.
 """
@@ -15,9 +16,8 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,14 @@ import numpy as np
 from data_prep import __version__
 from data_prep.config import BuildSettings
 from data_prep.images import ImageSpec, Rejection, convert
-from data_prep.manifest import MANIFEST_NAME, Manifest, Split, load_manifest, save_manifest
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, Manifest, Split, load_manifest, save_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, canonical_json, sole_writer, write_atomic
+from data_prep.publish import TEMPORARY_PREFIX, canonical_json, sole_writer, write_atomic, write_json
 from data_prep.shards import PARTS, Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.sources import Item, Listing, Source, open_source
+from data_prep.workers import worker_pool
 
-REJECTED_NAME = "rejected.jsonl"
+BEGUN_NAME = "begun.json"
 
 
 class TooManyRejected(ValueError):  # noqa: N818
@@ -57,20 +58,15 @@ def build(settings: BuildSettings) -> Manifest:
         source = open_source(settings.source, num_workers=settings.num_workers)
         listing = source.listing()
         fingerprint = fingerprint_of(settings, source, listing)
+        claim(directory, fingerprint=fingerprint)
         if (directory / MANIFEST_NAME).exists():
             manifest = load_manifest(directory)
-            if manifest.fingerprint != fingerprint:
-                raise ValueError(
-                    f"out: {directory} holds a dataset of another config or source; remove it or name another directory"
-                )
-            return manifest
-        for leftover in directory.glob(TEMPORARY_PREFIX + "*"):
-            leftover.unlink()
-        (directory / PARTS).mkdir(exist_ok=True)
-        jobs = plan(settings, source, listing, fingerprint=fingerprint)
-        records = run(jobs, num_workers=settings.num_workers)
-        manifest = summarise(settings, source, listing, records, fingerprint=fingerprint)
-        _publish(directory, manifest, records)
+        else:
+            jobs = plan(settings, source, listing, fingerprint=fingerprint)
+            records = run(jobs, num_workers=settings.num_workers)
+            manifest = summarise(settings, source, listing, records, fingerprint=fingerprint)
+            publish(directory, manifest, records)
+        shutil.rmtree(directory / PARTS, ignore_errors=True)
     share = manifest.num_rejected / manifest.num_read
     if share > settings.max_reject_share:
         raise TooManyRejected(
@@ -78,6 +74,25 @@ def build(settings: BuildSettings) -> Manifest:
             f"{settings.max_reject_share:.1%}); read {directory / REJECTED_NAME}, then mend the source or raise max_reject_share"
         )
     return manifest
+
+
+def claim(directory: Path, *, fingerprint: str) -> None:
+    """Makes the directory this build's; refuses one that holds, or has begun to hold, another."""
+    begun, finished = directory / PARTS / BEGUN_NAME, (directory / MANIFEST_NAME).exists()
+    if finished:
+        found = load_manifest(directory).fingerprint
+    else:
+        found = json.loads(begun.read_text())["fingerprint"] if begun.exists() else fingerprint
+    if found != fingerprint:
+        state = "a" if finished else "an unfinished"
+        raise ValueError(
+            f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory"
+        )
+    if not finished:
+        for leftover in directory.glob(TEMPORARY_PREFIX + "*"):
+            leftover.unlink()
+        begun.parent.mkdir(exist_ok=True)
+        write_json(begun, {"fingerprint": fingerprint})
 
 
 def fingerprint_of(settings: BuildSettings, source: Source, listing: Listing) -> str:
@@ -110,7 +125,7 @@ def run(jobs: list[ShardJob], *, num_workers: int) -> list[ShardRecord]:
     """The record of every job, in the order of the plan."""
     records: dict[str, ShardRecord] = {}
     with (
-        ProcessPoolExecutor(min(num_workers, len(jobs)), mp_context=get_context("forkserver")) as pool,
+        worker_pool(min(num_workers, len(jobs))) as pool,
         progress("packing shards", total=sum(len(job.items) for job in jobs), unit="images") as line,
     ):
         futures = {pool.submit(write_job, job): job for job in jobs}
@@ -192,8 +207,7 @@ def channel_statistics(records: list[ShardRecord]) -> tuple[tuple[float, float, 
     return (m[0], m[1], m[2]), (s[0], s[1], s[2])
 
 
-def _publish(directory: Path, manifest: Manifest, records: list[ShardRecord]) -> None:
+def publish(directory: Path, manifest: Manifest, records: list[ShardRecord]) -> None:
     lines = [json.dumps(reject.model_dump(), sort_keys=True) for record in records for reject in record.rejected]
     write_atomic(directory / REJECTED_NAME, "".join(line + "\n" for line in sorted(lines)).encode())
     save_manifest(directory, manifest)
-    shutil.rmtree(directory / PARTS)

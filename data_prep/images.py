@@ -6,6 +6,8 @@ Transparency is laid over white. Downscaling is antialiased (bicubic with suppor
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +24,8 @@ MAX_PIXELS = 178_956_970
 CropPolicy = Literal["center", "squash"]
 Reason = Literal["empty", "not_an_image", "truncated", "too_many_pixels"]
 
-_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
+_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm"}
+"""The formats that are read. Of the others that Pillow knows some take any bytes for a picture (TGA) or start programs (EPS)."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
@@ -78,25 +81,31 @@ def decode(data: bytes) -> tuple[Image.Image, str]:
     if not data:
         raise Rejection("empty", "zero bytes")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the cap below is ours
-        try:
-            image = Image.open(io.BytesIO(data))
-        except Image.DecompressionBombError as error:
-            raise Rejection("too_many_pixels", str(error)) from None
-        except (OSError, ValueError, SyntaxError) as error:
-            raise Rejection("not_an_image", _clean(error)) from None
-    extension = _EXTENSIONS.get(image.format or "", "jpg")
-    if image.width * image.height > MAX_PIXELS:
-        raise Rejection("too_many_pixels", f"{image.width} x {image.height}")
+        warnings.simplefilter("ignore")  # what Pillow warns of is a rejection below, or metadata that is dropped
+        with _rejecting("not_an_image"):
+            image = Image.open(io.BytesIO(data), formats=tuple(_EXTENSIONS))
+        if image.width * image.height > MAX_PIXELS:
+            raise Rejection("too_many_pixels", f"{image.width} x {image.height}")
+        extension = _EXTENSIONS.get(image.format or "", "jpg")  # MPO is a JPEG of several pictures
+        with _rejecting("truncated"):
+            return to_rgb(ImageOps.exif_transpose(image)), extension
+
+
+@contextmanager
+def _rejecting(reason: Reason) -> Iterator[None]:
     try:
-        upright = ImageOps.exif_transpose(image)
-        return to_rgb(upright), extension
-    except (OSError, ValueError, SyntaxError, IndexError, EOFError) as error:
-        raise Rejection("truncated", _clean(error)) from None
+        yield
+    except MemoryError:
+        raise  # says something of this machine, nothing of the picture
+    except Image.DecompressionBombError as error:
+        raise Rejection("too_many_pixels", str(error)) from None
+    except Exception as error:  # noqa: BLE001
+        # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one file must not stop a build
+        raise Rejection(reason, _clean(error)) from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB":
+    if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image
     if image.mode.startswith(("I;16", "I")):

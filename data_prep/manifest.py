@@ -26,6 +26,7 @@ from data_prep.settings import Settings, nearest
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
 
 Encoding = Literal["raw", "jpeg", "keep"]

@@ -55,13 +55,14 @@ class ProgressLine:
             )
             self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total)
+            self._task = self._bar.add_task(self.title, total=self.total, text="")
         self._bar.update(self._task, completed=self.done, text=self._text())
 
     def _say(self) -> None:
         self._said_s = time.monotonic()
-        left_s = (self.total - self.done) / max(self.rate(), 1e-9)
-        print(f"{self.title}  {self._text()}  {left_s:.0f} s left", file=sys.stderr, flush=True)
+        rate = self.rate()
+        left = f"  {(self.total - self.done) / rate:.0f} s left" if rate > 0 else ""
+        print(f"{self.title}  {self._text()}{left}", file=sys.stderr, flush=True)
 
     def _text(self) -> str:
         return f"{self.done:,}/{self.total:,} {self.unit}  {self.rate():,.0f}/s  {self.note}"

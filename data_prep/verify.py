@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.images import Rejection, decode
-from data_prep.manifest import Manifest, Shard, load_index, load_manifest
+from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, load_index, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import sha256_of
 from data_prep.shards import read_samples
@@ -19,6 +19,10 @@ def verify(directory: Path) -> tuple[Manifest, list[str]]:
         faults.append(
             f"manifest: {manifest.num_read} read, but {manifest.num_written} written + {manifest.num_rejected} rejected"
         )
+    num_in_splits = sum(split.num_samples for split in manifest.splits.values())
+    if manifest.num_written != num_in_splits:
+        faults.append(f"manifest: {manifest.num_written} written, but its splits have {num_in_splits} samples")
+    faults += _rejected_faults(directory / REJECTED_NAME, manifest.num_rejected)
     with progress("verifying", total=manifest.num_written, unit="images") as line:
         for name, split in manifest.splits.items():
             counts = np.zeros(len(manifest.classes), np.int64)
@@ -28,6 +32,13 @@ def verify(directory: Path) -> tuple[Manifest, list[str]]:
             if tuple(counts.tolist()) != split.class_counts:
                 faults.append(f"split {name}: the class counts of the shards are not those of the manifest")
     return manifest, faults
+
+
+def _rejected_faults(path: Path, num_rejected: int) -> list[str]:
+    if not path.is_file():
+        return [f"{path.name}: missing"]
+    num_lines = len(path.read_bytes().splitlines())
+    return [f"{path.name}: {num_lines} lines, {num_rejected} expected"] if num_lines != num_rejected else []
 
 
 def _shard_faults(
@@ -44,7 +55,10 @@ def _shard_faults(
     index_path = directory / shard.index_file
     if not index_path.is_file() or sha256_of(index_path) != shard.index_sha256:
         return [*faults, f"{shard.index_file}: missing or changed"]
-    index = load_index(directory, shard)
+    try:
+        index = load_index(directory, shard)
+    except DatasetError as error:
+        return [*faults, str(error)]
     content = path.read_bytes()
     seen = 0
     try:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TypeVar
 from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, dump, load_settings, parse_command_line
 from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, check_classes
-from pretrain.__main__ import BAD_INPUT, OK, leave
+from pretrain.__main__ import OK, guarded, leave
 from pretrain.card import read_card
 from pretrain.config import check_against_data, check_against_ranks
 from pretrain.run import check_resume, finished_result
@@ -21,13 +20,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_command_line(_parser(), arguments)
-    try:
-        return int(options.run(options))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"finetune: {error}", file=sys.stderr)
-        return BAD_INPUT
+    return guarded("finetune", parse_command_line(_parser(), arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +67,7 @@ def _probe(options: argparse.Namespace) -> int:
         read_card(Path(settings.pretrained))
     if options.ranks:
         return _launch("probe", options.config, options)
+    options.started = True
     from finetune.probe import probe
 
     result = probe(settings, world)
@@ -102,6 +96,7 @@ def _tune(options: argparse.Namespace) -> int:
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if options.ranks:
         return _launch("tune", options.config, options)
+    options.started = True
     from finetune.tune import tune
 
     return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
@@ -123,6 +118,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.ranks:
         flags = ["--json"] if options.json else []
         return _launch("evaluate", options.pretrained, options, options.dataset, *flags)
+    options.started = True
     from finetune.evaluate import evaluate_checkpoint
 
     scores = evaluate_checkpoint(settings, world)

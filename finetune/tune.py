@@ -5,7 +5,7 @@ from pathlib import Path
 from data_prep.manifest import load_manifest
 from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
-from pretrain.assembly import assemble, open_tracker, supervise
+from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment import Normalisation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import load_weights
@@ -46,10 +46,10 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
         parent_key=card.run_key,
         extra_tags={"task": "tune", "init": settings.init},
     )
-    trainer = assemble(
-        training,
-        manifest,
-        world,
+    task = Task(
+        settings=training,
+        manifest=manifest,
+        world=world,
         plan=BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks),
         engine=engine,
         tracker=tracker,
@@ -57,7 +57,7 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
         run_key=run_key,
         normalisation=Normalisation(card.channel_mean, card.channel_std),
     )
-    return supervise(trainer)
+    return supervise(task.trainer())
 
 
 def starting_model(settings: TuneSettings, *, num_classes: int) -> tuple[ModelCard, ImageModel]:

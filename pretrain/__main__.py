@@ -18,13 +18,21 @@ OK, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_command_line(_parser(), arguments)
+    return guarded("pretrain", parse_command_line(_parser(), arguments))
+
+
+def guarded(program: str, options: argparse.Namespace) -> int:
+    """Runs the chosen verb; a user's mistake is its message alone, said by the first rank (every rank makes the same one)."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
     try:
         return int(options.run(options))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain: {error}", file=sys.stderr)
-        return BAD_INPUT
+    except (ValueError, ArithmeticError) as error:
+        started = getattr(options, "started", False)
+        if rank == "0":
+            print(f"{program}: {error}", file=sys.stderr)
+        elif started:  # from here on a rank may be alone with its trouble: a shard that only it reads, say
+            print(f"{program}, rank {rank}: {error}", file=sys.stderr)
+        return FAILED if started else BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +79,7 @@ def _train(options: argparse.Namespace) -> int:
         return launch(
             [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides], num_ranks=options.ranks
         )
+    options.started = True
     from pretrain.train import train
 
     return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)

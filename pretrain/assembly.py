@@ -1,7 +1,9 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
-import resource
 import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from data_prep.manifest import Manifest
@@ -26,81 +28,101 @@ from pretrain.trainer import Cadence, Outcome, Trainer
 from pretrain.world import World
 
 
-def assemble(
-    settings: PretrainSettings,
-    manifest: Manifest,
-    world: World,
-    *,
-    plan: BatchPlan,
-    engine: Engine,
-    tracker: Tracker,
-    stop: StopFlag,
-    run_key: str,
-    normalisation: Normalisation,
-) -> Trainer:
-    """The trainer of a task: everything but the engine is the same for pretraining and fine-tuning."""
-    data, image_size = settings.data, settings.data.image_size or manifest.image_size
-    reader = SplitReader(data.dataset, manifest, data.train_split, image_size=image_size)
-    eval_reader = (
-        SplitReader(data.dataset, manifest, data.eval_split, image_size=image_size) if data.eval_split else None
-    )
-    key = int(hash64(hex_key(manifest.hash), settings.train.seed) >> 1)
-    order = Order(reader.num_samples, key, data.shuffle, data.block_size, data.window_blocks)
-    augmentation = Augmentation(
-        settings.augment,
-        seed=settings.train.seed,
-        image_size=image_size,
-        normalisation=normalisation,
-        device=engine.device,
-        dtype=engine.input_dtype,
-    )
+@dataclass(frozen=True)
+class Task:
+    """One training task, ready to be run: what differs between tasks is here, the loop is the same for all."""
 
-    def batches_from(consumed: int) -> TrainingBatches:
+    settings: PretrainSettings
+    manifest: Manifest
+    world: World
+    plan: BatchPlan
+    engine: Engine
+    tracker: Tracker
+    stop: StopFlag
+    run_key: str
+    normalisation: Normalisation
+
+    @property
+    def image_size(self) -> int:
+        return self.settings.data.image_size or self.manifest.image_size
+
+    def trainer(self) -> Trainer:
+        settings, run_dir = self.settings, Path(self.settings.run_dir)
+        size = {"num_classes": len(self.manifest.classes), "image_size": self.image_size}
+        return Trainer(
+            engine=self.engine,
+            augmentation=self.augmentation,
+            plan=self.plan,
+            schedule=schedule_of(settings, self.manifest),
+            cadence=cadence_of(settings, self.manifest),
+            batches_from=self.batches_from,
+            evaluate=self.scores,
+            card_at=self.card_at,
+            run_dir=run_dir,
+            tracker=self.tracker,
+            stop=self.stop,
+            world=self.world,
+            flops_per_image=forward_flops(settings.model, **size),
+            title=run_dir.name,
+        )
+
+    @cached_property
+    def reader(self) -> SplitReader:
+        return self._open(self.settings.data.train_split)
+
+    @cached_property
+    def eval_reader(self) -> SplitReader | None:
+        split = self.settings.data.eval_split
+        return self._open(split) if split else None
+
+    @cached_property
+    def augmentation(self) -> Augmentation:
+        return Augmentation(
+            self.settings.augment,
+            seed=self.settings.train.seed,
+            image_size=self.image_size,
+            normalisation=self.normalisation,
+            device=self.engine.device,
+            dtype=self.engine.input_dtype,
+        )
+
+    def batches_from(self, consumed: int) -> TrainingBatches:
+        data, train = self.settings.data, self.settings.train
+        key = int(hash64(hex_key(self.manifest.hash), train.seed) >> 1)
         return TrainingBatches(
-            reader,
-            order,
-            plan,
-            rank=world.rank,
+            self.reader,
+            Order(self.reader.num_samples, key, data.shuffle, data.block_size, data.window_blocks),
+            self.plan,
+            rank=self.world.rank,
             consumed=consumed,
-            num_threads=settings.train.loader_threads,
-            prefetch=settings.train.prefetch_batches,
-            pin=engine.device.type == "cuda",
+            num_threads=train.loader_threads,
+            prefetch=train.prefetch_batches,
+            pin=self.engine.device.type == "cuda",
         )
 
-    def scores() -> Scores | None:
-        if eval_reader is None:
+    def scores(self) -> Scores | None:
+        if self.eval_reader is None:
             return None
-        return evaluate(engine.logits, eval_reader, augmentation, local_batch_size=plan.local_batch_size, world=world)
-
-    def card_at(step: int) -> ModelCard:
-        return ModelCard(
-            model=settings.model,
-            image_size=image_size,
-            classes=manifest.classes,
-            channel_mean=normalisation.mean,
-            channel_std=normalisation.std,
-            dataset=manifest.name,
-            manifest_hash=manifest.hash,
-            step=step,
-            run_key=run_key,
+        size = self.plan.local_batch_size
+        return evaluate(
+            self.engine.logits, self.eval_reader, self.augmentation, local_batch_size=size, world=self.world
         )
 
-    return Trainer(
-        engine=engine,
-        augmentation=augmentation,
-        plan=plan,
-        schedule=schedule_of(settings, manifest),
-        cadence=cadence_of(settings, manifest),
-        batches_from=batches_from,
-        evaluate=scores,
-        card_at=card_at,
-        run_dir=Path(settings.run_dir),
-        tracker=tracker,
-        stop=stop,
-        world=world,
-        flops_per_image=forward_flops(settings.model, num_classes=len(manifest.classes), image_size=image_size),
-        title=Path(settings.run_dir).name,
-    )
+    def card_at(self, step: int) -> ModelCard:
+        return ModelCard(
+            model=self.settings.model,
+            image_size=self.image_size,
+            classes=self.manifest.classes,
+            channel_mean=self.normalisation.mean,
+            channel_std=self.normalisation.std,
+            dataset=self.manifest.name,
+            manifest_hash=self.manifest.hash,
+            step=step,
+            run_key=self.run_key,
+        )
+
+    def _open(self, split: str) -> SplitReader:
+        return SplitReader(self.settings.data.dataset, self.manifest, split, image_size=self.image_size)
 
 
 def supervise(trainer: Trainer) -> Outcome:
@@ -117,7 +139,6 @@ def supervise(trainer: Trainer) -> Outcome:
             result |= scores.metrics("eval")
         save_result(trainer.run_dir, result)
         trainer.tracker.artifact(trainer.run_dir / CONFIG_FILE)
-    trainer.tracker.metrics({"memory/peak_rss_gb": _peak_rss_gb()}, step=outcome.step)
     trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
     return outcome
 
@@ -156,7 +177,8 @@ def open_tracker(
         "num_weights": num_weights,
         "manifest_hash": manifest.hash,
     }
-    tags = {"git_commit": git_commit(), "dataset": manifest.name, "model": settings.model.kind}
+    tags = {"mlflow.source.name": " ".join(sys.argv), "mlflow.source.git.commit": git_commit()}
+    tags |= {"dataset": manifest.name, "model": settings.model.kind}
     tags |= extra_tags or {"task": "pretrain"}
     return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
 
@@ -209,7 +231,3 @@ def _size(settings: PretrainSettings, manifest: Manifest) -> dict[str, int]:
         "global_batch_size": settings.train.global_batch_size,
         "num_samples": manifest.splits[settings.data.train_split].num_samples,
     }
-
-
-def _peak_rss_gb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -16,6 +16,7 @@ in the same MLflow run, and steps that the journal already has are not written a
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from uuid import uuid4
 
 from data_prep.publish import write_json
 from data_prep.settings import Settings
+from pretrain.preemption import SIGNALS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -33,7 +35,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_KEY_TAG = "wide_mlps.run_key"
 POLL_S = 1.0
-CLOSE_TIMEOUT_S = 20.0
+STUCK_S = 10.0
+"""How much longer than its own time limit a deliverer may take before it is ended."""
 _BATCH_EVENTS = 200
 
 
@@ -63,17 +66,19 @@ class RunIdentity(Settings):
 class Tracker:
     """The trainer's side. Without a run directory (other ranks, tracking off) every call is a no-op."""
 
-    def __init__(self, run_dir: Path | None, *, params: dict[str, Any], tags: dict[str, str]):
+    def __init__(
+        self, run_dir: Path | None, *, params: dict[str, Any], tags: dict[str, str], close_timeout_s: float = 20.0
+    ):
         self._journal: IO[str] | None = None
         if run_dir is None:
             return
-        self.run_dir = run_dir
+        self.run_dir, self._close_timeout_s = run_dir, close_timeout_s
         path = run_dir / "tracking" / "journal.jsonl"
         self._last_steps = _mend(path)
         self._journal = open(path, "a", encoding="utf-8")
         self._write({"event": "start", "params": params, "tags": tags})
         self._deliverer = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.tracking", str(run_dir)],
+            [sys.executable, "-m", "pretrain.tracking", str(run_dir), str(close_timeout_s)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
@@ -102,9 +107,10 @@ class Tracker:
         assert self._deliverer.stdin is not None
         self._deliverer.stdin.close()
         try:
-            code: int | None = self._deliverer.wait(CLOSE_TIMEOUT_S)
+            code = self._deliverer.wait(self._close_timeout_s + STUCK_S)
         except subprocess.TimeoutExpired:
-            code = None
+            self._deliverer.kill()  # stuck in the store's client; what it has not confirmed stays in the journal
+            code = self._deliverer.wait()
         if code != 0:
             log = self.run_dir / "tracking" / "delivery.log"
             print(
@@ -219,9 +225,11 @@ class Delivery:
     def _create_experiment(self) -> Any:
         uri = self.identity.uri
         beside = Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts" if uri.startswith("sqlite:///") else None
-        return self._store().create_experiment(
-            self.identity.experiment, artifact_location=beside.as_uri() if beside else None
-        )
+        location = beside.as_uri() if beside else None
+        kind = {
+            "mlflow.experimentKind": "custom_model_development"
+        }  # or the page opens on its views for language models
+        return self._store().create_experiment(self.identity.experiment, artifact_location=location, tags=kind)
 
     def _find(self, experiment_id: str, run_key: str) -> str | None:
         found = self._store().search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
@@ -248,7 +256,7 @@ def sync(run_dir: Path) -> int:
     return delivery.offset - before
 
 
-def deliver_while_training(run_dir: Path, trainer: IO[bytes]) -> int:
+def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
     """The deliverer's whole life: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
     _limit_retries()
     delivery = Delivery(run_dir)
@@ -269,7 +277,7 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes]) -> int:
                 if not delivery.ended:
                     delivery.end("FAILED")
                 return 0
-            if time.monotonic() - closed_at_s > CLOSE_TIMEOUT_S:
+            if time.monotonic() - closed_at_s > close_timeout_s:
                 return 1
 
 
@@ -279,11 +287,13 @@ def _limit_retries() -> None:
 
 
 def _main() -> int:
+    for number in SIGNALS:  # SLURM sends a stop to every process of the step; this one goes on until the pipe closes
+        signal.signal(number, signal.SIG_IGN)
     run_dir = Path(sys.argv[1])
     log = open(run_dir / "tracking" / "delivery.log", "a", encoding="utf-8")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
-    return deliver_while_training(run_dir, sys.stdin.buffer)
+    return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data_prep.manifest import load_manifest
-from pretrain.assembly import assemble, open_tracker, supervise
+from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment import Normalisation
 from pretrain.collectives import barrier
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -43,10 +43,10 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         world=world,
     )
     run_key, tracker = open_tracker(settings, manifest, world, num_weights=num_weights)
-    trainer = assemble(
-        settings,
-        manifest,
-        world,
+    task = Task(
+        settings=settings,
+        manifest=manifest,
+        world=world,
         plan=plan,
         engine=engine,
         tracker=tracker,
@@ -54,4 +54,4 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         run_key=run_key,
         normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
     )
-    return supervise(trainer)
+    return supervise(task.trainer())

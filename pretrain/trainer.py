@@ -5,6 +5,7 @@ due (log, evaluate, checkpoint); 5. the vote on stopping. State is (engine, step
 """
 
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -27,8 +28,8 @@ from pretrain.tracking import Tracker
 from pretrain.world import World
 
 
-class NonFiniteLoss(RuntimeError):  # noqa: N818
-    """Training has diverged."""
+class NonFiniteLoss(ArithmeticError):  # noqa: N818
+    """Training has diverged; every rank raises it at the same step."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,12 @@ class Meter:
             "speed/images_per_s": images_per_s,
             "speed/teraflops": 3 * flops_per_image * images_per_s / 1e12,
             "speed/data_wait_share": self.wait_s / elapsed_s,
+            "memory/peak_rss_gb": peak_rss_gb(),
         }
+
+
+def peak_rss_gb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,8 @@ class Trainer:
                     return Outcome(
                         step, False, self.stop.raised_by or "another rank", scores, self._rate(step, start, began_s)
                     )
+            if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
+                scores = self._evaluated(step, line)
         return Outcome(step, True, None, scores, self._rate(step, start, began_s))
 
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:

@@ -34,6 +34,13 @@ class FolderSource:
         for split, found in items.items():
             if not found:
                 raise SourceError(f"source.path: the class folders of split {split} in {self.root} hold no files")
+        labels = {item.label for found in items.values() for item in found}
+        empty = [name for label, name in enumerate(classes) if label not in labels]
+        if empty:
+            raise SourceError(
+                f"source.path: {len(empty)} class folders in {self.root} hold no files ({', '.join(empty[:3])}); "
+                "remove them, or complete the archive"
+            )
         if not splits and self.settings.val_share > 0:
             items = self._hold_out(items["train"])
         return Listing(classes=classes, splits=items)

@@ -4,16 +4,15 @@ The picture number i of a class is a function of (seed, class, split, i) alone, 
 redrawing of the same data. The sets "a" and "b" share no class: of all shape x colour x quadrant combinations, "a" takes those
 of even parity and "b" those of odd parity, so that every attribute occurs in both.
 
-A class folder is drawn under a temporary name and then renamed, and `complete.json` is written last: a killed run goes on with
-the classes that it lacks. (No fsync for each picture: after a power cut, delete the folder.)
+`begun.json` (whose pictures these are) is written first, a class folder is drawn under a temporary name and then renamed, and
+`complete.json` is written last: a killed run goes on with the classes that it lacks. (No fsync for each picture: after a power
+cut, delete the folder.)
 """
 
 import io
 import itertools
 import json
 import shutil
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ import numpy as np
 from PIL import Image
 
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, write_json
+from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.sources.base import Listing, SourceError
 from data_prep.sources.config import FolderSettings, SyntheticSettings
 from data_prep.sources.drawing import COLOURS, QUADRANTS, SHAPES, Look, draw
 from data_prep.sources.folder import FolderSource
+from data_prep.workers import worker_pool
 
 JPEG_QUALITY = 90
-COMPLETE_NAME = "complete.json"
+BEGUN_NAME, COMPLETE_NAME = "begun.json", "complete.json"
 SPLIT_NUMBERS = {"train": 0, "val": 1}
 
 
@@ -61,26 +61,28 @@ class SyntheticSource:
         return self.settings.model_dump(mode="json", exclude={"images_dir"})
 
     def listing(self) -> Listing:
-        self._write_images()
+        with sole_writer(self.root):
+            self._write_images()
         return self._folder.listing()
 
     def read(self, locator: str) -> bytes:
         return self._folder.read(locator)
 
     def _write_images(self) -> None:
-        complete = self.root / COMPLETE_NAME
-        if complete.exists():
-            if json.loads(complete.read_text()) != self.describe():
+        begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME
+        for path in (begun, complete):
+            if path.exists() and json.loads(path.read_text()) != self.describe():
                 raise SourceError(
                     f"source.images_dir: {self.root} holds pictures of other settings; remove it or name another"
                 )
+        if complete.exists():
             return
+        write_json(begun, self.describe())
         looks = class_set(self.settings.class_set, num_classes=self.settings.num_classes)
         counts = {"train": self.settings.num_train_per_class, "val": self.settings.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
-        context = get_context("forkserver")
         with (
-            ProcessPoolExecutor(self.num_workers, mp_context=context) as pool,
+            worker_pool(self.num_workers) as pool,
             progress("drawing pictures", total=sum(count for _, _, count in jobs), unit="images") as line,
         ):
             for count in pool.map(self._write_class, *zip(*jobs, strict=True)):

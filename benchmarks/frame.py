@@ -1,0 +1,88 @@
+"""What every benchmark shares: `--quick`, rounds taken in turn, a table of medians and ratios, where and on what it ran.
+
+A benchmark measures all its contestants in one run, one round after the other, because a shared machine drifts; what counts is
+the ratio within a round, and its median over the rounds. Peers are installed into an environment of the benchmark's own.
+"""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+DATA = HERE / ".data"
+"""Datasets that benchmarks make for themselves; ignored by git."""
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="under two minutes on 2 cores")
+    return parser.parse_args()
+
+
+def peer_python(name: str, packages: list[str]) -> Path:
+    """An interpreter with the peers of one benchmark, made on first use in benchmarks/.venv-NAME."""
+    environment = HERE / f".venv-{name}"
+    python = environment / "bin" / "python"
+    wanted, have = "\n".join(sorted(packages)), environment / "packages.txt"
+    if not have.exists() or have.read_text() != wanted:
+        uv = [sys.executable, "-m", "uv"]
+        subprocess.run([*uv, "venv", "--quiet", "--clear", str(environment)], check=True)
+        subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True)
+        have.write_text(wanted)
+    return python
+
+
+def rates(contestants: dict[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """Units per second of every contestant, one measurement per round; each call returns how many units it did."""
+    for run in contestants.values():
+        run()  # warm-up, not counted
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            began_s = time.perf_counter()
+            units = run()
+            found[name].append(units / (time.perf_counter() - began_s))
+    return found
+
+
+def ratio(found: dict[str, list[float]], name: str, against: str) -> float:
+    """Median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(found[name], found[against], strict=True))
+
+
+def report(title: str, found: dict[str, list[float]], *, unit: str, against: str, headline: str) -> None:
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for column in ("", f"median {unit}", "min", "max", f"of {against}"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for name, values in found.items():
+        share = f"{ratio(found, name, against):.1%}"
+        table.add_row(name, f"{statistics.median(values):,.0f}", f"{min(values):,.0f}", f"{max(values):,.0f}", share)
+    Console(width=120).print(table)
+    print(f"{machine()}, commit {commit()}")
+    print(headline)
+
+
+def machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores, no GPU"
+
+
+def commit() -> str:
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(words, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip() or "unknown"

@@ -1,0 +1,64 @@
+"""Run directories made by hand: what a run leaves on disk, without training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from pretrain.card import ModelCard
+from pretrain.checkpoint import TrainerState, save
+from pretrain.models.spec import MixerSpec, MlpSpec
+from pretrain.step import EngineState
+
+WriteRun = Callable[..., Path]
+
+MLP = MlpSpec(kind="mlp", depth=2, width=6)
+MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=3)
+
+
+def write_checkpoint(run: Path, spec: MlpSpec | MixerSpec, weights: dict[str, Tensor], *, image_size: int = 16) -> Path:
+    card = ModelCard(
+        model=spec,
+        image_size=image_size,
+        classes=("ant", "bee"),
+        channel_mean=(0.5, 0.5, 0.5),
+        channel_std=(0.2, 0.2, 0.2),
+        dataset="animals",
+        manifest_hash="0" * 64,
+        step=10,
+        run_key="key",
+    )
+    state = EngineState(weights=weights, optimizer={}, num_updates=10)
+    return save(run, engine=state, trainer=TrainerState(step=10, samples_consumed=40), card=card, keep_last=1)
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> WriteRun:
+    """Writes `tmp_path/runs/NAME`: settings, journal (metrics as (step, values)), perhaps a checkpoint and a result."""
+
+    def write(
+        name: str,
+        settings: dict[str, Any],
+        *,
+        result: dict[str, Any] | None = None,
+        metrics: list[tuple[int, dict[str, float]]] | None = None,
+        spec: MlpSpec | MixerSpec | None = None,
+    ) -> Path:
+        run = tmp_path / "runs" / name
+        (run / "tracking").mkdir(parents=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(settings))
+        events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": {}, "time_ms": 1}]
+        events += [{"event": "metrics", "step": step, "values": values, "time_ms": 2} for step, values in metrics or []]
+        (run / "tracking" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        if result is not None:
+            (run / "result.json").write_text(json.dumps(result))
+        if spec is not None:
+            write_checkpoint(run, spec, {"head.bias": torch.zeros(2)})
+        return run
+
+    return write

@@ -1,0 +1,160 @@
+"""The report shows every run, finished or not, as a row; finished transfers as one bar each beside their own chance; and its
+picture is a PNG that others can open.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from rich.console import Console
+
+from analysis.__main__ import main
+from analysis.collect import collect
+from analysis.report import contact_sheet, draw_accuracies, draw_curves, print_table
+from tests.analysis.conftest import MIXER, MLP, WriteRun
+
+
+def pretraining(dataset: Path) -> dict[str, Any]:
+    return {"data": {"dataset": str(dataset)}, "model": {"kind": "mlp"}}
+
+
+def probing(dataset: Path, pretrained: Path | None) -> dict[str, Any]:
+    return {"dataset": str(dataset), "lrs": [1e-3], "pretrained": pretrained and str(pretrained)}
+
+
+def tuning(dataset: Path, pretrained: Path, init: str = "pretrained") -> dict[str, Any]:
+    return {"data": {"dataset": str(dataset)}, "pretrained": str(pretrained), "init": init}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) -> Path:
+    """Pretrained on `shapes`, transferred to `other_shapes`; one of each task, and two unfinished ones."""
+    curve = [(step, {"train/loss": 3.0 / step, "eval/top1": step / 100}) for step in (10, 20, 30)]
+    mlp = write_run(
+        "mlp", pretraining(shapes), result={"eval/top1": 0.75, "images_per_s": 1234.5}, metrics=curve, spec=MLP
+    )
+    write_run("mixer", pretraining(shapes), metrics=curve[:1], spec=MIXER)
+    write_run("nothing-yet", pretraining(shapes))
+    write_run("probe", probing(other_shapes, mlp), result={"test_top1": 0.5})
+    write_run("pixels", probing(other_shapes, None), result={"test_top1": 0.25})
+    write_run("tuned", tuning(other_shapes, mlp), result={"eval/top1": 0.625}, spec=MLP)
+    write_run("scratch", tuning(other_shapes, mlp, "scratch"), result={"eval/top1": 0.375}, spec=MLP)
+    return tmp_path / "runs"
+
+
+def test_the_table_has_a_row_with_task_result_and_chance_for_every_run(runs: Path) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    print_table(collect(runs), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
+    assert rows["mlp"] == "pretrained B-2/Wi-6 shapes-a 75.0% 12.5% 1,234"
+    assert rows["mixer"] == "pretrained Mixer P4 C8 L3 shapes-a unfinished 12.5%"
+    assert rows["nothing-yet"] == "pretrained ? shapes-a unfinished 12.5%"
+    assert rows["probe"] == "linear probe B-2/Wi-6 shapes-b 50.0% 20.0%"
+    assert rows["pixels"] == "linear on pixels pixels shapes-b 25.0% 20.0%"
+    assert rows["tuned"] == "fine-tuned B-2/Wi-6 shapes-b 62.5% 20.0%"
+    assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20.0%"
+
+
+def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(runs), "--out", str(tmp_path / "picture.png")]) == 0
+    assert f"picture: {tmp_path / 'picture.png'}" in capsys.readouterr().out
+    with Image.open(tmp_path / "picture.png") as image:
+        image.load()
+        assert image.format == "PNG"
+        assert image.size == (1320, 576)  # 11 x 4.8 inches of 120 points
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 500  # type: ignore[arg-type]
+
+
+def test_the_picture_stands_beside_the_runs_by_default(runs: Path) -> None:
+    assert main(["report", str(runs)]) == 0
+    assert (runs / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["report", str(runs)]) == 0
+
+
+def test_unfinished_runs_alone_make_a_report(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
+    write_run("begun", pretraining(shapes))
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    assert (tmp_path / "runs" / "report.png").exists()
+
+
+def test_every_finished_transfer_is_a_bar_of_its_own_even_under_one_name(
+    runs: Path, write_run: WriteRun, other_shapes: Path
+) -> None:
+    write_run("tuned-again", tuning(other_shapes, runs / "mlp"), result={"eval/top1": 0.6875}, spec=MLP)
+    write_run("tuned-unfinished", tuning(other_shapes, runs / "mlp"), spec=MLP)
+    axes = Figure().subplots()
+    draw_accuracies([run for run in collect(runs) if run.task != "pretrain" and run.top1 is not None], axes)
+    bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in axes.patches}  # type: ignore[attr-defined]
+    assert bars == {0: 0.25, 1: 0.375, 2: 0.5, 3: 0.625, 4: 0.6875}
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "linear on pixels",
+        "B-2/Wi-6, from scratch",
+        "B-2/Wi-6, linear probe",
+        "B-2/Wi-6, fine-tuned",
+        "B-2/Wi-6, fine-tuned",
+    ]
+    written = [text.get_text() for text in axes.texts]
+    assert written == ["25.0%", "37.5%", "50.0%", "62.5%", "68.8%", "chance"]
+
+
+def test_every_bar_is_held_against_the_chance_of_its_own_dataset(runs: Path, write_run: WriteRun, shapes: Path) -> None:
+    write_run("home", probing(shapes, runs / "mlp"), result={"test_top1": 0.875})
+    axes = Figure().subplots()
+    draw_accuracies([run for run in collect(runs) if run.task == "probe"], axes)
+    lines = [collection.get_segments()[0] for collection in axes.collections]  # type: ignore[attr-defined]
+    assert [(round(float(line[:, 1].mean())), round(float(line[0, 0]), 3)) for line in lines] == [
+        (0, 0.2),
+        (1, 0.2),
+        (2, 0.125),
+    ]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [
+        "linear on pixels, shapes-b",
+        "B-2/Wi-6, linear probe, shapes-b",
+        "B-2/Wi-6, linear probe, shapes-a",
+    ]
+
+
+def test_curves_of_unfinished_runs_are_drawn_as_far_as_they_go(runs: Path) -> None:
+    loss, accuracy = Figure().subplots(1, 2)
+    draw_curves([run for run in collect(runs) if run.task == "pretrain"], loss, accuracy)
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
+    assert drawn == {"B-2/Wi-6": [[10, 0.3], [20, 0.15], [30, 0.1]], "Mixer P4 C8 L3": [[10, 0.3]], "?": []}
+    assert [line.get_ydata().tolist() for line in accuracy.lines] == [[0.1], [0.1, 0.2, 0.3], []]
+
+
+def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Path) -> None:
+    sheet = np.asarray(contact_sheet(shapes, count=5))
+    assert sheet.shape == (16, 5 * 16, 3)
+    index = np.load(shapes / "train-000000.npy")
+    content = (shapes / "train-000000.tar").read_bytes()
+    for place, (offset, length, _) in enumerate(index[:5].tolist()):
+        pixels = np.frombuffer(content[offset : offset + length][13:], np.uint8).reshape(16, 16, 3)
+        np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_folder_without_runs_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool
+) -> None:
+    folder = tmp_path / "empty"
+    if make:
+        folder.mkdir()
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"analysis: {folder}: ")
+    assert said.count("\n") == 1
+
+
+def test_a_picture_that_cannot_be_written_is_one_clear_line(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(runs), "--out", str(tmp_path / "nowhere" / "x.png")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

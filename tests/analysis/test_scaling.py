@@ -1,0 +1,107 @@
+"""The scaling-law fit finds the law that made the points, and refuses points that cannot fix one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.__main__ import main
+from analysis.scaling import Law, fit, read_points
+
+
+def points_of(law: Law, *, low: float, high: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The law written out once more, in plain Python."""
+    ratio = (high / low) ** (1 / (count - 1))
+    compute = [low * ratio**number for number in range(count)]
+    error = [law.floor + law.a / (law.b + value) ** law.alpha for value in compute]
+    return np.array(compute), np.array(error)
+
+
+@pytest.mark.parametrize(
+    ("law", "low", "high"),
+    [
+        (Law(a=0.5, b=1.0, alpha=0.3, floor=0.2), 1.0, 1e4),
+        (Law(a=0.8, b=0.5, alpha=0.5, floor=0.0), 0.5, 1e3),
+        (Law(a=200.0, b=1e12, alpha=0.25, floor=0.1), 1e12, 1e17),
+        (Law(a=25.0, b=1e10, alpha=0.14, floor=0.05), 1e10, 1e16),
+    ],
+)
+def test_exact_points_give_back_their_law(law: Law, low: float, high: float) -> None:
+    found = fit(*points_of(law, low=low, high=high, count=8))
+    assert found == pytest.approx(law, rel=1e-4, abs=1e-6)
+
+
+def test_points_with_a_little_noise_give_back_about_their_law() -> None:
+    law = Law(a=200.0, b=1e12, alpha=0.25, floor=0.1)
+    compute, error = points_of(law, low=1e12, high=1e17, count=12)
+    found = fit(compute, error * np.exp(np.random.default_rng(0).normal(0, 0.005, 12)))
+    assert found.alpha == pytest.approx(0.25, abs=0.03)
+    assert found.floor == pytest.approx(0.1, abs=0.02)
+    _, beyond = points_of(law, low=1e18, high=1e19, count=2)
+    assert found.error(np.array([1e18, 1e19])) == pytest.approx(beyond, rel=0.1)
+
+
+def test_the_order_of_the_points_does_not_matter() -> None:
+    compute, error = points_of(Law(a=0.5, b=1.0, alpha=0.3, floor=0.2), low=1, high=1e4, count=8)
+    rows = np.random.default_rng(1).permutation(8)
+    assert fit(compute[rows], error[rows]) == pytest.approx(fit(compute, error), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compute", "error", "message"),
+    [
+        ([1, 10, 100, 1000], [0.9, 0.8, 0.7, 0.6], "4 points cannot fix 4 parameters; give at least 5"),
+        ([], [], "0 points cannot fix 4 parameters"),
+        ([7, 7, 7, 7, 7, 7], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "1 points cannot fix 4 parameters"),
+        ([1, 10, 100, 1000, 10_000], [90, 80, 70, 60, 50], "divide percents by 100"),
+        ([1, 10, 100, 1000, 10_000], [0.9, 0.8, float("nan"), 0.6, 0.5], "every error must be a share"),
+        ([0, 10, 100, 1000, 10_000], [0.9, 0.8, 0.7, 0.6, 0.5], "every compute must be a positive number"),
+        ([1, 10, 100, 1000, float("inf")], [0.9, 0.8, 0.7, 0.6, 0.5], "every compute must be a positive number"),
+    ],
+)
+def test_points_that_fix_no_law_are_refused(compute: list[float], error: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(np.array(compute, float), np.array(error, float))
+
+
+def test_points_are_read_by_column_name(tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text("name,error,compute\nsmall,0.5,1e12\nlarge,0.25,2.5e13\n")
+    compute, error = read_points(tmp_path / "points.csv")
+    assert compute.tolist() == [1e12, 2.5e13]
+    assert error.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file; give a CSV with the columns compute and error"),
+        ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
+        ("compute,error\n1,many\n", "needs the columns compute and error, all numbers"),
+        ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
+        ("compute,error\n", "0 points cannot fix 4 parameters"),
+        ("", "0 points cannot fix 4 parameters"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "points.csv").write_text(text)
+    assert main(["scaling", str(tmp_path / "points.csv")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("analysis: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_in_place_of_a_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaling", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_prints_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compute, error = points_of(Law(a=0.5, b=2.0, alpha=0.3, floor=0.2), low=1, high=1e4, count=8)
+    rows = "".join(f"{float(c)!r},{float(e)!r}\n" for c, e in zip(compute, error, strict=True))
+    (tmp_path / "points.csv").write_text("compute,error\n" + rows)
+    assert main(["scaling", str(tmp_path / "points.csv")]) == 0
+    assert capsys.readouterr().out == "E(C) = 0.5 (2 + C)^-0.3000 + 0.2000\n"

@@ -1,0 +1,56 @@
+"""What these tests build from and compare: pictures made by hand, folders of classes, all the bytes of a directory."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_prep.__main__ import main
+
+LOCK = ".lock"
+
+
+def picture(*, seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """Soft random colours: like a photograph, it survives JPEG and resizing."""
+    knots = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(knots).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_files(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def write_classes(root: Path, counts: dict[str, int]) -> Path:
+    """`counts[class]` different pictures in each class folder."""
+    numbers = ((name, number) for name, count in counts.items() for number in range(count))
+    return write_files(
+        root, {f"{name}/{number:03d}.jpg": encoded(picture(seed=seed)) for seed, (name, number) in enumerate(numbers)}
+    )
+
+
+def build(source: Path | str, out: Path, *overrides: str) -> int:
+    """The exit code of the real command on a folder of classes."""
+    words = [f"source.path={source}", "image_size=16", "num_workers=1", *overrides]
+    return main(["build", "--source", "folder", "--out", str(out), *words])
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """Everything that stands below `root`, but for locks."""
+    found = {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else b"a directory"
+        for path in sorted(root.rglob("*"))
+        if path.name != LOCK
+    }
+    assert found, f"{root} is empty"
+    return found

@@ -1,0 +1,425 @@
+"""Properties of a build: the same bytes for any number of workers and after any kill, nothing lost silently, one owner of a
+directory, and one clear line for every mistake.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from data_prep.__main__ import main
+from data_prep.manifest import Manifest, load_manifest
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
+
+SHAPES = [
+    "source.num_classes=6",
+    "source.num_train_per_class=40",
+    "source.num_val_per_class=6",
+    "source.image_size=20",
+    "image_size=16",
+    "samples_per_shard=16",
+]
+"""A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at work."""
+
+
+@contextmanager
+def running(out: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A build of `SHAPES` in a process group of its own; whatever is left of the group ends with the block."""
+    words = ["build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def num_paths(root: Path) -> int:
+    """How far a build has come (folders vanish under the walk while it runs)."""
+    return sum(len(folders) + len(files) for _, folders, files in os.walk(root))
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The builder's grandchildren: its children are the fork server and the resource tracker."""
+    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds dataset and pictures of a build of `SHAPES` by one worker, start to end."""
+    out = tmp_path_factory.mktemp("undisturbed") / "shapes"
+    assert main(["build", "--source", "synthetic", "--out", str(out), "num_workers=1", *SHAPES]) == 0
+    return out.parent
+
+
+# ---- same bytes -------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 9, "bee": 14, "cat": 5})
+    write_files(source, {"ant/zero.jpg": b"", "bee/text.jpg": b"no picture", "cat/text.jpg": b"none"})
+    for workers in (1, 3):
+        out = tmp_path / str(workers) / "animals"
+        assert build(source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2") == 0
+    one, three = files_of(tmp_path / "1"), files_of(tmp_path / "3")
+    assert len(one) == 1 + 7 * 2 + 2  # the dataset's folder; shards and indices of 31 inputs; rejected, manifest
+    assert len(one["animals/rejected.jsonl"].splitlines()) == 3
+    assert one == three
+
+
+def test_a_build_killed_at_random_moments_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    numbers = random.Random(5)
+    num_kills, num_workers = 0, 0
+    for number in range(4):
+        target = num_paths(tmp_path) + numbers.randint(10, 120)  # of about 350
+        with running(tmp_path / "shapes") as process:
+            wait_until(lambda: process.poll() is not None or num_paths(tmp_path) >= target)  # noqa: B023
+            if process.poll() is None:
+                workers = workers_of(process)
+                if number % 2:
+                    process.kill()
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
+                assert not psutil.wait_procs(workers, timeout=20)[1]
+                num_kills += 1
+                num_workers += len(workers) * (number % 2)
+    assert num_kills >= 2
+    assert num_workers >= 2
+    with running(tmp_path / "shapes") as process:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert files_of(tmp_path) == files_of(undisturbed)
+
+
+def test_a_killed_worker_ends_the_build_with_one_line_that_says_how_to_go_on(tmp_path: Path) -> None:
+    with running(tmp_path / "shapes") as process:
+        wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("shapes-images/train/*"))) >= 2)
+        for worker in workers_of(process):
+            worker.kill()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    *_, line = said.splitlines()
+    assert line.startswith("data_prep: ")
+    assert line.endswith("; what is finished is kept, the same command goes on from there")
+    assert "Traceback" not in said
+
+
+def test_a_build_killed_before_its_records_are_removed_is_tidied_up(tmp_path: Path) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 2}), tmp_path / "out"
+    assert build(source, out) == 0
+    before = files_of(out)
+    write_files(out, {"parts/train-000000.json": b"{}"})
+    assert build(source, out) == 0
+    assert files_of(out) == before
+
+
+# ---- one owner --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_build_leaves_every_file_untouched(tmp_path: Path) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 5, "bee": 5}), tmp_path / "out"
+    assert build(source, out) == 0
+    before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
+    assert len(before) == 4
+    assert build(source, out, "num_workers=2") == 0
+    assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
+
+
+@pytest.mark.parametrize("change", ["image_size=24", "seed=1", "encoding=jpeg", "source.val_share=0.5"])
+def test_another_config_is_refused_a_finished_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 4, "bee": 4}), tmp_path / "out"
+    assert build(source, out) == 0
+    before = files_of(out)
+    capsys.readouterr()
+    assert build(source, out, change) == 2
+    assert capsys.readouterr().err == (
+        f"data_prep: out: {out} holds a dataset of another config or source; remove it or name another directory\n"
+    )
+    assert files_of(out) == before
+
+
+def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.build.publish", interrupt)
+        assert build(source, out, "samples_per_shard=2") == 130
+    before = files_of(out)
+    capsys.readouterr()
+    assert build(source, out, "samples_per_shard=4") == 2
+    assert "holds an unfinished dataset of another config" in capsys.readouterr().err
+    assert files_of(out) == before
+    assert build(source, out, "samples_per_shard=2") == 0
+    assert load_manifest(out).num_written == 8
+
+
+def test_a_source_that_has_changed_is_refused(tmp_path: Path) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 4}), tmp_path / "out"
+    assert build(source, out) == 0
+    write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
+    assert build(source, out) == 2
+
+
+def test_a_second_builder_is_refused_while_the_first_is_at_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shapes"
+    with running(out) as process:
+        wait_until((out / "parts").exists)
+        process.send_signal(signal.SIGSTOP)
+        assert main(["build", "--source", "synthetic", "--out", str(out), *SHAPES]) == 2
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert "another process is writing here" in capsys.readouterr().err
+
+
+# ---- nothing lost -----------------------------------------------------------------------------------------------
+
+
+def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Path) -> None:
+    good = picture(seed=1)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    accepted = {
+        "good.jpg": encoded(good),
+        "really_png.JPEG": encoded(good, "PNG"),
+        "cmyk.jpg": encoded(good.convert("CMYK")),
+        "palette.png": encoded(good.convert("P"), "PNG"),
+        "grey16.png": encoded(Image.fromarray(np.full((30, 40), 40_000, np.uint16)), "PNG"),
+        "alpha.png": encoded(good.convert("RGBA"), "PNG"),
+        "turned.jpg": encoded(good, exif=exif),
+    }
+    broken = {
+        "zero.jpg": (b"", "empty"),
+        "text.jpg": (b"<html>404 Not Found</html>", "not_an_image"),
+        "half.jpg": (encoded(good)[:-200], "truncated"),
+        "half.png": (encoded(good, "PNG")[:-200], "truncated"),
+    }
+    source = write_files(tmp_path / "source", {f"ant/{name}": data for name, data in accepted.items()})
+    write_files(source, {f"bee/{name}": data for name, (data, _) in broken.items()})
+    write_files(source, {"bee/fine.jpg": encoded(good)})
+    assert build(source, tmp_path / "out", "encoding=jpeg", "samples_per_shard=5", "max_reject_share=1") == 0
+
+    manifest = load_manifest(tmp_path / "out")
+    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (12, 8, 4)
+    written = []
+    for path in sorted((tmp_path / "out").glob("*.tar")):
+        with tarfile.open(path) as archive:
+            written += [json.load(archive.extractfile(name))["path"] for name in archive.getnames() if "json" in name]  # type: ignore[arg-type]
+    assert sorted(written) == sorted([*(f"ant/{name}" for name in accepted), "bee/fine.jpg"])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert {line["path"]: (line["reason"], line["sha256"]) for line in lines} == {
+        f"bee/{name}": (reason, hashlib.sha256(data).hexdigest()) for name, (data, reason) in broken.items()
+    }
+    assert len(lines) == 4
+    assert all(line["detail"] and "0x" not in line["detail"] for line in lines)
+
+
+def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 7}), tmp_path / "out"
+    write_files(source, {f"ant/text{number}.jpg": b"no" for number in range(3)})
+    for _ in range(2):
+        assert build(source, out, "max_reject_share=0.29") == 1
+        said = capsys.readouterr().err
+        assert "3 of 10 inputs were rejected (30.0%, allowed 29.0%)" in said
+        assert str(out / "rejected.jsonl") in said
+    assert load_manifest(out).num_written == 7
+    assert build(source, out, "max_reject_share=0.3") == 0
+    assert "read 10 = written 7 + rejected 3" in capsys.readouterr().out
+
+
+def test_a_class_whose_pictures_are_all_rejected_keeps_its_label(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 3, "cat": 3})
+    write_files(source, {"bee/text.jpg": b"no"})
+    assert build(source, tmp_path / "out", "max_reject_share=1") == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.classes == ("ant", "bee", "cat")
+    assert manifest.splits["train"].class_counts == (3, 0, 3)
+
+
+# ---- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(tmp_path: Path) -> None:
+    colours = {"b": (255, 0, 0), "a": (0, 255, 0), "c10": (0, 0, 255), "c9": (255, 255, 0)}
+    files = {
+        f"{name}/{number}.png": encoded(Image.new("RGB", (20, 20), colour), "PNG")
+        for name, colour in colours.items()
+        for number in range(5)
+    }
+    out = tmp_path / "out"
+    assert build(write_files(tmp_path / "source", files), out, "samples_per_shard=20") == 0
+    assert load_manifest(out).classes == ("a", "b", "c10", "c9")
+    index = np.load(out / "train-000000.npy")
+    # 512 of tar header, 781 of P6 header and pixels padded to 1024, 512 of header, 512 of label
+    assert index[:, 0].tolist() == [512 + 2560 * number for number in range(20)]
+    assert set(index[:, 1].tolist()) == {781}
+    content = (out / "train-000000.tar").read_bytes()
+    for offset, length, label in index.tolist():
+        assert content[offset : offset + 13] == b"P6\n16 16\n255\n"
+        assert content[offset + 13 : offset + length] == bytes(colours[("a", "b", "c10", "c9")[label]]) * 256
+    assert sorted(index[:, 2].tolist()) == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+
+
+def test_listed_order_is_the_sorted_one_and_shuffled_order_mixes_by_seed(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 10, "bee": 10})
+    labels = {}
+    for name, words in {"listed": ["order=listed"], "zero": [], "one": ["seed=1"]}.items():
+        assert build(source, tmp_path / name, *words) == 0
+        labels[name] = np.load(tmp_path / name / "train-000000.npy")[:, 2].tolist()
+    assert labels["listed"] == [0] * 10 + [1] * 10
+    assert sorted(labels["zero"]) == sorted(labels["one"]) == labels["listed"]
+    assert labels["listed"] != labels["zero"] != labels["one"] != labels["listed"]
+
+
+def test_split_folders_become_splits_that_share_one_class_list(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"train/ant": 4, "train/bee": 3, "val/bee": 2, "test/bee": 1})
+    assert build(source, tmp_path / "out") == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.classes == ("ant", "bee")
+    assert {name: split.class_counts for name, split in manifest.splits.items()} == {
+        "train": (4, 3),
+        "val": (0, 2),
+        "test": (0, 1),
+    }
+
+
+def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 10, "bee": 20, "cat": 40})
+
+    def held_out(name: str, seed: int) -> tuple[set[str], set[str]]:
+        words = ("encoding=keep", "source.val_share=0.2", f"source.seed={seed}")
+        assert build(source, tmp_path / name, *words) == 0
+        splits = load_manifest(tmp_path / name).splits
+        assert splits["train"].class_counts == (8, 16, 32)
+        assert splits["val"].class_counts == (2, 4, 8)
+        return tuple(_hashes(tmp_path / name / f"{split}-000000.tar") for split in ("train", "val"))  # type: ignore[return-value]
+
+    train, val = held_out("zero", 0)
+    assert not train & val
+    assert train | val == {hashlib.sha256(path.read_bytes()).hexdigest() for path in source.glob("*/*")}
+    assert held_out("again", 0) == (train, val)
+    assert held_out("one", 1)[1] != val
+
+
+def _hashes(shard: Path) -> set[str]:
+    with tarfile.open(shard) as archive:
+        pictures = [archive.extractfile(name) for name in archive.getnames() if name.endswith(".jpg")]
+        return {hashlib.sha256(picture.read()).hexdigest() for picture in pictures if picture}
+
+
+def test_channel_statistics_are_those_of_the_training_pictures(shapes: Path) -> None:
+    manifest = load_manifest(shapes)
+    pixels = np.concatenate([_raw_pixels(shapes / shard.file) for shard in manifest.splits["train"].shards]) / 255
+    assert len(pixels) == 240 * 256
+    assert manifest.channel_mean == pytest.approx(pixels.mean(axis=0), abs=1e-9)
+    assert manifest.channel_std == pytest.approx(pixels.std(axis=0), abs=1e-9)
+
+
+def _raw_pixels(shard: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    with tarfile.open(shard) as archive:
+        pictures = [archive.extractfile(name) for name in archive.getnames() if name.endswith(".ppm")]
+        return np.concatenate([np.frombuffer(file.read()[-768:], np.uint8).reshape(-1, 3) for file in pictures if file])
+
+
+def test_the_manifest_knows_every_file_by_its_hash(shapes: Path) -> None:
+    manifest: Manifest = load_manifest(shapes)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    assert len(shards) == 4 + 2
+    for shard in shards:
+        assert shard.sha256 == hashlib.sha256((shapes / shard.file).read_bytes()).hexdigest()
+        assert shard.num_bytes == (shapes / shard.file).stat().st_size
+        index = (shapes / shard.file.replace(".tar", ".npy")).read_bytes()
+        assert shard.index_sha256 == hashlib.sha256(index).hexdigest()
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+def _no_source(root: Path) -> None:
+    pass
+
+
+def _empty_folder(root: Path) -> None:
+    root.mkdir()
+
+
+def _empty_class(root: Path) -> None:
+    write_classes(root, {"ant": 2})
+    (root / "bee").mkdir()
+
+
+def _empty_classes(root: Path) -> None:
+    (root / "train" / "ant").mkdir(parents=True)
+
+
+def _empty_split(root: Path) -> None:
+    write_classes(root, {"train/ant": 2})
+    (root / "val").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_no_source, "is not a directory; give the folder that holds the classes"),
+        (_empty_folder, "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
+        (_empty_class, "1 class folders in {source} hold no files (bee); remove them, or complete the archive"),
+        (_empty_classes, "the class folders of split train in {source} hold no files"),
+        (_empty_split, "the class folders of split val in {source} hold no files"),
+    ],
+)
+def test_a_source_without_pictures_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], message: str
+) -> None:
+    source = tmp_path / "source"
+    make(source)
+    assert build(source, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("data_prep: source.path: ")
+    assert message.format(source=source) in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_source_is_never_its_own_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 2})
+    assert build(source, source) == 2
+    assert "is the source itself" in capsys.readouterr().err

@@ -1,0 +1,282 @@
+"""Properties of `images`: every usable picture becomes upright RGB of the asked-for size, as an independent computation has it;
+everything else becomes a Rejection with the right reason, whatever is wrong with the bytes.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageFile
+
+from data_prep.images import ImageSpec, Rejection, convert, decode, encode_ppm, resize
+from tests.data_prep.samples import encoded, picture
+
+Pixels = NDArray[np.uint8]
+
+
+def spec(**changes: object) -> ImageSpec:
+    fields = {"image_size": 16, "crop": "center", "encoding": "raw", "jpeg_quality": 95}
+    return ImageSpec.model_validate(fields | changes)
+
+
+def pixels_of(data: bytes) -> Pixels:
+    return np.asarray(decode(data)[0])
+
+
+def reason_of(data: bytes) -> str:
+    with pytest.raises(Rejection) as caught:
+        decode(data)
+    assert caught.value.detail
+    return caught.value.reason
+
+
+# ---- orientation ------------------------------------------------------------------------------------------------
+
+
+def _as_stored(pixels: Pixels) -> Pixels:
+    return pixels
+
+
+@pytest.mark.parametrize(
+    ("orientation", "upright"),
+    [
+        (1, _as_stored),
+        (2, np.fliplr),
+        (3, lambda stored: np.rot90(stored, 2)),
+        (4, np.flipud),
+        (5, lambda stored: stored.transpose(1, 0, 2)),
+        (6, lambda stored: np.rot90(stored, -1)),
+        (7, lambda stored: np.rot90(stored, 2).transpose(1, 0, 2)),
+        (8, np.rot90),
+    ],
+)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_the_exif_orientation_is_applied(kind: str, orientation: int, upright: Callable[[Pixels], Pixels]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = encoded(picture(seed=3), kind, exif=exif)
+    as_stored = np.asarray(Image.open(io.BytesIO(stored)).convert("RGB"))
+    np.testing.assert_array_equal(pixels_of(stored), upright(as_stored))
+
+
+def test_metadata_is_dropped_from_what_is_written() -> None:
+    exif = Image.Exif()
+    exif[0x010E] = "somebody's holiday"
+    stored = encoded(picture(seed=3), exif=exif)
+    assert b"holiday" in stored
+    assert b"holiday" not in convert(stored, spec(encoding="jpeg")).data
+
+
+# ---- colour -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "expected"),
+    [
+        ("RGBA", (0, 0, 0, 0), (255, 255, 255)),
+        ("RGBA", (0, 0, 0, 255), (0, 0, 0)),
+        ("RGBA", (255, 0, 0, 51), (255, 204, 204)),  # a fifth of red over white
+        ("LA", (0, 51), (204, 204, 204)),
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, (255, 255, 255)),
+        ("I;16", 0x8000, (128, 128, 128)),
+        ("I;16", 0xFFFF, (255, 255, 255)),
+        ("I;16", 0x00FF, (0, 0, 0)),
+    ],
+)
+def test_other_modes_become_rgb_with_transparency_over_white(
+    mode: str, colour: int | tuple[int, ...], expected: tuple[int, int, int]
+) -> None:
+    stored = encoded(Image.new(mode, (4, 3), colour), "PNG")
+    np.testing.assert_array_equal(pixels_of(stored), np.full((3, 4, 3), expected, np.uint8))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P"])
+def test_a_transparent_colour_of_a_png_is_white(mode: str) -> None:
+    halves = Image.new("RGB", (4, 2), (10, 20, 30))
+    halves.paste((200, 0, 0), (2, 0, 4, 2))
+    image = halves.convert(mode, palette=Image.Palette.ADAPTIVE) if mode == "P" else halves
+    transparent = image.getpixel((0, 0))
+    pixels = pixels_of(encoded(image, "PNG", transparency=transparent))
+    np.testing.assert_array_equal(pixels[:, :2], np.full((2, 2, 3), 255))
+    np.testing.assert_array_equal(pixels[:, 2:], np.broadcast_to((200, 0, 0), (2, 2, 3)))
+
+
+def test_a_cmyk_jpeg_is_close_to_its_rgb_original() -> None:
+    original = picture(seed=4)
+    pixels = pixels_of(encoded(original.convert("CMYK"), quality=98, subsampling=0))
+    assert np.abs(pixels.astype(int) - np.asarray(original)).mean() < 3
+
+
+# ---- size -------------------------------------------------------------------------------------------------------
+
+
+def bicubic_weights(size_in: int, size_out: int, start: float, length: float) -> NDArray[np.float64]:
+    """(size_out, size_in): Keys' cubic (a = -1/2), stretched by the ratio when it shrinks."""
+    ratio = length / size_out
+    stretch = max(ratio, 1.0)
+    centres = start + (np.arange(size_out) + 0.5) * ratio
+    x = np.abs((np.arange(size_in) + 0.5 - centres[:, None]) / stretch)
+    near, far = 1.5 * x**3 - 2.5 * x**2 + 1, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
+    weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    normalised: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    return normalised
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size", "box"),
+    [
+        (60, 40, 16, (10.0, 0.0, 40.0, 40.0)),  # shrinks by 2.5
+        (41, 64, 24, (0.0, 11.5, 41.0, 41.0)),  # a box at half a pixel
+        (20, 12, 32, (4.0, 0.0, 12.0, 12.0)),  # grows
+    ],
+)
+def test_the_central_square_is_resampled_bicubically_with_antialiasing(
+    width: int, height: int, size: int, box: tuple[float, float, float, float]
+) -> None:
+    image = picture(seed=5, width=width, height=height)
+    left, top, box_width, box_height = box
+    across = bicubic_weights(width, size, left, box_width)
+    down = bicubic_weights(height, size, top, box_height)
+    once = np.einsum("ow,hwc->hoc", across, np.asarray(image, np.float64)).round().clip(0, 255)
+    expected = np.einsum("oh,hwc->owc", down, once).round().clip(0, 255)
+    found = np.asarray(resize(image, size=size, crop="center"), np.float64)
+    assert found.shape == (size, size, 3)
+    assert np.abs(found - expected).max() <= 1
+
+
+def test_a_central_square_of_the_asked_for_size_is_cut_out_exactly() -> None:
+    image = picture(seed=6, width=48, height=24)
+    cut = np.asarray(resize(image, size=24, crop="center"))
+    np.testing.assert_array_equal(cut, np.asarray(image)[:, 12:36])
+
+
+def test_squash_keeps_the_whole_picture() -> None:
+    image = Image.new("RGB", (60, 20))
+    image.paste((255, 0, 0), (0, 0, 20, 20))
+    image.paste((0, 0, 255), (40, 0, 60, 20))
+    squashed, cut = (np.asarray(resize(image, size=18, crop=crop)) for crop in ("squash", "center"))
+    np.testing.assert_array_equal(squashed[:, 1], np.broadcast_to((255, 0, 0), (18, 3)))
+    np.testing.assert_array_equal(squashed[:, 16], np.broadcast_to((0, 0, 255), (18, 3)))
+    assert cut[:, 2:-2].max() == 0
+
+
+def test_a_picture_of_the_asked_for_size_is_not_touched() -> None:
+    image = picture(seed=7, width=16, height=16)
+    written = convert(encoded(image, "PNG"), spec())
+    assert written.data == b"P6\n16 16\n255\n" + np.asarray(image).tobytes()
+    assert written.extension == "ppm"
+
+
+# ---- encodings --------------------------------------------------------------------------------------------------
+
+
+def test_channel_sums_are_those_of_the_pixels() -> None:
+    image = Image.new("RGB", (2, 1), (3, 5, 7))
+    image.putpixel((1, 0), (250, 0, 1))
+    written = convert(encoded(image.resize((16, 16), Image.Resampling.NEAREST), "PNG"), spec())
+    assert written.channel_sums == (128 * 253, 128 * 5, 128 * 8)
+    assert written.channel_square_sums == (128 * (9 + 62_500), 128 * 25, 128 * 50)
+    assert written.num_pixels == 256
+
+
+def test_jpeg_encoding_is_close_to_the_resized_picture_and_better_at_higher_quality() -> None:
+    stored = encoded(picture(seed=8, width=64, height=64), "PNG")
+    raw = pixels_of(convert(stored, spec(image_size=32)).data).astype(int)
+    errors = {}
+    for quality in (20, 95):
+        written = convert(stored, spec(image_size=32, encoding="jpeg", jpeg_quality=quality))
+        assert (written.extension, written.data[:2]) == ("jpg", b"\xff\xd8")
+        errors[quality] = np.abs(pixels_of(written.data) - raw).mean()
+    assert errors[95] < 2 < errors[20]
+
+
+@pytest.mark.parametrize(
+    ("kind", "extension"),
+    [("JPEG", "jpg"), ("PNG", "png"), ("GIF", "gif"), ("BMP", "bmp"), ("TIFF", "tif"), ("PPM", "ppm"), ("MPO", "jpg")],
+)
+def test_keep_returns_the_input_with_the_extension_of_its_true_format(kind: str, extension: str) -> None:
+    stored = encoded(picture(seed=9), kind)
+    written = convert(stored, spec(encoding="keep"))
+    assert (written.data, written.extension) == (stored, extension)
+
+
+def test_ppm_headers_of_one_size_are_of_one_length() -> None:
+    assert encode_ppm(Image.new("RGB", (2, 1), (1, 2, 3))) == b"P6\n2 1\n255\n\x01\x02\x03\x01\x02\x03"
+
+
+# ---- rejections -------------------------------------------------------------------------------------------------
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A well-formed PNG that claims any size and has no pixels."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"<html>404</html>", "not_an_image"),
+        (bytes(1000), "not_an_image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not_an_image"),  # Pillow would start a program
+        (encoded(picture(seed=1), "TGA"), "not_an_image"),  # a format without a signature
+        (encoded(picture(seed=1))[:-200], "truncated"),
+        (encoded(picture(seed=1), "PNG")[:-200], "truncated"),
+        (encoded(picture(seed=1), "BMP")[:-200], "truncated"),
+        (png_header(20_000, 20_000), "too_many_pixels"),
+        (png_header(13_378, 13_378), "too_many_pixels"),  # 178,970,884
+        (png_header(100, 100), "truncated"),
+    ],
+)
+def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: str) -> None:
+    assert reason_of(data) == reason
+
+
+def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: ImageFile.ImageFile) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("data_prep.images.MAX_PIXELS", 100)
+    assert decode(encoded(Image.new("RGB", (10, 10)), "PNG"))[0].size == (10, 10)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    assert reason_of(encoded(Image.new("RGB", (11, 10)), "PNG")) == "too_many_pixels"
+
+
+def test_damage_is_a_rejection_or_a_picture_and_never_another_error() -> None:
+    """Every byte of the metadata set to a few values: among them are those that make Pillow raise struct.error."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x010E] = "text"
+    num_tried, reasons = 0, set()
+    for kind in ("JPEG", "PNG", "GIF", "BMP", "TIFF"):
+        whole = encoded(picture(seed=2, width=6, height=5), kind, **({"exif": exif} if kind != "GIF" else {}))
+        places = range(min(150, len(whole))) if kind != "TIFF" else range(len(whole) - 150, len(whole))
+        for place in places:
+            for value in (0, 1, 4, 255):
+                try:
+                    decode(whole[:place] + bytes([value]) + whole[place + 1 :])
+                except Rejection as rejection:
+                    reasons.add(rejection.reason)
+                num_tried += 1
+    assert num_tried == 5 * 150 * 4
+    assert reasons == {"not_an_image", "truncated", "too_many_pixels"}
+
+
+def test_running_out_of_memory_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: ImageFile.ImageFile) -> None:
+        raise MemoryError
+
+    data = encoded(picture(seed=1), "PNG")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    with pytest.raises(MemoryError):
+        decode(data)

@@ -1,0 +1,108 @@
+"""A progress line says what is done and how fast: in a log file once per interval, on a terminal as a bar, nothing if disabled."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from data_prep.progress import ProgressLine, progress
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now_s = 1000.0
+        monkeypatch.setattr("data_prep.progress.time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_log_file_gets_a_line_with_counts_rate_and_time_left_every_ten_seconds(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ProgressLine("packing", total=4000, unit="images")
+    clock.now_s += 5
+    line.advance(500)
+    assert capsys.readouterr().err == ""
+    clock.now_s += 5
+    line.advance(500, note="train-000001.tar")
+    assert capsys.readouterr().err == "packing  1,000/4,000 images  100/s  train-000001.tar  30 s left\n"
+    clock.now_s += 9
+    line.advance(1)
+    assert capsys.readouterr().err == ""
+    clock.now_s += 6
+    line.advance(1499)
+    assert capsys.readouterr().err == "packing  2,500/4,000 images  100/s  train-000001.tar  15 s left\n"
+
+
+def test_the_interval_is_a_setting_of_the_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("data_prep.progress.LOG_INTERVAL_S", 0.0)
+    with progress("reading", total=3, unit="files") as line:
+        for _ in range(3):
+            line.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert [text.split("  ")[:2] for text in lines] == [["reading", f"{done}/3 files"] for done in (1, 2, 3)]
+
+
+def test_work_that_had_begun_before_counts_as_done_but_not_as_speed(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ProgressLine("training", total=1000, unit="steps", start=500)
+    clock.now_s += 10
+    line.advance(100)
+    assert capsys.readouterr().err == "training  600/1,000 steps  10/s    40 s left\n"
+
+
+def test_the_end_of_long_work_is_told_and_of_short_work_is_not(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seconds, expected in ((0.9, ""), (2.0, "packing  8/8 images  4/s    0 s left\n")):
+        with progress("packing", total=8, unit="images") as line:
+            clock.now_s += seconds
+            line.advance(8)
+        assert capsys.readouterr().err == expected
+
+
+def test_work_that_ends_before_anything_is_done_promises_no_time(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt), progress("packing", total=8, unit="images"):
+        clock.now_s += 3
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "packing  0/8 images  0/s  \n"
+
+
+def test_a_disabled_line_counts_and_says_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("packing", total=8, unit="images", enabled=False) as line:
+        clock.now_s += 100
+        line.advance(3)
+        assert line.done == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_bar_with_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with monkeypatch.context() as patch:
+        clock = Clock(patch)
+        line = ProgressLine("packing", total=4000, unit="images")
+        line.advance(1)
+        assert terminal.getvalue() == ""
+        clock.now_s += 10
+        line.advance(999, note="train-000001.tar")
+        line.close()
+    assert "packing" in terminal.getvalue()
+    assert "1,000/4,000 images  100/s  train-000001.tar" in terminal.getvalue()

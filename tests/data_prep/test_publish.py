@@ -1,0 +1,178 @@
+"""Files and directories appear whole or not at all, whatever ends the writer; a directory has one writer at a time."""
+
+import hashlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.publish import (
+    atomic_directory,
+    atomic_file,
+    canonical_json,
+    sha256_of,
+    sole_writer,
+    write_atomic,
+    write_json,
+)
+
+
+class PlugPulledError(Exception):
+    """Stands for whatever goes wrong while a file is being written."""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_file_keeps_its_old_content_when_the_block_raises(tmp_path: Path, old: bytes | None) -> None:
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_bytes(old)
+    with pytest.raises(PlugPulledError), atomic_file(path) as file:
+        file.write(b"new")
+        raise PlugPulledError
+    assert names(tmp_path) == ([] if old is None else ["file"])
+    assert old is None or path.read_bytes() == old
+
+
+def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_directory_keeps_its_old_content_when_the_block_raises(tmp_path: Path, old: bool) -> None:
+    path = tmp_path / "folder"
+    if old:
+        path.mkdir()
+        (path / "old").write_bytes(b"old")
+    with pytest.raises(PlugPulledError), atomic_directory(path) as temporary:
+        (temporary / "new").write_bytes(b"new")
+        raise PlugPulledError
+    assert names(tmp_path) == (["folder", "folder/old"] if old else [])
+
+
+def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "old").write_bytes(b"old")
+    with atomic_directory(path) as temporary:
+        (temporary / "inner").mkdir()
+        (temporary / "inner" / "new").write_bytes(b"new")
+        assert names(path) == ["old"]
+    assert names(tmp_path) == ["folder", "folder/inner", "folder/inner/new"]
+
+
+_DIE_IN_FILE = """
+import os, sys
+from pathlib import Path
+from data_prep.publish import atomic_file
+with atomic_file(Path(sys.argv[1])) as file:
+    file.write(b"half of the new")
+    file.flush()
+    os._exit(9)
+"""
+_DIE_IN_DIRECTORY = """
+import os, sys
+from pathlib import Path
+from data_prep.publish import atomic_directory
+with atomic_directory(Path(sys.argv[1])) as temporary:
+    (temporary / "half").write_bytes(b"half of the new")
+    os._exit(9)
+"""
+
+
+def _publish_file(path: Path) -> None:
+    write_atomic(path, b"new")
+
+
+def _publish_directory(path: Path) -> None:
+    with atomic_directory(path) as temporary:
+        (temporary / "new").write_bytes(b"new")
+
+
+@pytest.mark.parametrize(
+    ("program", "publish", "expected"),
+    [(_DIE_IN_FILE, _publish_file, ["thing"]), (_DIE_IN_DIRECTORY, _publish_directory, ["thing", "thing/new"])],
+)
+def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(
+    tmp_path: Path, program: str, publish: Callable[[Path], None], expected: list[str]
+) -> None:
+    path = tmp_path / "thing"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert done.returncode == 9
+    left = names(tmp_path)
+    assert left
+    assert all(name.startswith(".tmp-") for name in left)
+    publish(path)
+    assert names(tmp_path) == expected
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path, size = tmp_path / "file", 1 << 18
+    write_atomic(path, b"0" * size)
+    stop, seen = threading.Event(), set()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for letter in b"123456789" * 2:
+        write_atomic(path, bytes([letter]) * size)
+    stop.set()
+    reader.join()
+    assert len(seen) >= 2
+    assert seen <= {bytes([letter]) * size for letter in b"0123456789"}
+
+
+def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there" / "yet"
+    with sole_writer(folder):
+        with pytest.raises(ValueError, match="another process is writing here"), sole_writer(folder):
+            pass
+        with sole_writer(tmp_path / "other"):
+            pass
+    with sole_writer(folder):
+        pass
+
+
+def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(PlugPulledError), sole_writer(tmp_path):
+        raise PlugPulledError
+    program = """
+import sys, time
+from pathlib import Path
+from data_prep.publish import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match="another process"), sole_writer(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        with sole_writer(tmp_path):
+            pass
+
+
+def test_one_value_has_one_spelling_to_hash(tmp_path: Path) -> None:
+    assert canonical_json({"b": [1, 2.5, None], "a": "é"}) == b'{"a":"\\u00e9","b":[1,2.5,null]}'
+    write_json(tmp_path / "value.json", {"b": 1, "a": 2})
+    assert (tmp_path / "value.json").read_bytes() == b'{\n "a": 2,\n "b": 1\n}\n'
+    assert sha256_of(tmp_path / "value.json") == hashlib.sha256(b'{\n "a": 2,\n "b": 1\n}\n').hexdigest()

@@ -1,0 +1,127 @@
+"""Our shards are plain WebDataset tars: stock `webdataset` and plain `tarfile` read every one of them, and find the pictures and
+labels that an independent decode finds at the places the index names.
+"""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.data_prep.samples import build, encoded, picture, write_classes, write_files
+
+EXTENSIONS = {"raw": {"ppm"}, "jpeg": {"jpg"}, "keep": {"jpg", "png"}}
+
+
+# stock webdataset leaves the files that it has read to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """19 pictures of 40 x 30 pixels, one of them a PNG."""
+    counts = {"train/ant": 7, "train/bee": 6, "val/ant": 2, "val/bee": 3}
+    root = write_classes(tmp_path_factory.mktemp("pictures") / "source", counts)
+    return write_files(root, {"train/bee/last.jpg": encoded(picture(seed=50), "PNG")})
+
+
+@pytest.fixture(scope="module")
+def shards(source: Path) -> dict[str, list[Path]]:
+    """The four shards of each encoding, at most 5 pictures each."""
+    found = {}
+    for encoding in EXTENSIONS:
+        out = source.with_name(encoding)
+        assert build(source, out, f"encoding={encoding}", "image_size=24", "samples_per_shard=5") == 0
+        found[encoding] = sorted(out.glob("*.tar"))
+        assert len(found[encoding]) == 4
+    return found
+
+
+def by_index(shard: Path) -> list[tuple[NDArray[np.uint8], int]]:
+    """(pixels, label) at the byte ranges of the index."""
+    content = shard.read_bytes()
+    rows = np.load(shard.with_suffix(".npy"))
+    assert rows.dtype == np.int64
+    assert len(rows) > 0
+    return [(pixels_of(content[offset : offset + length]), label) for offset, length, label in rows.tolist()]
+
+
+def pixels_of(data: bytes) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("encoding", EXTENSIONS)
+def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(
+    shards: dict[str, list[Path]], encoding: str
+) -> None:
+    for shard in shards[encoding]:
+        expected = by_index(shard)
+        stock = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode("rgb8"))
+        assert len(stock) == len(expected)
+        for sample, (pixels, label) in zip(stock, expected, strict=True):
+            (extension,) = EXTENSIONS[encoding] & sample.keys()
+            assert sample["cls"] == label
+            np.testing.assert_array_equal(sample[extension], pixels)
+
+
+@pytest.mark.parametrize("encoding", EXTENSIONS)
+def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(
+    shards: dict[str, list[Path]], encoding: str
+) -> None:
+    others = ["cls"] if encoding == "raw" else ["cls", "json"]
+    for shard in shards[encoding]:
+        expected = by_index(shard)
+        with tarfile.open(shard, mode="r:") as archive:
+            members = [(member.name, archive.extractfile(member).read()) for member in archive]  # type: ignore[union-attr]
+        assert len(members) == (1 + len(others)) * len(expected)
+        for number, (pixels, label) in enumerate(expected):
+            first, *rest = members[number * (1 + len(others)) : (number + 1) * (1 + len(others))]
+            key = f"{shard.stem}-{number:06d}"
+            assert first[0] in {f"{key}.{extension}" for extension in EXTENSIONS[encoding]}
+            assert [name for name, _ in rest] == [f"{key}.{extension}" for extension in others]
+            np.testing.assert_array_equal(pixels_of(first[1]), pixels)
+            assert rest[0][1] == str(label).encode()
+
+
+def test_no_trace_of_time_or_user_is_in_a_tar(shards: dict[str, list[Path]]) -> None:
+    for shard in [*shards["raw"], *shards["jpeg"], *shards["keep"]]:
+        with tarfile.open(shard) as archive:
+            facts = {(member.mtime, member.uid, member.gid, member.uname, member.mode) for member in archive}
+        assert facts == {(0, 0, 0, "", 0o644)}
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "keep"])
+def test_every_picture_is_of_the_class_that_its_label_names(shards: dict[str, list[Path]], encoding: str) -> None:
+    num_seen = 0
+    for shard in shards[encoding]:
+        for sample in webdataset.WebDataset(str(shard), shardshuffle=False).decode():
+            split, name, _ = sample["json"]["path"].split("/")
+            assert shard.name.startswith(f"{split}-")
+            assert name == ("ant", "bee")[sample["cls"]]
+            num_seen += 1
+    assert num_seen == 19
+
+
+def test_keep_writes_the_very_bytes_of_the_input_under_its_true_extension(
+    source: Path, shards: dict[str, list[Path]]
+) -> None:
+    seen = {}
+    for shard in shards["keep"]:
+        for sample in webdataset.WebDataset(str(shard), shardshuffle=False).decode(only=["json"]):
+            extension = "png" if "png" in sample else "jpg"
+            seen[sample["json"]["path"]] = (extension, sample[extension])
+    assert len(seen) == 19
+    for path, (extension, data) in seen.items():
+        assert data == (source / path).read_bytes()
+        assert extension == ("png" if path == "train/bee/last.jpg" else "jpg")
+
+
+@pytest.mark.parametrize(("encoding", "shape"), [("raw", (24, 24, 3)), ("jpeg", (24, 24, 3)), ("keep", (30, 40, 3))])
+def test_raw_and_jpeg_pictures_have_the_asked_for_size(
+    shards: dict[str, list[Path]], encoding: str, shape: tuple[int, ...]
+) -> None:
+    assert {pixels.shape for shard in shards[encoding] for pixels, _ in by_index(shard)} == {shape}

@@ -1,0 +1,148 @@
+"""The synthetic archive: every picture is a function of (seed, class, split, number) alone, the two class sets share no class but
+every attribute, and drawing goes on after an interruption to the same files.
+"""
+
+import hashlib
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.publish import sole_writer
+from data_prep.sources import SourceError
+from data_prep.sources.config import SyntheticSettings
+from data_prep.sources.synthetic import SyntheticSource, class_set, picture_bytes
+from tests.data_prep.samples import files_of
+
+
+def draw(root: Path, *, num_workers: int = 1, **changes: Any) -> dict[str, bytes]:
+    """The pictures that are drawn into `root`."""
+    fields = {"num_classes": 4, "num_train_per_class": 5, "num_val_per_class": 2, "image_size": 16}
+    settings = SyntheticSettings(kind="synthetic", images_dir=str(root), **(fields | changes))
+    SyntheticSource(settings, num_workers=num_workers).listing()
+    return pictures(root)
+
+
+def pictures(root: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(root).items() if name.endswith(".jpg")}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("drawn") / "images"
+    assert len(draw(root)) == 4 * (5 + 2)
+    return root
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, drawn: Path) -> None:
+    assert draw(tmp_path / "images", num_workers=2) == pictures(drawn)
+
+
+def test_more_pictures_and_more_classes_begin_with_the_same_ones(tmp_path: Path, drawn: Path) -> None:
+    more = draw(tmp_path / "images", num_classes=6, num_train_per_class=7, num_val_per_class=3)
+    assert len(more) == 6 * (7 + 3)
+    assert more.items() > pictures(drawn).items()
+
+
+def test_no_two_pictures_are_the_same(drawn: Path) -> None:
+    assert len({hashlib.sha256(data).digest() for data in pictures(drawn).values()}) == 28
+
+
+def test_another_seed_draws_other_pictures_of_the_same_classes(tmp_path: Path, drawn: Path) -> None:
+    first, other = pictures(drawn), draw(tmp_path / "images", seed=1)
+    assert first.keys() == other.keys()
+    assert not set(first.values()) & set(other.values())
+
+
+def test_the_class_sets_are_disjoint_and_each_has_every_attribute() -> None:
+    a, b = (class_set(name, num_classes=48) for name in ("a", "b"))
+    assert len({look.name for look in a + b}) == 96
+    for looks in (a, b):
+        assert Counter(look.shape for look in looks) == dict.fromkeys(
+            ("disc", "square", "triangle", "ring", "cross", "bar"), 8
+        )
+        assert Counter(look.colour for look in looks) == dict.fromkeys(
+            ("red-cyan", "orange-azure", "lime-violet", "green-rose"), 12
+        )
+        assert Counter(look.quadrant for look in looks) == dict.fromkeys(("nw", "ne", "sw", "se"), 12)
+
+
+def test_every_picture_is_a_jpeg_file_of_the_asked_for_size(drawn: Path) -> None:
+    for data in pictures(drawn).values():
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (16, 16))
+
+
+@pytest.mark.parametrize(("quadrant", "rows", "columns"), [("nw", 0, 0), ("ne", 0, 1), ("sw", 1, 0), ("se", 1, 1)])
+def test_the_object_stands_in_the_quadrant_that_its_class_names(quadrant: str, rows: int, columns: int) -> None:
+    """Over many pictures only the main object stays put, so that its quadrant has the most saturated colours."""
+    look = next(look for look in class_set("a", num_classes=48) if (look.shape, look.quadrant) == ("square", quadrant))
+    saturation = np.zeros((2, 2))
+    for number in range(60):
+        data = picture_bytes(look, split="train", number=number, size=32, seed=0)
+        pixels = np.asarray(Image.open(io.BytesIO(data)).convert("HSV"), np.float64)[..., 1]
+        saturation += pixels.reshape(2, 16, 2, 16).mean(axis=(1, 3))
+    assert np.unravel_index(saturation.argmax(), (2, 2)) == (rows, columns)
+
+
+def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Path) -> None:
+    root = tmp_path / "images"
+    assert draw(root) == pictures(drawn)
+    whole = files_of(root)
+    # what a kill leaves: no mark of completion, classes that are missing, and a class half drawn
+    (root / "complete.json").unlink()
+    classes = sorted((root / "train").iterdir())
+    for picture in classes[0].iterdir():
+        picture.unlink()
+    classes[0].rmdir()
+    classes[1].rename(root / "train" / f".tmp-{classes[1].name}")
+    (root / "train" / f".tmp-{classes[1].name}" / "000004.jpg").write_bytes(b"half a pict")
+    untouched = sorted(classes[2].iterdir())
+    times = [path.stat().st_mtime_ns for path in untouched]
+    assert draw(root) == pictures(drawn)
+    assert files_of(root) == whole
+    assert [path.stat().st_mtime_ns for path in untouched] == times
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_train_per_class": 6}, {"image_size": 24}, {"class_set": "b"}])
+def test_other_settings_are_refused_the_same_folder_finished_or_not(
+    tmp_path: Path, change: dict[str, Any], complete: bool
+) -> None:
+    root = tmp_path / "images"
+    draw(root, num_classes=2, num_train_per_class=1, num_val_per_class=0)
+    if not complete:
+        (root / "complete.json").unlink()
+    before = files_of(root)
+    with pytest.raises(SourceError, match="holds pictures of other settings; remove it or name another"):
+        draw(root, **({"num_classes": 2, "num_train_per_class": 1, "num_val_per_class": 0} | change))
+    assert files_of(root) == before
+
+
+def test_two_builders_never_draw_into_one_folder(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "images"), pytest.raises(ValueError, match="another process is writing here"):
+        draw(tmp_path / "images")
+
+
+def test_no_validation_pictures_means_no_such_split(tmp_path: Path) -> None:
+    names = draw(tmp_path / "images", num_classes=2, num_val_per_class=0)
+    assert {name.split("/")[0] for name in names} == {"train"}
+
+
+def test_the_dataset_knows_its_source_but_no_path_of_this_machine(shapes: Path) -> None:
+    source = json.loads((shapes / "manifest.json").read_text())["source"]
+    assert source == {
+        "kind": "synthetic",
+        "class_set": "a",
+        "num_classes": 8,
+        "num_train_per_class": 30,
+        "num_val_per_class": 9,
+        "image_size": 20,
+        "seed": 0,
+    }

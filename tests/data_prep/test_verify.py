@@ -1,0 +1,188 @@
+"""`verify` finds every kind of damage and names the file; a dataset that is what its manifest says has no faults."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.verify import verify
+from tests.data_prep.samples import build, encoded, picture, write_classes, write_files
+
+
+@pytest.fixture
+def dataset(shapes: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(shapes, tmp_path / "shapes")
+
+
+def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip_byte(directory: Path, *, name: str, place: int) -> None:
+    content = bytearray((directory / name).read_bytes())
+    content[place] ^= 0x40
+    (directory / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("fixture", ["shapes", "other_shapes"])
+def test_a_good_dataset_has_no_faults(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], fixture: str
+) -> None:
+    directory: Path = request.getfixturevalue(fixture)
+    num_samples = {"shapes": 8 * 39, "other_shapes": 5 * 19}[fixture]
+    capsys.readouterr()
+    assert main(["verify", str(directory)]) == 0
+    assert capsys.readouterr().out == f"{directory}: {num_samples} samples, every one as the manifest says\n"
+    assert main(["verify", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"dataset": str(directory), "samples": num_samples, "faults": []}
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "keep"])
+def test_a_good_dataset_of_files_with_rejects_has_no_faults(tmp_path: Path, encoding: str) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 4})
+    write_files(source, {"ant/text.jpg": b"no", "ant/wide.png": encoded(picture(seed=9, width=90), "PNG")})
+    assert build(source, tmp_path / "out", f"encoding={encoding}", "max_reject_share=1") == 0
+    manifest, faults = verify(tmp_path / "out")
+    assert manifest.num_written == 5
+    assert faults == []
+
+
+# 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of the shard
+@pytest.mark.parametrize("place", [512 + 13 + 7, 512 + 1024 + 512, 64 * 2560 // 2])
+def test_one_flipped_byte_of_a_shard_is_found(dataset: Path, place: int) -> None:
+    flip_byte(dataset, name="train-000001.tar", place=place)
+    _, faults = verify(dataset)
+    assert any(fault.startswith("train-000001.tar: sha256 differs from the manifest") for fault in faults)
+
+
+def test_damage_in_one_shard_is_not_blamed_on_another(dataset: Path) -> None:
+    flip_byte(dataset, name="train-000001.tar", place=600)
+    _, faults = verify(dataset)
+    assert len(faults) == 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 600, 2560 * 10, 2560 * 10 + 700])
+def test_a_truncated_shard_is_found_and_the_others_are_still_read(dataset: Path, num_bytes: int) -> None:
+    path = dataset / "train-000000.tar"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    (dataset / "val-000000.tar").unlink()
+    _, faults = verify(dataset)
+    assert any(
+        fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault for fault in faults
+    )
+    assert any("samples, 64 expected" in fault for fault in faults)
+    assert "val-000000.tar: missing" in faults
+
+
+def test_a_changed_or_missing_index_is_found(dataset: Path) -> None:
+    index = np.load(dataset / "train-000002.npy")
+    index[3, 2] = (index[3, 2] + 1) % 8
+    np.save(dataset / "train-000002.npy", index)
+    (dataset / "val-000001.npy").unlink()
+    _, faults = verify(dataset)
+    assert faults[:2] == ["train-000002.npy: missing or changed", "val-000001.npy: missing or changed"] or set(
+        faults
+    ) >= {"train-000002.npy: missing or changed", "val-000001.npy: missing or changed"}
+
+
+def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes_agree(dataset: Path) -> None:
+    import hashlib
+
+    index = np.load(dataset / "train-000002.npy")
+    index[3, 2] = (index[3, 2] + 1) % 8
+    np.save(dataset / "train-000002.npy", index)
+    digest = hashlib.sha256((dataset / "train-000002.npy").read_bytes()).hexdigest()
+    change_manifest(dataset, lambda manifest: manifest["splits"]["train"]["shards"][2].update(index_sha256=digest))
+    _, faults = verify(dataset)
+    assert faults == ["train-000002.tar train-000002-000003: the index points elsewhere"]
+
+
+def _more_in_shard(manifest: dict[str, Any]) -> None:
+    manifest["splits"]["train"]["shards"][1]["num_samples"] += 1
+
+
+def _more_in_class(manifest: dict[str, Any]) -> None:
+    manifest["splits"]["val"]["class_counts"][0] += 1
+
+
+def _more_read(manifest: dict[str, Any]) -> None:
+    manifest["num_read"] += 1
+
+
+def _more_read_and_written(manifest: dict[str, Any]) -> None:
+    manifest["num_read"] += 1
+    manifest["num_written"] += 1
+
+
+def _more_rejected(manifest: dict[str, Any]) -> None:
+    manifest["num_read"] += 1
+    manifest["num_rejected"] += 1
+
+
+def _other_size(manifest: dict[str, Any]) -> None:
+    manifest["image_size"] = 17
+
+
+def _fewer_classes(manifest: dict[str, Any]) -> None:
+    del manifest["classes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (_more_in_shard, "train-000001.npy: index of shape (64, 3), (65, 3) expected"),
+        (_more_in_class, "split val: the class counts of the shards are not those of the manifest"),
+        (_more_read, "manifest: 313 read, but 312 written + 0 rejected"),
+        (_more_read_and_written, "manifest: 313 written, but its splits have 312 samples"),
+        (_more_rejected, "rejected.jsonl: 0 lines, 1 expected"),
+        (_other_size, "(16, 16) pixels, (17, 17) expected"),
+        (_fewer_classes, "label 7 of 7 classes"),
+    ],
+)
+def test_a_manifest_that_says_otherwise_is_found(
+    dataset: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None], fault: str
+) -> None:
+    change_manifest(dataset, change)
+    assert main(["verify", str(dataset)]) == 1
+    assert fault in capsys.readouterr().out
+
+
+def test_a_missing_list_of_rejects_is_found(dataset: Path) -> None:
+    (dataset / "rejected.jsonl").unlink()
+    assert verify(dataset)[1] == ["rejected.jsonl: missing"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no manifest.json, so it is unfinished; run its data_prep build again, it goes on from there"),
+        ("{", "not a manifest"),
+        ("[]", "not a manifest"),
+        ('{"schema_version": 1}', "not a manifest"),
+        ('{"schema_version": 2}', "schema version 2, this tool reads 1"),
+    ],
+)
+def test_without_a_readable_manifest_there_is_one_clear_line(
+    dataset: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    (dataset / "manifest.json").unlink()
+    if content is not None:
+        (dataset / "manifest.json").write_text(content)
+    assert main(["verify", str(dataset)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_dataset_that_is_not_there_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "no such dataset directory; make it with data_prep build" in capsys.readouterr().err

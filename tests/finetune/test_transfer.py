@@ -1,0 +1,165 @@
+"""Probe, tune and evaluate from a real pretraining checkpoint: exact on any number of ranks, equal to plain computations."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.manifest import load_manifest
+from finetune.config import ProbeSettings
+from finetune.probe import accuracies, choose_and_test, train_heads, with_bias
+from pretrain.card import list_checkpoints
+from pretrain.checkpoint import load_weights
+from pretrain.models.build import build_model
+from pretrain.shards import SplitReader
+from tests.conftest import Command
+from tests.training import final_state, finish, start, write_config
+
+TUNE = """
+augment: {crop_scale: [0.7, 1.0]}
+optimizer: {name: sgd, lr: 1e-2, head_lr_scale: 5.0, weight_decay: 1e-4}
+train: {duration: 24 steps, global_batch_size: 8, local_batch_size: 4, eval_every: 12 steps}
+checkpoint: {every: 6 steps}
+tracking: {enabled: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def pretrained(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    finish(start(write_config(folder, dataset=shapes), folder / "run", "train.duration=40 steps", ranks=1))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tune_config(pretrained: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tune") / "tune.yaml"
+    path.write_text(f"pretrained: {pretrained}\ndata: {{dataset: {other_shapes}}}\n{TUNE}")
+    return path
+
+
+def independent_top1(checkpoint: Path, dataset: Path) -> float:
+    """The whole validation split at once, normalised by hand."""
+    card, weights = load_weights(checkpoint)
+    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
+    model.load_state_dict(weights)
+    reader = SplitReader(dataset, load_manifest(dataset), "val")
+    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
+    with torch.no_grad():
+        predicted = model((images - mean) / std).argmax(dim=1)
+    return float((predicted.numpy() == reader.labels).mean())
+
+
+def test_evaluation_is_exact_on_one_and_on_three_ranks(command: Command, pretrained: Path, shapes: Path) -> None:
+    expected = independent_top1(pretrained, shapes)
+    for ranks in ([], ["--ranks", "3"]):
+        done = command("finetune", "evaluate", str(pretrained), str(shapes), "--json", "local_batch_size=7", *ranks)
+        assert done.returncode == 0, done.stderr
+        scores = json.loads(done.stdout)
+        assert scores["num_samples"] == 72 and scores["eval/top1"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_evaluation_during_training_is_the_same_number(pretrained: Path, shapes: Path) -> None:
+    result = json.loads((pretrained / "result.json").read_text())
+    assert result["eval/top1"] == pytest.approx(independent_top1(pretrained, shapes), abs=1e-9)
+
+
+def test_a_checkpoint_is_not_judged_on_other_classes(command: Command, pretrained: Path, other_shapes: Path) -> None:
+    done = command("finetune", "evaluate", str(pretrained), str(other_shapes))
+    assert done.returncode == 2
+    assert "has other classes than the checkpoint (8 classes against 5); probe or tune on it first" in done.stderr
+
+
+def test_tuning_on_two_ranks_is_tuning_on_one(command: Command, tune_config: Path, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        done = command("finetune", "tune", str(tune_config), f"run_dir={tmp_path}/{ranks}", "--ranks", str(ranks))
+        assert done.returncode == 0, done.stderr
+    one, two = final_state(tmp_path / "1"), final_state(tmp_path / "2")
+    assert one.keys() == two.keys() and one["head.weight"].shape == (5, 32)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
+    command: Command, tune_config: Path, pretrained: Path, tmp_path: Path
+) -> None:
+    """One step at a vanishing learning rate leaves the body where it started."""
+    body = load_weights(pretrained)[1]["stem.weight"]
+    for init in ("pretrained", "scratch"):
+        settings = [f"run_dir={tmp_path}/{init}", f"init={init}", "optimizer.lr=1e-12", "train.duration=1 steps"]
+        done = command("finetune", "tune", str(tune_config), *settings)
+        assert done.returncode == 0, done.stderr
+    near, far = (final_state(tmp_path / init)["stem.weight"] for init in ("pretrained", "scratch"))
+    torch.testing.assert_close(near, body, rtol=0, atol=1e-6)
+    assert (far - body).abs().max() > 1e-2
+
+
+def test_an_interrupted_tuning_ends_at_the_same_bits(command: Command, tune_config: Path, tmp_path: Path) -> None:
+    straight = command("finetune", "tune", str(tune_config), f"run_dir={tmp_path}/straight")
+    assert straight.returncode == 0, straight.stderr
+    again = command("finetune", "tune", str(tune_config), f"run_dir={tmp_path}/again")
+    assert again.returncode == 0, again.stderr
+    (tmp_path / "again" / "result.json").unlink()  # as if killed after the checkpoint before the last
+    newest = list_checkpoints(tmp_path / "again")[-1]
+    for file in newest.iterdir():
+        file.unlink()
+    resumed = command("finetune", "tune", str(tune_config), f"run_dir={tmp_path}/again")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from step-00000018" in resumed.stdout
+    one, two = final_state(tmp_path / "straight"), final_state(tmp_path / "again")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_probe_runs_on_two_ranks_and_on_pixels(
+    command: Command, pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "probe.yaml"
+    config.write_text(f"pretrained: {pretrained}\ndataset: {other_shapes}\ntracking: {{enabled: false}}\nepochs: 5\n")
+    results = {}
+    for name, words in (("one", []), ("two", ["--ranks", "2"]), ("pixels", ["pretrained=null"])):
+        done = command("finetune", "probe", str(config), f"run_dir={tmp_path}/{name}", *words)
+        assert done.returncode == 0, done.stderr
+        results[name] = json.loads((tmp_path / name / "result.json").read_text())
+    assert results["one"] == pytest.approx(results["two"])
+    assert 0 <= results["pixels"]["test_top1"] <= 1
+
+
+def probe_settings(**changes: object) -> ProbeSettings:
+    return ProbeSettings.model_validate(
+        {"run_dir": "r", "dataset": "d", "lrs": (1e-3, 1e-2), "epochs": 20} | changes, strict=False
+    )
+
+
+def blobs(count: int, *, seed: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Well separated clusters, the same for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, 6, generator=torch.Generator().manual_seed(0)) * 3
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    return centres[labels] + torch.randn(count, 6, generator=generator), labels
+
+
+def test_heads_of_a_grid_are_the_heads_trained_alone() -> None:
+    features, labels = blobs(100, seed=1)
+    settings = probe_settings()
+    together = train_heads(features, labels, lrs=(1e-3, 1e-2), settings=settings, num_classes=3)
+    for number, lr in enumerate((1e-3, 1e-2)):
+        alone = train_heads(features, labels, lrs=(lr,), settings=settings, num_classes=3)
+        torch.testing.assert_close(together[number], alone[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_probe_learns_what_is_there_and_nothing_from_shuffled_labels() -> None:
+    train, test = blobs(300, seed=1), blobs(300, seed=2)
+    assert choose_and_test(train, test, settings=probe_settings(), num_classes=3)["test_top1"] > 0.95
+    sham = (train[0], train[1][torch.randperm(300, generator=torch.Generator().manual_seed(3))])
+    assert choose_and_test(sham, test, settings=probe_settings(), num_classes=3)["test_top1"] < 0.6
+
+
+def test_accuracy_is_counted_by_hand() -> None:
+    heads = torch.zeros(1, 3, 2)
+    heads[0, 0] = torch.tensor([-1.0, 1.0])  # class 1 where the first feature is positive
+    features = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [2.0, 0.0]])
+    assert with_bias(features).shape == (3, 3)
+    assert accuracies(heads, features, torch.tensor([1, 1, 1])) == [pytest.approx(2 / 3)]

@@ -1,0 +1,218 @@
+"""Every mistake in a config is one line that names the field, the value and the remedy, before torch is imported.
+
+The table is the specification: (what is wrong, command, overrides, the words that must be said).
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main as data_prep
+from finetune.__main__ import main as finetune
+from pretrain.__main__ import main as pretrain
+from tests.ranks import REPOSITORY
+
+PRETRAIN = """
+run_dir: runs/x
+data: {dataset: DATASET}
+model: {kind: mlp, depth: 2, width: 8}
+train: {duration: 2 epochs, global_batch_size: 24}
+"""
+
+TABLE = [
+    ("section misspelt", ["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
+    ("key misspelt", ["optimizer.weight_decy=0.1"], "optimizer.weight_decy: unknown key; did you mean 'weight_decay'?"),
+    ("key of the model", ["model.widht=3"], "model.widht: unknown key; did you mean 'width'?"),
+    ("key of the other model", ["model.patch_size=4"], "model.patch_size: unknown key"),
+    ("text for a number", ["optimizer.lr=fast"], "optimizer.lr: 'fast' will not do; a number is needed"),
+    ("fraction for a whole number", ["train.global_batch_size=24.5"], "train.global_batch_size: 24.5 will not do; a whole number"),
+    ("quoted number", ['train.seed="3"'], "train.seed: '3' will not do; a whole number is needed"),
+    ("yes for true", ["engine.compile=yes"], "engine.compile: 'yes' will not do; true or false is needed"),
+    ("negative", ["optimizer.lr=-1"], "optimizer.lr: -1 will not do; it must be greater than 0"),
+    ("not finite", ["optimizer.lr=.inf"], "optimizer.lr:"),
+    ("unknown optimizer", ["optimizer.name=lyon"], "optimizer.name: 'lyon' is not one of its values; did you mean 'lion'?"),
+    ("unknown precision", ["engine.precision=bf61"], "engine.precision: 'bf61' is not one of its values; did you mean 'bf16'?"),
+    ("unknown stage", ["engine.zero_stage=4"], "engine.zero_stage: 4"),
+    ("unknown kind of model", ["model.kind=mxer"], "model.kind: 'mxer' is not one of its values; did you mean 'mixer'?"),
+    ("unknown preset", ["model={preset: mlp_b12_wi1042}"], "model.preset: 'mlp_b12_wi1042' is not a known model; did you mean 'mlp_b12_wi1024'?"),
+    ("duration without unit", ["train.duration=90"], "train.duration:"),
+    ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration: '90 hours' is not a length; write a number and a unit"),
+    ("half a step", ["train.duration=1.5 steps"], "train.duration: '1.5 steps' is not a whole number of steps"),
+    ("warm-up too long", ["schedule.warmup=3 epochs"], "schedule.warmup: '3 epochs' is 30 steps, but the run has 20"),
+    ("rising cosine", ["schedule.final_lr=1"], "schedule.final_lr: 1.0 is above optimizer.lr"),
+    ("local batch does not divide", ["train.local_batch_size=5"], "train.local_batch_size: 5 does not divide global_batch_size 24; the nearest that does is 4"),
+    ("batch does not split over ranks", ["train.global_batch_size=25", "--ranks", "2"], "train.global_batch_size: 25 does not split over 2 ranks; the nearest that does is 24 or 26"),
+    ("local batch too large for the ranks", ["train.local_batch_size=24", "--ranks", "2"], "train.local_batch_size: 24 does not divide a rank's share of 12"),
+    ("odd batch with MixUp", ["augment.mixup_alpha=0.8", "train.local_batch_size=3"], "train.local_batch_size: 3 is odd, but MixUp pairs neighbours"),
+    ("crop range upside down", ["augment.crop_scale=[0.9, 0.1]"], "augment.crop_scale: [0.9, 0.1] will not do; write [low, high]"),
+    ("crop range too short", ["augment.crop_scale=[0.9]"], "augment.crop_scale.1: missing"),
+    ("probability above one", ["augment.flip_probability=1.5"], "augment.flip_probability: 1.5 will not do; it must be less than or equal to 1"),
+    ("betas for sgd", ["optimizer={name: sgd, lr: 0.1, betas: [0.9, 0.9]}"], "optimizer.betas: sgd has none; set optimizer.momentum"),
+    ("betas out of range", ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas: [0.9, 1.0] will not do"),
+    ("compile at stage 3", ["engine={compile: true, zero_stage: 3}"], "engine.compile: true will not do with engine.zero_stage 3"),
+    ("patch does not divide", ["model={kind: mixer, patch_size: 5}"], "model.patch_size: 5 does not divide image size 16; the nearest that does is 4"),
+    ("no such split", ["data.eval_split=vall"], "data.eval_split: DATASET: has no split 'vall'; did you mean 'val'?"),
+    ("no such dataset", ["data.dataset=nowhere"], "nowhere: no such dataset directory; make it with data_prep build"),
+    ("section instead of value", ["optimizer.lr={a: 1}"], "optimizer.lr:"),
+    ("value instead of section", ["optimizer=3"], "optimizer: 3 will not do; a section (key: value lines) is needed"),
+    ("override into a value", ["run_dir.x=3"], "override 'run_dir.x=3': run_dir is the value 'runs/x', not a section"),
+    ("broken YAML in an override", ["augment.crop_scale=[0.9"], "'[0.9' is not valid YAML; quote it"),
+    ("resume that cannot be", ["resume=must"], "resume: 'must', but runs/x has no checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
+    shapes: Path, tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
+    assert pretrain(["train", str(config), *overrides]) == 2
+    said = capsys.readouterr().err.removeprefix("pretrain: ").strip()
+    assert said.startswith(words.replace("DATASET", str(shapes))) or (words.startswith("'") and words in said), said
+    assert "\n" not in said and "Traceback" not in said
+
+
+FILES = [
+    ("no such file", None, "no such config file; did you mean"),
+    ("not YAML", "a: [1", "not valid YAML"),
+    ("a list", "- 1\n- 2", "a config is a mapping of sections"),
+    ("doubled key", "run_dir: a\nrun_dir: b", "the key 'run_dir' stands twice"),
+    ("nothing", "", "missing; set it in the config or as"),
+    ("bytes", b"\xff\xfe\x00", "cannot be read as a text file"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
+def test_a_bad_config_file_is_named(
+    tmp_path: Path, text: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+    elif text is not None:
+        path.write_text(text)
+    else:
+        (tmp_path / "mime.yaml").touch()
+    assert pretrain(["train", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+PROBE = "run_dir: runs/p\npretrained: null\ndataset: DATASET\n"
+TUNE = "run_dir: runs/t\npretrained: RUN\ndata: {dataset: DATASET}\ntrain: {duration: 1 epochs, global_batch_size: 8}\n"
+LATER = [
+    ("probe", ["test_split=train"], "test_split: 'train' is the training split too; test on another"),
+    ("probe", ["lrs=[]"], "lrs: [] has the wrong number of entries"),
+    ("probe", ["lrs=[0.1, -1]"], "lrs: [0.1, -1.0] will not do; every learning rate must be above 0"),
+    ("probe", ["pretrained=nowhere"], "nowhere: holds no checkpoint; give a run directory"),
+    ("probe", ["holdout_share=1.5"], "holdout_share: 1.5 will not do"),
+    ("probe", ["test_split=vall"], "has no split 'vall'; did you mean 'val'?"),
+    ("tune", ["init=random"], "init: 'random' is not one of its values"),
+    ("tune", [], "nowhere: holds no checkpoint; give a run directory"),
+    ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),
+]
+
+
+@pytest.mark.parametrize(("verb", "overrides", "words"), LATER)
+def test_a_bad_transfer_config_is_one_line_with_its_remedy(
+    shapes: Path, tmp_path: Path, verb: str, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    text = {"probe": PROBE, "tune": TUNE}[verb].replace("DATASET", str(shapes)).replace("RUN", "nowhere")
+    config.write_text(text)
+    assert finetune([verb, str(config), *overrides]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--source", "foldr", "--out", "x"], "source.kind: 'foldr' is not one of its values; did you mean 'folder'?"),
+        (["--source", "folder", "--out", "x"], "source.path: missing; set it in the config or as source.path=VALUE"),
+        (["--source", "folder", "--out", "x", "source.path=nowhere"], "source.path: nowhere is not a directory"),
+        (["--source", "folder", "--out", ".", "source.path=."], "out: '.' is the source itself; name another directory"),
+        (["--source", "synthetic", "--out", "x", "source.num_clases=3"], "source.num_clases: unknown key; did you mean 'num_classes'?"),
+        (["--source", "synthetic", "--out", "x", "encoding=png"], "encoding: 'png' is not one of its values"),
+    ],
+)  # fmt: skip
+def test_a_bad_build_is_one_line_with_its_remedy(
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert data_prep(["build", *words]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("pretrain", ["train", "bad.yaml"]),
+        ("pretrain", ["show", "bad.yaml"]),
+        ("finetune", ["probe", "bad.yaml"]),
+        ("finetune", ["tune", "bad.yaml"]),
+        ("data_prep", ["build", "bad.yaml"]),
+    ],
+)
+def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(
+    package: str, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("nonsense: 1\n")
+    heavy = ["torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "matplotlib", "scipy"]
+    program = f"import sys; from {package}.__main__ import main; code = main({words!r}); " + (
+        f"print(code, [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60,
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
+    )  # fmt: skip
+    assert done.stdout == "2 []\n" and "nonsense: unknown key" in done.stderr
+
+
+def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a delta of at most 40 lines under a header that says command, hardware and result."""
+    from data_prep.config import BuildSettings
+    from data_prep.settings import load_settings
+    from finetune.config import ProbeSettings, TuneSettings
+    from pretrain.config import PretrainSettings
+
+    schemas = {
+        "data_prep": BuildSettings,
+        "pretrain": PretrainSettings,
+        "probe": ProbeSettings,
+        "finetune": TuneSettings,
+    }
+    seen = 0
+    for folder, schema in schemas.items():
+        for path in sorted((REPOSITORY / "configs" / folder).glob("*.yaml")):
+            load_settings(schema, path=path, overrides=[])  # type: ignore[type-var]
+            lines = path.read_text().splitlines()
+            header = [line for line in lines if line.startswith("#")]
+            assert len(lines) <= 40 and path.read_text().startswith("#"), path
+            for word in ("# command", "# hardware", "# result"):
+                assert any(line.startswith(word) for line in header), (path, word)
+            seen += 1
+    assert seen >= 6
+
+
+def test_show_prints_what_reads_back_to_the_same(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
+    assert pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"]) == 0
+    shown = capsys.readouterr().out
+    assert "num_channels: 588" in shown and "lr: 0.0003" in shown
+    again = tmp_path / "again.yaml"
+    shutil.copy(config, again)
+    again.write_text(shown)
+    assert pretrain(["show", str(again)]) == 0
+    assert capsys.readouterr().out == shown

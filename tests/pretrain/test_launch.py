@@ -1,0 +1,85 @@
+"""Starting local ranks: the environment they get, and that nobody waits for a dead one."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from pretrain.world import World, read_world
+from tests.ranks import REPOSITORY, run_ranks
+
+START = (
+    "import sys; from pretrain.launch import launch; sys.exit(launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))"
+)
+
+
+def start(program: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", START, textwrap.dedent(program)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ranks_get_what_torchrun_would_give_them() -> None:
+    done = start("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {rank} 3 127.0.0.1" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
+)
+def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str) -> None:
+    done = start(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
+    assert done.returncode == code
+    assert f"rank 1 ended with {words}; ending the others" in done.stderr
+
+
+def sum_of_ranks(world: World, offset: int) -> float:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    value = torch.tensor(float(world.rank + offset))
+    torch.distributed.all_reduce(value)
+    return float(value)
+
+
+def test_the_distributed_helper_really_starts_ranks_that_talk() -> None:
+    assert run_ranks(sum_of_ranks, 10, num_ranks=3) == [33.0, 33.0, 33.0]
+
+
+def failing_rank(world: World) -> None:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    if world.rank == 1:
+        raise RuntimeError("rank one gives up")
+    torch.distributed.barrier()
+
+
+def test_the_distributed_helper_fails_fast_and_shows_why() -> None:
+    with pytest.raises(AssertionError, match="rank one gives up"):
+        run_ranks(failing_rank, num_ranks=2)
+
+
+def test_one_process_is_a_world_of_its_own() -> None:
+    environment: dict[str, str] = {}
+    assert read_world(environment) == World(0, 0, 1)
+    assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
+
+
+def test_srun_is_understood() -> None:
+    facts = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "12345",
+    }
+    assert read_world(facts) == World(5, 1, 8)
+    assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
+
+
+def test_half_an_environment_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
+        read_world({"RANK": "0", "WORLD_SIZE": "2"})

@@ -1,0 +1,163 @@
+"""A real SLURM cluster for tests, private to this test session: lab.sh on loopback. Skips where it cannot be had."""
+
+import os
+import re
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LAB = Path(__file__).parent / "lab.sh"
+PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+
+
+def why_not() -> str | None:
+    """What a private SLURM lacks on this machine, or None."""
+    missing = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
+    if missing:
+        return f"SLURM is not installed: no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
+    if os.geteuid() != 0:
+        return "a private SLURM needs root"
+    tried = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
+    if subprocess.run(tried, capture_output=True, check=False).returncode != 0:
+        return "a private SLURM needs namespaces, which are forbidden here"
+    return None
+
+
+class Cluster:
+    """A running lab: n1 and n2 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with the `python` given."""
+
+    def __init__(self, *, python: Path | None = None, **lab_environment: str):
+        # not pytest's tmp_path: a munge socket's path is limited to 107 characters
+        self.directory = Path(tempfile.mkdtemp(prefix="slurm.", dir="/tmp"))
+        self.directory.chmod(0o755)
+        self.root = self.directory / "checkout"
+        self.root.mkdir()
+        (self.root / "cluster").symlink_to(REPOSITORY / "cluster")
+        if python is None:
+            (self.root / ".venv").symlink_to(sys.prefix)
+        else:
+            (self.root / ".venv/bin").mkdir(parents=True)
+            (self.root / ".venv/bin/python").symlink_to(python)
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+        # one thread, as in the local runs that the tests compare with
+        self.environment = outer | {
+            "PATH": PATH,
+            "SLURM_CONF": str(self.directory / "slurm.conf"),
+            "NODE_SCRATCH": str(self.directory),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._lab_environment = lab_environment
+
+    def __enter__(self) -> Self:
+        self._errors = open(self.directory / "lab.log", "w+")
+        self._lab = subprocess.Popen(
+            [LAB, self.directory, str(_free_ports(4))],
+            env=self.environment | self._lab_environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+        )
+        try:
+            self._expect(b"ready\n", timeout_s=40)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The lab ends with its input, and takes every daemon and task with it."""
+        with self._lab, self._errors:
+            assert self._lab.stdin is not None
+            self._lab.stdin.close()
+            try:
+                self._lab.wait(10)
+            except subprocess.TimeoutExpired:
+                self._lab.kill()
+        shutil.rmtree(self.directory)
+
+    def tell(self, command: str) -> None:
+        """`crash NODE`, `hang NODE` or `revive NODE`."""
+        assert self._lab.stdin is not None
+        self._lab.stdin.write(command.encode() + b"\n")
+        self._expect(b"done\n", timeout_s=10)
+
+    def __call__(self, *words: object) -> str:
+        """The output of a SLURM command."""
+        done = subprocess.run(
+            [str(word) for word in words],
+            env=self.environment,
+            cwd=self.root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}"
+        return done.stdout.strip()
+
+    def sbatch(self, *words: object) -> str:
+        """The number of a new job."""
+        return self("sbatch", "--parsable", *words)
+
+    def job(self, number: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "-o", "show", "job", number)))
+
+    def wait(self, number: str, *states: str, timeout_s: float = 100) -> dict[str, str]:
+        """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and 106 s.)"""
+        deadline_s = time.monotonic() + timeout_s
+        while (job := self.job(number))["JobState"] not in states:
+            late = time.monotonic() > deadline_s
+            assert not late and job["JobState"] not in ENDED, f"{job}, wanted {states}\n{self.log(number)}"
+            time.sleep(0.1)
+        return job
+
+    def log(self, number: str) -> str:
+        path = self.root / f"pretrain-{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def _expect(self, line: bytes, *, timeout_s: float) -> None:
+        assert self._lab.stdout is not None
+        ready, _, _ = select.select([self._lab.stdout], [], [], timeout_s)
+        said = self._lab.stdout.readline() if ready else b""
+        if said != line:
+            self._errors.seek(0)
+            raise AssertionError(f"the lab said {said!r}, not {line!r}:\n{self._errors.read()[-5000:]}")
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports below the ephemeral range and the jobs' own; two sessions begin apart."""
+    for base in range(5000 + os.getpid() % 400 * 10, 10000, count):
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for offset, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", base + offset))
+            return base
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        yield cluster

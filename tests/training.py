@@ -1,0 +1,77 @@
+"""A training run small enough for tests, started by the real command in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pretrain.card import list_checkpoints
+
+CONFIG = """
+model: {kind: mlp, depth: 2, width: 32, expansion: 2}
+augment: {crop_scale: [0.6, 1.0], mixup_alpha: 0.8}
+optimizer: {name: adamw, lr: 1e-3, weight_decay: 0.05}
+schedule: {warmup: 3 steps}
+train: {duration: 80 steps, global_batch_size: 16, local_batch_size: 4, label_smoothing: 0.1, eval_every: 20 steps}
+engine: {zero_stage: 2, precision: fp32, gradient_clip_norm: 1.0, timeout_s: 60}
+checkpoint: {every: 7 steps}
+tracking: {enabled: false}
+"""
+
+
+def write_config(folder: Path, *, dataset: Path) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(CONFIG + f"data: {{dataset: {dataset}}}\n")
+    return path
+
+
+def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """`pretrain train ... --ranks N` in a process group of its own, so that a test can kill all of it."""
+    words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> str:
+    """The output of a run that must succeed."""
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], *, beyond_step: int = 0) -> int:
+    """The step of the first published checkpoint after `beyond_step`."""
+    deadline_s = time.monotonic() + 90
+    while time.monotonic() < deadline_s and process.poll() is None:
+        steps = [step_of(path) for path in list_checkpoints(run_dir)]
+        if steps and steps[-1] > beyond_step:
+            return steps[-1]
+        time.sleep(0.005)
+    said = process.communicate()[0] if process.poll() is not None else "too slow"
+    raise AssertionError(f"no checkpoint beyond step {beyond_step}: {said}")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def final_state(run_dir: Path) -> dict[str, Tensor]:
+    """Weights and optimizer state of the newest checkpoint."""
+    newest = list_checkpoints(run_dir)[-1]
+    return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
