@@ -100,7 +100,7 @@ class AccelerateEngine:
                 slots = self._optimizer.state[parameter]
                 slots.update({kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds})
                 if isinstance(self._optimizer, torch.optim.AdamW):
-                    slots["step"] = torch.tensor(float(state.num_updates))
+                    slots["step"] = torch.tensor(float(state.num_updates), device=self.device)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return {kind: value for kind, value in self._optimizer.state[parameter].items() if torch.is_tensor(value)}

@@ -223,7 +223,7 @@ class DeepSpeedEngine:
             for kind in kinds:
                 plain.state[parameter].setdefault(kind, torch.zeros_like(parameter))
             if isinstance(plain, torch.optim.AdamW):
-                plain.state[parameter]["step"] = torch.tensor(float(num_updates))
+                plain.state[parameter]["step"] = torch.tensor(float(num_updates), device=parameter.device)
 
     def _link_state(self) -> None:
         """Private: stages 1 and 2 link only the first group's state to the parameters unless they are told to do it again."""

@@ -64,7 +64,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
         case "lion":
             return Lion(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.99))
         case "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999))
+            return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999), fused=True)
         case "sgd":
             return DecoupledSgd(groups, lr=settings.lr, momentum=settings.momentum)
 
@@ -74,7 +74,7 @@ class DecoupledSgd(torch.optim.SGD):
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float):
         groups = [group | {"decoupled_decay": group.pop("weight_decay"), "weight_decay": 0.0} for group in params]
-        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

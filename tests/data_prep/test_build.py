@@ -71,6 +71,25 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also where the first process of a container never reaps the orphans."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the last shard (of 2 samples each) was written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.build.publish", interrupt)
+        assert build(source, out, "samples_per_shard=2") == 130
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds dataset and pictures of a build of `SHAPES` by one worker, start to end."""
@@ -109,7 +128,7 @@ def test_a_build_killed_at_random_moments_leaves_no_worker_and_ends_with_the_byt
                     process.kill()
                 else:
                     os.killpg(process.pid, signal.SIGKILL)
-                assert not psutil.wait_procs(workers, timeout=20)[1]
+                wait_until(lambda: all(has_ended(worker) for worker in workers), timeout_s=20)  # noqa: B023
                 num_kills += 1
                 num_workers += len(workers) * (number % 2)
     assert num_kills >= 2
@@ -142,6 +161,21 @@ def test_a_build_killed_before_its_records_are_removed_is_tidied_up(tmp_path: Pa
     assert files_of(out) == before
 
 
+def test_a_finished_shard_that_was_damaged_before_the_build_went_on_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 6})
+    assert build(source, tmp_path / "whole" / "ants", "samples_per_shard=2") == 0
+    out = tmp_path / "damaged" / "ants"
+    interrupt_before_the_manifest(source, out, monkeypatch)
+    (out / "train-000000.tar").write_bytes(b"")
+    (out / "train-000001.npy").unlink()
+    untouched = (out / "train-000002.tar").stat().st_mtime_ns
+    assert build(source, out, "samples_per_shard=2") == 0
+    assert files_of(tmp_path / "damaged") == files_of(tmp_path / "whole")
+    assert (out / "train-000002.tar").stat().st_mtime_ns == untouched
+
+
 # ---- one owner --------------------------------------------------------------------------------------------------
 
 
@@ -172,13 +206,8 @@ def test_another_config_is_refused_a_finished_dataset(
 def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr("data_prep.build.publish", interrupt)
-        assert build(source, out, "samples_per_shard=2") == 130
+    interrupt_before_the_manifest(source, out, monkeypatch)
     before = files_of(out)
     capsys.readouterr()
     assert build(source, out, "samples_per_shard=4") == 2

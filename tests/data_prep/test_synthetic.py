@@ -103,6 +103,7 @@ def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Pa
     classes[0].rmdir()
     classes[1].rename(root / "train" / f".tmp-{classes[1].name}")
     (root / "train" / f".tmp-{classes[1].name}" / "000004.jpg").write_bytes(b"half a pict")
+    (root / "train" / f".tmp-{classes[1].name}" / "000005.jpg").write_bytes(b"")
     untouched = sorted(classes[2].iterdir())
     times = [path.stat().st_mtime_ns for path in untouched]
     assert draw(root) == pictures(drawn)

@@ -1,5 +1,6 @@
 """`verify` finds every kind of damage and names the file; a dataset that is what its manifest says has no faults."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -89,14 +90,11 @@ def test_a_changed_or_missing_index_is_found(dataset: Path) -> None:
     np.save(dataset / "train-000002.npy", index)
     (dataset / "val-000001.npy").unlink()
     _, faults = verify(dataset)
-    assert faults[:2] == ["train-000002.npy: missing or changed", "val-000001.npy: missing or changed"] or set(
-        faults
-    ) >= {"train-000002.npy: missing or changed", "val-000001.npy: missing or changed"}
+    assert "train-000002.npy: missing or changed" in faults
+    assert "val-000001.npy: missing or changed" in faults
 
 
 def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes_agree(dataset: Path) -> None:
-    import hashlib
-
     index = np.load(dataset / "train-000002.npy")
     index[3, 2] = (index[3, 2] + 1) % 8
     np.save(dataset / "train-000002.npy", index)

@@ -36,7 +36,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A running lab: n1 and n2 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with the `python` given."""
+    """A running lab: n1 and n2 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
 
     def __init__(self, *, python: Path | None = None, **lab_environment: str):
         # not pytest's tmp_path: a munge socket's path is limited to 107 characters
@@ -44,7 +44,9 @@ class Cluster:
         self.directory.chmod(0o755)
         self.root = self.directory / "checkout"
         self.root.mkdir()
-        (self.root / "cluster").symlink_to(REPOSITORY / "cluster")
+        (self.root / "cluster").mkdir()
+        (self.root / "cluster/pretrain.slurm").symlink_to(REPOSITORY / "cluster/pretrain.slurm")
+        (self.root / "cluster/site.env").write_text(f"NODE_SCRATCH={self.directory}/node\n")
         if python is None:
             (self.root / ".venv").symlink_to(sys.prefix)
         else:
@@ -55,7 +57,6 @@ class Cluster:
         self.environment = outer | {
             "PATH": PATH,
             "SLURM_CONF": str(self.directory / "slurm.conf"),
-            "NODE_SCRATCH": str(self.directory),
             "OMP_NUM_THREADS": "1",
         }
         self._lab_environment = lab_environment

@@ -1,5 +1,6 @@
 """What cluster/pretrain.slurm does with its ranks, seen with ranks that only pretend: no import of torch, a second a test."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ PYTHON = r"""#!/bin/bash
 # stands in for .venv/bin/python: -m pretrain show|train CONFIG, where CONFIG says what the ranks do
 if [ "$3" = show ]; then echo "run_dir: runs/$4"; exit; fi
 echo "rank $SLURM_PROCID of $SLURM_NTASKS, local $SLURM_LOCALID of $SLURM_NTASKS_PER_NODE, gpus $CUDA_VISIBLE_DEVICES," \
-    "master $MASTER_ADDR, on $(hostname)"
+    "master $MASTER_ADDR, on $(hostname), caches $TRITON_CACHE_DIR $TORCH_EXTENSIONS_DIR"
 finish() { [ "$SLURM_PROCID" != 0 ] || { mkdir -p "runs/$1" && echo {} >"runs/$1/result.json"; }; exit 0; }
 trap 'echo "rank $SLURM_PROCID got USR2"; exit 0' USR2
 trap 'echo "rank $SLURM_PROCID got TERM"; exit 0' TERM
@@ -59,9 +60,13 @@ def test_one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster, options: list[st
     lab.wait(job, "COMPLETED")
     ranks = sorted(line for line in lab.log(job).splitlines() if line.startswith("rank"))
     count = len(gpus.split(","))
+    mine = lab.directory / "node" / f"wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
     assert ranks == [
-        f"rank {rank} of {count}, local {rank} of {count}, gpus {gpus}, master g1, on g1" for rank in range(count)
+        f"rank {rank} of {count}, local {rank} of {count}, gpus {gpus}, master g1, on g1,"
+        f" caches {mine}/triton {mine}/extensions"
+        for rank in range(count)
     ]
+    assert mine.stat().st_mode & 0o777 == 0o700
 
 
 def test_node_names_that_do_not_resolve_are_replaced_by_addresses(stand_in: Path) -> None:
@@ -86,7 +91,7 @@ def test_a_cancelled_job_stays_cancelled(lab: Cluster) -> None:
     wait_for(lab, job, "rank 1")
     lab("scancel", job)
     lab.wait(job, "CANCELLED")
-    wait_for(lab, job, "SLURM is ending the job itself")
+    wait_for(lab, job, "SLURM is ending the job")
     assert lab.job(job)["JobState"] == "CANCELLED"
 
 

@@ -80,7 +80,7 @@ def test_a_signalled_job_requeues_itself_and_ends_the_same(slurm: Cluster, confi
     assert "stopped with a checkpoint" in log and "srun ended with 0 after a signal" in log, log
     resumed_at = int(log.partition("going on from step-")[2].split()[0])
     assert 0 < resumed_at < 200
-    assert log.index("start 0 of") < log.index("start 1 of"), log  # one log of both starts
+    assert log.index("restart 0 of") < log.index("restart 1 of"), log  # one log of both starts
     assert_same_end(run_dir, local_run)
 
 
