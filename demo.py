@@ -11,18 +11,27 @@ from pathlib import Path
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "5e-4", "mixer": "3e-3"}
 """The two models, each with the learning rate that suits it best from random weights (of those tried)."""
-RANKS = ("--ranks", "2")
 STORE = f"sqlite:///{RUNS}/mlflow.db"
+
+
+def local_ranks() -> str:
+    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each)."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
+    except OSError:
+        listed = 0
+    return "1" if listed == 1 else "2"
 
 
 def stages() -> list[tuple[str, list[str], Path]]:
     """(what happens, the command, the file that stands when it is done)."""
     found: list[tuple[str, list[str], Path]] = []
+    ranks = ("--ranks", local_ranks())
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
         found.append((f"write and pack the {role} pictures", command, Path(f"data/demo-{role}/manifest.json")))
     for model in SCRATCH_LR:
-        command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *RANKS]
+        command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *ranks]
         found.append((f"pretrain the {model}", command, RUNS / f"pretrain-{model}/result.json"))
     pixels = ["finetune", "probe", "configs/probe/demo.yaml", "pretrained=null", f"run_dir={RUNS}/probe-pixels"]
     found.append(("linear classifier on pixels, to compare with", pixels, RUNS / "probe-pixels/result.json"))
@@ -31,8 +40,8 @@ def stages() -> list[tuple[str, list[str], Path]]:
         scratch = ["init=scratch", f"optimizer.lr={scratch_lr}", "optimizer.head_lr_scale=1"]
         for task, title, command in (
             ("probe", f"probe the {model}", ["finetune", "probe", "configs/probe/demo.yaml"]),
-            ("tune", f"fine-tune the {model}", [*tune, *RANKS]),
-            ("scratch", f"train the {model} from scratch, to compare with", [*tune, *RANKS, *scratch]),
+            ("tune", f"fine-tune the {model}", [*tune, *ranks]),
+            ("scratch", f"train the {model} from scratch, to compare with", [*tune, *ranks, *scratch]),
         ):
             run = RUNS / f"{task}-{model}"
             overrides = [f"pretrained={RUNS}/pretrain-{model}", f"run_dir={run}"]

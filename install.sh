@@ -35,9 +35,10 @@ missing_for_simd() {
 }
 
 install_pillow() {
-    [ "$(uname -m)" = x86_64 ] || return 0
     missing=$(missing_for_simd)
-    if [ -z "$missing" ]; then
+    if [ "$(uname -m)" != x86_64 ]; then
+        missing="an x86-64 CPU, which it is written for"
+    elif [ -z "$missing" ]; then
         # uv leaves CC out of its cache key: a wheel cached without AVX2 would be taken silently, so it is built anew.
         if grep -qw avx2 /proc/cpuinfo; then CC="cc -mavx2"; else CC=cc; fi
         lock_block pillow-simd > $VENV/pillow.lock
@@ -60,6 +61,7 @@ install_all() {
     sed '/^pillow/,/[^\\]$/d' requirements.lock > $VENV/all.lock
     $VENV/bin/uv pip install --python $VENV --no-deps --require-hashes --compile-bytecode -r $VENV/all.lock
     install_pillow
+    $VENV/bin/python -c 'import PIL.Image'
     $VENV/bin/uv pip install --quiet --python $VENV --no-deps --no-build-isolation --editable .
     touch $VENV/.installed
     say "done: $($VENV/bin/python -c 'import PIL; print("PIL", PIL.__version__)')"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_prep.publish import canonical_json, write_json
-from data_prep.settings import Settings, nearest
+from data_prep.settings import Settings, UserError, nearest
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -32,7 +32,7 @@ INDEX_DTYPE = np.dtype("<i8")
 Encoding = Literal["raw", "jpeg", "keep"]
 
 
-class DatasetError(ValueError):
+class DatasetError(UserError):
     """A dataset that is missing, unfinished or damaged; the text names the file and the remedy."""
 
 

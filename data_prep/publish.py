@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from data_prep.settings import UserError
+
 TEMPORARY_PREFIX = ".tmp-"
 
 
@@ -91,14 +93,14 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def sole_writer(directory: Path) -> Iterator[None]:
+def sole_writer(directory: Path, *, wait: bool = False) -> Iterator[None]:
     """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise ValueError(
+            raise UserError(
                 f"{directory}: another process is writing here; wait for it, or choose another directory"
             ) from None
         yield

@@ -20,8 +20,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
-class SettingsError(ValueError):
-    """A mistake in a config or on the command line; the text is what the user sees."""
+class UserError(ValueError):
+    """Something that the user can mend; the text names it and the remedy, and is all that the user sees."""
+
+
+class SettingsError(UserError):
+    """A mistake in a config or on the command line."""
 
 
 class Settings(BaseModel):

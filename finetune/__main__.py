@@ -10,10 +10,10 @@ from typing import TypeVar
 from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, dump, load_settings, parse_command_line
 from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, check_classes
-from pretrain.__main__ import OK, guarded, leave
+from pretrain.__main__ import OK, guarded, leave, rank_count
 from pretrain.card import read_card
 from pretrain.config import check_against_data, check_against_ranks
-from pretrain.run import check_resume, finished_result
+from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
 
 S = TypeVar("S", bound=Settings)
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
     verb.add_argument("overrides", nargs="*", help="key.path=value")
-    verb.add_argument("--ranks", type=int, help="start this many local ranks")
+    verb.add_argument("--ranks", type=rank_count, help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     verb.set_defaults(run=run)
 
@@ -60,6 +60,7 @@ def _probe(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     if _finished_before(run_dir, world):
         return OK
+    check_settings(run_dir, settings)
     manifest = load_manifest(settings.dataset)
     for split in (settings.train_split, settings.test_split):
         manifest.split(split, directory=settings.dataset)
@@ -73,7 +74,7 @@ def _probe(options: argparse.Namespace) -> int:
     result = probe(settings, world)
     if result is not None:
         print(f"{run_dir}: top-1 {result['test_top1']:.1%} on {settings.test_split} at lr {result['chosen_lr']:g}")
-    return leave(True, run_dir=run_dir, is_first=world.is_first)
+    return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -92,6 +93,7 @@ def _tune(options: argparse.Namespace) -> int:
         schedule=training.schedule,
         manifest=load_manifest(settings.data.dataset),
     )
+    check_settings(run_dir, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if options.ranks:

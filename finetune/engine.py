@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from finetune.config import TuneEngineSettings
 from pretrain.augment import Prepared
-from pretrain.collectives import all_sum
 from pretrain.optim import set_lr
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World
@@ -53,6 +52,7 @@ class AccelerateEngine:
         self.device, self.input_dtype = accelerator.device, torch.float32
         self.module = model.to(self.device)
         self._optimizer = make_optimizer(self.module)
+        self._num_updates = 0
         self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
@@ -71,7 +71,8 @@ class AccelerateEngine:
         norm = self.accelerator.clip_grad_norm_(self._model.parameters(), limit)
         self._stepper.step()
         self._stepper.zero_grad()
-        return StepResult(loss=float(all_sum(total)) / self.world.num_ranks, gradient_norm=float(norm))
+        self._num_updates += 1
+        return StepResult(loss=total, gradient_norm=norm)
 
     def logits(self, images: Tensor) -> Tensor:
         self.module.eval()
@@ -82,17 +83,16 @@ class AccelerateEngine:
     def export_state(self) -> EngineState:
         if not self.world.is_first:
             return EngineState()
-        weights, optimizer, updates = {}, {}, 0
+        weights, optimizer = {}, {}
         for name, parameter in self.module.named_parameters():
             weights[name] = _copy(parameter)
             for kind, value in self._state_of(parameter).items():
                 if value.ndim:
                     optimizer[f"{kind}.{name}"] = _copy(value)
-                elif kind == "step":
-                    updates = int(value)
-        return EngineState(weights, optimizer, updates)
+        return EngineState(weights, optimizer, self._num_updates)
 
     def import_state(self, state: EngineState) -> None:
+        self._num_updates = state.num_updates
         kinds = sorted({name.partition(".")[0] for name in state.optimizer})
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():

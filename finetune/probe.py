@@ -19,7 +19,6 @@ from finetune.engine import start_accelerator
 from finetune.features import Extract, pixels, split_features
 from pretrain.augment import Augmentation, Normalisation
 from pretrain.checkpoint import load_weights
-from pretrain.collectives import barrier
 from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model, pooled_features
 from pretrain.run import claim, flatten, save_result
@@ -47,12 +46,10 @@ def probe(settings: ProbeSettings, world: World) -> dict[str, float] | None:
         _features(settings, manifest, backbone, split, world, accelerator.device)
         for split in (settings.train_split, settings.test_split)
     )
-    result = None
-    if world.is_first:
-        claim(Path(settings.run_dir), settings)
-        result = _probe_and_record(settings, manifest, backbone, train, test)
-    barrier()
-    return result
+    if not world.is_first:
+        return None  # nothing is collective from here on, so nobody waits for the heads
+    with claim(Path(settings.run_dir), settings, is_first=True):
+        return _probe_and_record(settings, manifest, backbone, train, test)
 
 
 def open_backbone(settings: ProbeSettings, manifest: Manifest, *, device: torch.device) -> Backbone:
@@ -108,8 +105,8 @@ def _probe_and_record(
     )
     try:
         result = choose_and_test(train, test, settings=settings, num_classes=len(manifest.classes))
-    except BaseException:
-        tracker.close("FAILED")
+    except BaseException as error:
+        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
     for number, lr in enumerate(settings.lrs):
         tracker.metrics({"probe/holdout_top1": result[f"holdout_top1_lr_{lr:g}"], "probe/lr": lr}, step=number)

@@ -9,7 +9,6 @@ from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment import Normalisation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import load_weights
-from pretrain.collectives import barrier
 from pretrain.config import check_against_ranks
 from pretrain.models.build import ImageModel, build_model, num_parameters
 from pretrain.optim import build_optimizer
@@ -22,13 +21,15 @@ from pretrain.world import World
 
 def tune(settings: TuneSettings, world: World) -> Outcome:
     stop = StopFlag().install()
+    with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+        return supervise(prepare(settings, world, stop=stop).trainer())
+
+
+def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
     manifest = load_manifest(settings.data.dataset)
     accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     card, model = starting_model(settings, num_classes=len(manifest.classes))
     training = settings.as_training(card)
-    if world.is_first:
-        claim(Path(settings.run_dir), settings)
-    barrier()
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     engine = AccelerateEngine(
         model,
@@ -46,7 +47,7 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
         parent_key=card.run_key,
         extra_tags={"task": "tune", "init": settings.init},
     )
-    task = Task(
+    return Task(
         settings=training,
         manifest=manifest,
         world=world,
@@ -57,7 +58,6 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
         run_key=run_key,
         normalisation=Normalisation(card.channel_mean, card.channel_std),
     )
-    return supervise(task.trainer())
 
 
 def starting_model(settings: TuneSettings, *, num_classes: int) -> tuple[ModelCard, ImageModel]:

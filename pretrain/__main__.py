@@ -4,14 +4,15 @@ Heavy imports wait until the config is known to be good.
 """
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
 
 from data_prep.manifest import load_manifest
-from data_prep.settings import dump, load_settings, parse_command_line
+from data_prep.settings import UserError, dump, load_settings, parse_command_line
 from pretrain.config import PretrainSettings, check_against_data, check_against_ranks
-from pretrain.run import check_resume, finished_result
+from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
@@ -22,17 +23,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def guarded(program: str, options: argparse.Namespace) -> int:
-    """Runs the chosen verb; a user's mistake is its message alone, said by the first rank (every rank makes the same one)."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
+    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps its traceback."""
     try:
         return int(options.run(options))
-    except (ValueError, ArithmeticError) as error:
-        started = getattr(options, "started", False)
-        if rank == "0":
-            print(f"{program}: {error}", file=sys.stderr)
-        elif started:  # from here on a rank may be alone with its trouble: a shard that only it reads, say
-            print(f"{program}, rank {rank}: {error}", file=sys.stderr)
-        return FAILED if started else BAD_INPUT
+    except ValueError as error:
+        if getattr(options, "started", False):
+            if not isinstance(error, UserError):
+                raise
+            return _complain(program, str(error), alone=True, code=FAILED)
+        return _complain(program, str(error), alone=False, code=BAD_INPUT)
+    except OSError as error:
+        if error.errno not in _MENDABLE:
+            raise
+        return _complain(program, f"{error}; mend that, and the same command goes on", alone=True, code=FAILED)
+
+
+_MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _complain(program: str, message: str, *, alone: bool, code: int) -> int:
+    """Before the start every rank makes the same complaint, so the first one speaks; later a rank may be alone with its trouble."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
+    if rank == "0":
+        print(f"{program}: {message}", file=sys.stderr)
+    elif alone:
+        print(f"{program}, rank {rank}: {message}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
     train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
     train.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
-    train.add_argument("--ranks", type=int, help="start this many local ranks (torchrun and srun work as well)")
+    train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
     train.set_defaults(run=_train)
     show = verbs.add_parser("show", help="print the resolved config")
     show.add_argument("config")
@@ -56,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("run_dir", type=Path)
     sync.set_defaults(run=_sync)
     return parser
+
+
+def rank_count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; give 1 or more")
+    return int(text)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -71,6 +93,7 @@ def _train(options: argparse.Namespace) -> int:
     check_against_data(
         data=settings.data, model=settings.model, train=settings.train, schedule=settings.schedule, manifest=manifest
     )
+    check_settings(run_dir, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if options.ranks:
@@ -85,7 +108,7 @@ def _train(options: argparse.Namespace) -> int:
     return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
 
 
-def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
+def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: bool = True) -> int:
     """Ends a rank. A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
         print(
@@ -93,9 +116,10 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
             if finished
             else f"{run_dir}: stopped with a checkpoint; the same command goes on from there"
         )
-    from pretrain.collectives import barrier
+    if together:
+        from pretrain.collectives import barrier
 
-    barrier()
+        barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)

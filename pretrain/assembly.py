@@ -9,8 +9,9 @@ from pathlib import Path
 from data_prep.manifest import Manifest
 from pretrain import checkpoint
 from pretrain.augment import Augmentation, Normalisation
-from pretrain.card import CheckpointError, ModelCard
+from pretrain.card import CheckpointError, ModelCard, parse_card
 from pretrain.checkpoint import TrainerState
+from pretrain.collectives import same_on_all_ranks
 from pretrain.config import PretrainSettings, check_against_data
 from pretrain.counter import hash64, hex_key
 from pretrain.durations import parse_length
@@ -129,8 +130,8 @@ def supervise(trainer: Trainer) -> Outcome:
     """Restores, fits, and closes the tracker with the status that is true."""
     try:
         outcome = trainer.fit(restore(trainer))
-    except BaseException as error:
-        trainer.tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+    except BaseException:
+        trainer.tracker.close("FAILED")
         raise
     if trainer.world.is_first and outcome.finished:
         scores = outcome.scores
@@ -146,8 +147,16 @@ def supervise(trainer: Trainer) -> Outcome:
 def restore(trainer: Trainer) -> TrainerState:
     """Every rank reads the newest whole checkpoint itself."""
     restored = checkpoint.restore(trainer.run_dir)
+    if not same_on_all_ranks(restored.trainer.step if restored else 0, device=trainer.engine.device):
+        raise CheckpointError(
+            f"{trainer.run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+        )
     if restored is None:
         return TrainerState(step=0, samples_consumed=0)
+    if parse_card(restored.path).manifest_hash != trainer.card_at(0).manifest_hash:
+        raise CheckpointError(
+            f"{restored.path}: was trained on another build of the dataset; bring it back, or name another run_dir"
+        )
     if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
         raise CheckpointError(
             f"{restored.path}: was made with another global batch size; set it back, or name another run_dir"

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from data_prep.publish import sha256_of
-from data_prep.settings import Settings
+from data_prep.settings import Settings, UserError
 from pretrain.models.spec import ModelSpec
 
 MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
@@ -22,7 +22,7 @@ MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
 LATEST = "latest"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that is missing or damaged; the text names it and the remedy."""
 
 
@@ -49,20 +49,24 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(checkpoints_dir(run_dir).glob("step-*"))
 
 
-def fault_of(path: Path) -> str | None:
-    """What is wrong with a published checkpoint, or None."""
+def fault_of(path: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> str | None:
+    """What is wrong with the needed files of a published checkpoint, or None."""
     try:
         hashes: dict[str, str] = json.loads((path / HASHES).read_text())
-        for name, expected in sorted(hashes.items()):
-            if sha256_of(path / name) != expected:
+        for name in needed:
+            if sha256_of(path / name) != hashes.get(name):
                 return f"{name} has changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return None if hashes.keys() >= {MODEL, OPTIMIZER, CONFIG, TRAINER} else "files are missing"
+    return None
 
 
 def read_card(path: Path) -> ModelCard:
-    directory = resolve(path)
+    """The card of a checkpoint directory, or of the newest whole checkpoint of a run directory."""
+    return parse_card(resolve(path))
+
+
+def parse_card(directory: Path) -> ModelCard:
     try:
         return ModelCard.model_validate_json((directory / CONFIG).read_text())
     except (ValidationError, json.JSONDecodeError, OSError) as error:
@@ -77,7 +81,7 @@ def resolve(path: Path) -> Path:
             f"{path}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
         )
     for directory in candidates:
-        fault = fault_of(directory) if (directory / HASHES).exists() else None
+        fault = fault_of(directory, needed=(MODEL, CONFIG)) if (directory / HASHES).exists() else None
         if fault is None:
             return directory
     raise CheckpointError(f"{path}: no checkpoint there is whole ({fault}); copy it again, or use another")

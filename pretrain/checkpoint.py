@@ -35,7 +35,7 @@ from pretrain.card import (
     checkpoints_dir,
     fault_of,
     list_checkpoints,
-    read_card,
+    parse_card,
     resolve,
 )
 from pretrain.step import EngineState
@@ -68,9 +68,16 @@ def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: Mod
             directory / HASHES, {name: sha256_of(directory / name) for name in (MODEL, OPTIMIZER, CONFIG, TRAINER)}
         )
     write_atomic(checkpoints_dir(run_dir) / LATEST, path.name.encode() + b"\n")
-    for old in list_checkpoints(run_dir)[:-keep_last]:
-        shutil.rmtree(old)
+    prune(run_dir, newest=path, keep_last=keep_last)
     return path
+
+
+def prune(run_dir: Path, *, newest: Path, keep_last: int) -> None:
+    """Removes what is older than the last ones, and what is newer than this one: damaged, or training had gone on there."""
+    others = [path for path in list_checkpoints(run_dir) if path != newest]
+    older = [path for path in others if path.name < newest.name]
+    for path in [*older[: max(0, len(older) - (keep_last - 1))], *(path for path in others if path.name > newest.name)]:
+        shutil.rmtree(path)
 
 
 def restore(run_dir: Path) -> Restored | None:
@@ -94,7 +101,7 @@ def restore(run_dir: Path) -> Restored | None:
 def load_weights(path: Path) -> tuple[ModelCard, dict[str, Tensor]]:
     """The card and the weights of a checkpoint directory, or of the newest whole checkpoint of a run directory."""
     directory = resolve(path)
-    card = read_card(directory)
+    card = parse_card(directory)
     try:
         return card, load_file(directory / MODEL)
     except (SafetensorError, OSError) as error:

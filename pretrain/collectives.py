@@ -16,13 +16,20 @@ def all_sum(values: Tensor) -> Tensor:
     return values
 
 
-def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """True on every rank when it is true on one."""
+def mean_and_vote(loss: Tensor, flag: bool) -> tuple[float, bool]:
+    """(mean of the ranks' losses, whether any rank raised its flag): the one exchange, and the one wait, of a step."""
+    both = torch.stack([loss.float(), loss.new_full((), float(flag), dtype=torch.float32)])
+    total, votes = all_sum(both).tolist()
+    return total / (dist.get_world_size() if is_distributed() else 1), votes > 0
+
+
+def same_on_all_ranks(value: int, *, device: torch.device) -> bool:
     if not is_distributed():
-        return flag
-    votes = torch.tensor(float(flag), device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes.item())
+        return True
+    bounds = torch.tensor([value, -value], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    highest, negated_lowest = bounds.tolist()
+    return bool(highest == -negated_lowest)
 
 
 def barrier() -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.manifest import DatasetError, Manifest
 from data_prep.settings import Settings
-from pretrain.durations import Duration, parse_length
+from pretrain.durations import Cadence, Duration, parse_length
 from pretrain.models.spec import ModelSpec, expand_preset
 from pretrain.order import Shuffle
 
@@ -84,7 +84,7 @@ class TrainSettings(Settings):
     """Samples per rank and micro-batch; by default all of a rank's share at once."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     seed: int = Field(0, ge=0)
-    eval_every: Duration = "1 epochs"
+    eval_every: Cadence = "1 epochs"
     log_every_steps: int = Field(10, ge=1)
     loader_threads: int = Field(1, ge=1)
     prefetch_batches: int = Field(4, ge=1)
@@ -92,7 +92,7 @@ class TrainSettings(Settings):
 
 class EngineSettings(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp32", "bf16"] = "bf16"
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
     compile: bool = False
@@ -101,7 +101,7 @@ class EngineSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: Duration = "1 epochs"
+    every: Cadence = "1 epochs"
     keep_last: int = Field(2, ge=1)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from pydantic import AfterValidator
 
 Unit = Literal["steps", "epochs", "samples"]
-_FORM = re.compile(r"\s*([\d_]+(?:\.\d+)?)\s*(\w+)\s*")
+_FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
 
 
 class Length(NamedTuple):
@@ -42,4 +42,11 @@ def _checked(text: str) -> str:
     return text
 
 
+def _nonzero(text: str) -> str:
+    if parse_length(text).amount == 0:
+        raise ValueError(f"{text!r} is never; write how often, or a length beyond the end of training")
+    return text
+
+
 Duration = Annotated[str, AfterValidator(_checked)]
+Cadence = Annotated[str, AfterValidator(_nonzero)]

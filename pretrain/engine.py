@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from data_prep.settings import SettingsError
 from pretrain.augment import Prepared
-from pretrain.collectives import all_sum
 from pretrain.config import EngineSettings
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
@@ -56,7 +55,11 @@ deepspeed = _import_deepspeed()
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     """Joins the ranks and returns this rank's device."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
+    if on_gpu and world.local_rank >= num_gpus:
+        raise SettingsError(
+            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU"
+        )
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -64,6 +67,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     # The shared-memory op is compiled on first use (35 s, and a stale lock file hangs it); gloo needs no help.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
+    c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
     c10d.default_pg_timeout = timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
     return device
 
@@ -82,8 +86,7 @@ class DeepSpeedEngine:
     ):
         self.device, self.settings, self.plan, self.world = device, settings, plan, world
         self.label_smoothing = label_smoothing
-        self._autocast = settings.precision == "bf16" and settings.zero_stage == 0
-        in_bf16 = settings.precision == "bf16" and not self._autocast
+        in_bf16 = settings.precision == "bf16" and settings.zero_stage > 0
         self.input_dtype = torch.bfloat16 if in_bf16 else torch.float32
         model = model.to(device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -101,6 +104,9 @@ class DeepSpeedEngine:
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
+        if self.settings.precision == "bf16" and not in_bf16:
+            # through DeepSpeed: it switches off an autocast that it was not told of
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         if in_bf16:
             config["bf16"] = {"enabled": True}
             # fp32 accumulation at stage 1 would switch to DeepSpeed's BF16_Optimizer, another class with another state
@@ -113,23 +119,23 @@ class DeepSpeedEngine:
         self._engine.train()
         set_lr(self._optimizer, lr)
         total = torch.zeros((), device=self.device)
-        norm: float | None = None
+        norm: Tensor | None = None
         for batch in micro_batches:
-            with self._precision():
-                logits = self._engine(batch.images_BCHW)
+            logits = self._engine(batch.images_BCHW)
+            assert logits.dtype == (torch.bfloat16 if self.settings.precision == "bf16" else torch.float32), (
+                logits.dtype
+            )
             loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
             self._engine.backward(loss)
             if self.settings.zero_stage == 0 and self._engine.is_gradient_accumulation_boundary():
                 norm = self._plain_gradient_norm()
             self._engine.step()
             total += loss.detach() / len(micro_batches)
-        if norm is None:
-            norm = float(self._engine.get_global_grad_norm())
-        return StepResult(loss=float(all_sum(total)) / self.world.num_ranks, gradient_norm=norm)
+        return StepResult(loss=total, gradient_norm=norm if norm is not None else self._engine.get_global_grad_norm())
 
     def logits(self, images: Tensor) -> Tensor:
         self._engine.eval()
-        with torch.no_grad(), self._precision():
+        with torch.no_grad():
             logits: Tensor = self._engine(images)
         return logits.float()
 
@@ -148,6 +154,7 @@ class DeepSpeedEngine:
 
     def import_state(self, state: EngineState) -> None:
         kinds = sorted({name.partition(".")[0] for name in state.optimizer})
+        self._engine.global_steps = state.num_updates
         self._create_state(kinds, state.num_updates)
         self._link_state()
         for name, parameter in self._engine.module.named_parameters():
@@ -246,9 +253,6 @@ class DeepSpeedEngine:
                 optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
-    def _plain_gradient_norm(self) -> float:
+    def _plain_gradient_norm(self) -> Tensor:
         gradients = [parameter.grad for parameter in self._engine.module.parameters() if parameter.grad is not None]
-        return float(nn.utils.get_total_norm(gradients))
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else nullcontext()
+        return nn.utils.get_total_norm(gradients)

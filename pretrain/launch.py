@@ -4,6 +4,7 @@ The same environment that torchrun sets, without its import of torch and its tra
 finishes its step, writes a checkpoint and exits with 0.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from types import FrameType
 
 from pretrain.world import free_port
 
+_PR_SET_PDEATHSIG = 1
 GRACE_S = 10.0
 """How long the other ranks may go on after one has died, and after they were told to end."""
 
@@ -36,7 +38,11 @@ def launch(
     cores = len(os.sched_getaffinity(0))
     shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            command,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            preexec_fn=_end_with_launcher,  # noqa: PLW1509 (there are no threads here)
+        )
         for rank in range(num_ranks)
     ]
     restore = _forward_signals(ranks)
@@ -45,6 +51,11 @@ def launch(
     finally:
         _end(ranks)
         restore()
+
+
+def _end_with_launcher() -> None:
+    """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and leaves instead of training on unseen."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) -> int:

@@ -5,7 +5,6 @@ the checkpoint. Gathering from memory-mapped shards and decoding release the GIL
 """
 
 import queue
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ class TrainingBatches:
         self._consumed, self._micro_step = consumed, 0
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="loader")
         self._ahead: queue.SimpleQueue[Future[Batch]] = queue.SimpleQueue()
-        self._closed = threading.Event()
         for _ in range(prefetch):
             self._request()
 
@@ -70,7 +68,6 @@ class TrainingBatches:
         return batch
 
     def close(self) -> None:
-        self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _request(self) -> None:

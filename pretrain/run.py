@@ -7,23 +7,29 @@ RUN/result.json       written last; a run that has it is finished
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_prep.publish import write_atomic, write_json
-from data_prep.settings import Settings, dump, read_yaml
+from data_prep.publish import sole_writer, write_atomic, write_json
+from data_prep.settings import Settings, SettingsError, dump, read_yaml
 from pretrain.card import list_checkpoints
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
 
 MAY_CHANGE = (
     "resume",
-    "tracking",
-    "engine",
+    "tracking.enabled",
+    "engine.zero_stage",
+    "engine.compile",
+    "engine.timeout_s",
     "checkpoint",
     "train.local_batch_size",
     "train.log_every_steps",
     "train.eval_every",
+    "train.loader_threads",
+    "train.prefetch_batches",
 )
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most)."""
 
@@ -40,28 +46,39 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> None:
     write_json(run_dir / RESULT, result)
 
 
-def claim(run_dir: Path, settings: Settings) -> None:
-    """Makes the directory this run's; refuses one that another config has begun to fill."""
+def check_settings(run_dir: Path, settings: Settings) -> None:
+    """Refuses a directory that another config has begun to fill."""
     path = run_dir / CONFIG_FILE
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        changes = differences(read_yaml(path), settings.model_dump(mode="json"))
-        real = [key for key in changes if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)]
-        if real:
-            raise ValueError(
-                f"run_dir: {run_dir} belongs to a run with other settings ({', '.join(real)}); name another run_dir, or remove it"
-            )
-    write_atomic(path, dump(settings).encode())
+    if not path.exists():
+        return
+    changes = differences(read_yaml(path), settings.model_dump(mode="json"))
+    real = [key for key in changes if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)]
+    if real:
+        raise SettingsError(
+            f"run_dir: {run_dir} belongs to a run with other settings ({', '.join(real)}); name another run_dir, or remove it"
+        )
+
+
+@contextmanager
+def claim(run_dir: Path, settings: Settings, *, is_first: bool) -> Iterator[None]:
+    """Holds the run directory while the block runs: its first rank writes there, and nobody else."""
+    if not is_first:
+        yield
+        return
+    with sole_writer(run_dir):
+        check_settings(run_dir, settings)
+        write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
+        yield
 
 
 def check_resume(run_dir: Path, resume: str) -> None:
     has = bool(list_checkpoints(run_dir))
     if resume == "must" and not has:
-        raise ValueError(
+        raise SettingsError(
             f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to start from scratch"
         )
     if resume == "never" and has:
-        raise ValueError(
+        raise SettingsError(
             f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on"
         )
 

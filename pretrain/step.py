@@ -16,10 +16,12 @@ from pretrain.augment import Prepared
 
 @dataclass(frozen=True)
 class StepResult:
-    loss: float
-    """Mean over the global batch."""
-    gradient_norm: float
-    """Before clipping."""
+    """On the device: reading a number waits for the step, which only the trainer decides to do."""
+
+    loss: Tensor
+    """Mean over this rank's share of the global batch."""
+    gradient_norm: Tensor | float
+    """Of the global batch, before clipping."""
 
 
 @dataclass(frozen=True)

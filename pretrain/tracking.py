@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from data_prep.publish import write_json
+from data_prep.publish import sole_writer, write_json
 from data_prep.settings import Settings
 from pretrain.preemption import SIGNALS
 
@@ -133,10 +133,21 @@ def _mend(path: Path) -> dict[str, int]:
     with open(path, "r+b") as file:
         file.truncate(len(whole))
     last: dict[str, int] = {}
-    for event in map(json.loads, whole.splitlines()):
+    for event in readable_events(whole.splitlines()):
         if event["event"] == "metrics":
             last.update(dict.fromkeys(event["values"], event["step"]))
     return last
+
+
+def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The events of the journal's lines; one that a crash of the machine has garbled is worth a word, not the run."""
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            print(f"tracking: a damaged line of the journal is left out: {line[:60]!r}", file=sys.stderr)
+    return events
 
 
 # ---- delivery: everything below runs in a process of its own -------------------------------------------------------
@@ -166,7 +177,7 @@ class Delivery:
                 lines = [line for line in (journal.readline() for _ in range(_BATCH_EVENTS)) if line.endswith(b"\n")]
                 if not lines:
                     return
-                self._send([json.loads(line) for line in lines])
+                self._send(readable_events(lines))
                 self.offset += sum(len(line) for line in lines)
                 write_json(self._position_path, {"run_id": self.run_id, "offset": self.offset})
                 journal.seek(self.offset)
@@ -174,6 +185,11 @@ class Delivery:
     def end(self, status: Status) -> None:
         if self.run_id is not None:
             self._store().set_terminated(self.run_id, status)
+
+    def go_on(self) -> None:
+        if self.run_id is not None:
+            self._store().update_run(self.run_id, "RUNNING")
+            self.ended = False
 
     def _send(self, events: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric, Param, RunTag
@@ -202,7 +218,7 @@ class Delivery:
         for start in range(0, len(metrics), 1000):
             self._store().log_batch(self.run_id, metrics=metrics[start : start + 1000])
         if status == "RUNNING":
-            self._store().update_run(self.run_id, status)
+            self.go_on()
         elif status is not None:
             self._store().set_terminated(self.run_id, status)
             self.ended = True
@@ -226,9 +242,8 @@ class Delivery:
         uri = self.identity.uri
         beside = Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts" if uri.startswith("sqlite:///") else None
         location = beside.as_uri() if beside else None
-        kind = {
-            "mlflow.experimentKind": "custom_model_development"
-        }  # or the page opens on its views for language models
+        # or the page opens on its views for language models
+        kind = {"mlflow.experimentKind": "custom_model_development"}
         return self._store().create_experiment(self.identity.experiment, artifact_location=location, tags=kind)
 
     def _find(self, experiment_id: str, run_key: str) -> str | None:
@@ -250,24 +265,31 @@ class Delivery:
 def sync(run_dir: Path) -> int:
     """Delivers what an earlier delivery could not; returns the number of journal bytes that arrived."""
     _limit_retries()
-    delivery = Delivery(run_dir)
-    before = delivery.offset
-    delivery.deliver()
-    return delivery.offset - before
+    with sole_writer(run_dir / "tracking"):
+        delivery = Delivery(run_dir)
+        before = delivery.offset
+        delivery.deliver()
+        return delivery.offset - before
 
 
 def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
     """The deliverer's whole life: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
     _limit_retries()
-    delivery = Delivery(run_dir)
-    wait_s, closed_at_s = POLL_S, None
+    with sole_writer(run_dir / "tracking", wait=True):  # for the deliverer of a trainer that was killed just now
+        return _deliver_until_closed(Delivery(run_dir), trainer, close_timeout_s=close_timeout_s)
+
+
+def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeout_s: float) -> int:
+    wait_s, closed_at_s, announced = POLL_S, None, False
     while True:
         ready, _, _ = select.select([trainer], [], [], 0.2 if closed_at_s else wait_s)
         if ready and closed_at_s is None:  # end of file: the trainer is done, or dead
             closed_at_s = time.monotonic()
         try:
             delivery.deliver()
-            wait_s = POLL_S
+            if not announced and not delivery.ended:
+                delivery.go_on()  # the one before may have said FAILED, after this trainer had started
+            wait_s, announced = POLL_S, True
         except Exception as error:  # noqa: BLE001
             # whatever the store raises, the journal keeps the events, and the next round tries again
             print(f"{time.strftime('%F %T')} {type(error).__name__}: {error}", file=sys.stderr, flush=True)

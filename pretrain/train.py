@@ -5,7 +5,6 @@ from pathlib import Path
 from data_prep.manifest import load_manifest
 from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment import Normalisation
-from pretrain.collectives import barrier
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model, num_parameters
@@ -20,14 +19,15 @@ from pretrain.world import World
 def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
+    with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+        return supervise(prepare(settings, world, stop=stop).trainer())
+
+
+def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task:
     manifest = load_manifest(settings.data.dataset)
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     device = start_distributed(world, timeout_s=settings.engine.timeout_s)
-    run_dir = Path(settings.run_dir)
-    if world.is_first:
-        claim(run_dir, settings)
-    barrier()
     image_size = settings.data.image_size or manifest.image_size
     model = build_model(
         settings.model, num_classes=len(manifest.classes), image_size=image_size, seed=settings.train.seed
@@ -43,7 +43,7 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         world=world,
     )
     run_key, tracker = open_tracker(settings, manifest, world, num_weights=num_weights)
-    task = Task(
+    return Task(
         settings=settings,
         manifest=manifest,
         world=world,
@@ -54,4 +54,3 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         run_key=run_key,
         normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
     )
-    return supervise(task.trainer())

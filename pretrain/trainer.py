@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep.progress import ProgressLine, progress
+from data_prep.settings import UserError
 from pretrain import checkpoint
 from pretrain.augment import Augmentation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import any_rank, barrier
+from pretrain.collectives import barrier, mean_and_vote
 from pretrain.evaluate import Scores
 from pretrain.loader import TrainingBatches
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
-from pretrain.step import Engine, StepResult
+from pretrain.step import Engine
 from pretrain.tracking import Tracker
 from pretrain.world import World
 
 
-class NonFiniteLoss(ArithmeticError):  # noqa: N818
+class NonFiniteLoss(UserError):  # noqa: N818
     """Training has diverged; every rank raises it at the same step."""
 
 
@@ -47,7 +48,6 @@ class Cadence:
 class Outcome:
     step: int
     finished: bool
-    stopped_by: str | None
     scores: Scores | None
     images_per_s: float
 
@@ -60,12 +60,14 @@ class Meter:
     wait_s: float = 0.0
     started_s: float = field(default_factory=time.monotonic)
 
-    def reading(self, result: StepResult, *, lr: float, batch_size: int, flops_per_image: float) -> dict[str, float]:
+    def reading(
+        self, loss: float, gradient_norm: float, *, lr: float, batch_size: int, flops_per_image: float
+    ) -> dict[str, float]:
         elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
         images_per_s = self.steps * batch_size / elapsed_s
         return {
-            "train/loss": result.loss,
-            "train/gradient_norm": result.gradient_norm,
+            "train/loss": loss,
+            "train/gradient_norm": gradient_norm,
             "train/lr": lr,
             "speed/images_per_s": images_per_s,
             "speed/teraflops": 3 * flops_per_image * images_per_s / 1e12,
@@ -104,32 +106,32 @@ class Trainer:
             while step < self.cadence.num_steps:
                 lr = self.schedule.lr(step)
                 result = self.engine.train_step([*self._prepared(batches, meter)], lr=lr)
-                if not math.isfinite(result.loss):
+                loss, stopping = mean_and_vote(result.loss, self.stop.raised_by is not None)
+                if not math.isfinite(loss):
                     raise NonFiniteLoss(
-                        f"loss is {result.loss} at step {step} (lr {lr:.3g}): lower optimizer.lr or set engine.gradient_clip_norm=1"
+                        f"loss is {loss} at step {step} (lr {lr:.3g}): lower optimizer.lr or set engine.gradient_clip_norm=1"
                     )
                 step += 1
                 meter.steps += 1
                 if self._due(step, self.cadence.log_every):
-                    reading = meter.reading(result, lr=lr, batch_size=size, flops_per_image=self.flops_per_image)
+                    reading = meter.reading(
+                        loss, float(result.gradient_norm), lr=lr, batch_size=size, flops_per_image=self.flops_per_image
+                    )
                     self.tracker.metrics(reading | {"train/samples": float(step * size)}, step=step)
                     meter = Meter()
-                    line.note = f"loss {result.loss:.3f}  {reading['speed/images_per_s']:,.0f} images/s"
+                    line.note = f"loss {loss:.3f}  {reading['speed/images_per_s']:,.0f} images/s"
                 line.advance()
                 if self._due(step, self.cadence.eval_every):
                     scores = self._evaluated(step, line)
                     meter = Meter()
-                stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
                 if stopping or self._due(step, self.cadence.checkpoint_every):
                     self._save(step)
                     meter = Meter()
                 if stopping and step < self.cadence.num_steps:
-                    return Outcome(
-                        step, False, self.stop.raised_by or "another rank", scores, self._rate(step, start, began_s)
-                    )
+                    return Outcome(step, False, scores, self._rate(step, start, began_s))
             if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
                 scores = self._evaluated(step, line)
-        return Outcome(step, True, None, scores, self._rate(step, start, began_s))
+        return Outcome(step, True, scores, self._rate(step, start, began_s))
 
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
         return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)

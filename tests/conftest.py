@@ -1,6 +1,11 @@
 """Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the real command."""
 
 import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = (
+    ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
+)
+
 import subprocess
 import sys
 from collections.abc import Callable

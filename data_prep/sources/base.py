@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from data_prep.settings import UserError
 
-class SourceError(ValueError):
+
+class SourceError(UserError):
     """An archive that is not there or not in its published layout; the text names the place and the remedy."""
 
 

@@ -69,7 +69,7 @@ def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
         image.load()
         assert image.format == "PNG"
         assert image.size == (1320, 576)  # 11 x 4.8 inches of 120 points
-        assert len(image.convert("RGB").getcolors(1 << 24)) > 500  # type: ignore[arg-type]
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 500
 
 
 def test_the_picture_stands_beside_the_runs_by_default(runs: Path) -> None:

@@ -112,18 +112,17 @@ def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Pa
 
 
 @pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_train_per_class": 6}, {"image_size": 24}, {"class_set": "b"}])
-def test_other_settings_are_refused_the_same_folder_finished_or_not(
-    tmp_path: Path, change: dict[str, Any], complete: bool
-) -> None:
+def test_other_settings_are_refused_the_same_folder_finished_or_not(tmp_path: Path, complete: bool) -> None:
     root = tmp_path / "images"
-    draw(root, num_classes=2, num_train_per_class=1, num_val_per_class=0)
+    draw(root)
     if not complete:
         (root / "complete.json").unlink()
     before = files_of(root)
-    with pytest.raises(SourceError, match="holds pictures of other settings; remove it or name another"):
-        draw(root, **({"num_classes": 2, "num_train_per_class": 1, "num_val_per_class": 0} | change))
-    assert files_of(root) == before
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"num_train_per_class": 6}, {"image_size": 24}, {"class_set": "b"}]
+    for change in changes:
+        with pytest.raises(SourceError, match="holds pictures of other settings; remove it or name another"):
+            draw(root, **change)
+        assert files_of(root) == before
 
 
 def test_two_builders_never_draw_into_one_folder(tmp_path: Path) -> None:

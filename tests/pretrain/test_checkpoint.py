@@ -122,5 +122,15 @@ def test_training_never_silently_starts_over(tmp_path: Path) -> None:
     (path / "trainer.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="never silently starts over"):
         checkpoint.restore(tmp_path)
+    assert resolve(tmp_path) == path  # the weights are whole, and that is all that later stages need
+    (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
         resolve(tmp_path)
+
+
+def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> None:
+    """100 is good, 200 is damaged, training went on from 100: 150 must not fall victim to 200."""
+    save(tmp_path, 100)
+    (save(tmp_path, 200) / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 150, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000150"]
