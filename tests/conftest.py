@@ -8,7 +8,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = (
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,19 @@ from data_prep.__main__ import main as data_prep
 REPOSITORY = Path(__file__).parent.parent
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left_behind() -> Iterator[None]:
+    """A command that a test calls in this process makes it a world of one; what the next test starts must not inherit that."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -90,15 +90,14 @@ def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Pa
 
 
 def test_other_numbers_of_ranks_continue_the_same_training(config: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """2 ranks, then 1, then 4: the same batches, and weights that differ by rounding alone."""
-    run_dir, step = tmp_path / "run", 0
-    for ranks in (2, 1):
-        process = start(config, run_dir, ranks=ranks)
-        wait_for_checkpoint(run_dir, process, beyond_step=step)
-        process.send_signal(signal.SIGTERM)
-        finish(process)
-        step = step_of(list_checkpoints(run_dir)[-1])
-    finish(start(config, run_dir, "engine.zero_stage=1", ranks=4))
+    """2 ranks, then 1 at another stage: the same batches, and weights that differ by rounding alone."""
+    run_dir = tmp_path / "run"
+    process = start(config, run_dir, ranks=2)
+    wait_for_checkpoint(run_dir, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert step_of(list_checkpoints(run_dir)[-1]) < 80
+    finish(start(config, run_dir, "engine.zero_stage=1", ranks=1))
     mine, theirs = final_state(run_dir), final_state(undisturbed)
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=2e-5)
