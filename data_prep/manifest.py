@@ -12,7 +12,6 @@ every shard and index), so it may key an order, a cache or a result.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -125,8 +124,3 @@ def load_index(directory: Path | str, shard: Shard) -> NDArray[np.int64]:
             f"{path}: index of shape {index.shape}, {(shard.num_samples, 3)} expected; run data_prep verify {directory}"
         )
     return index  # type: ignore[no-any-return]
-
-
-def shard_paths(directory: Path | str, split: Split) -> Iterator[Path]:
-    for shard in split.shards:
-        yield Path(directory) / shard.file

@@ -38,7 +38,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    _sync(path.parent)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(path.parent)
+    _sync(path.parent)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -78,10 +78,6 @@ def canonical_json(value: Any) -> bytes:
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

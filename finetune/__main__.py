@@ -10,11 +10,11 @@ from typing import TypeVar
 from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, dump, load_settings, parse_command_line
 from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, check_classes
-from pretrain.__main__ import OK, guarded, leave, rank_count
+from pretrain.__main__ import OK, guarded, leave, rank_count, world_of
 from pretrain.card import read_card
 from pretrain.config import check_against_data, check_against_ranks
 from pretrain.run import check_resume, check_settings, finished_result
-from pretrain.world import World, read_world
+from pretrain.world import World
 
 S = TypeVar("S", bound=Settings)
 
@@ -56,7 +56,7 @@ def _probe(options: argparse.Namespace) -> int:
     settings = load_settings(ProbeSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return _print(settings)
-    world = _world(options)
+    world = world_of(options)
     run_dir = Path(settings.run_dir)
     if _finished_before(run_dir, world):
         return OK
@@ -81,7 +81,7 @@ def _tune(options: argparse.Namespace) -> int:
     settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return _print(settings)
-    world = _world(options)
+    world = world_of(options)
     run_dir = Path(settings.run_dir)
     if _finished_before(run_dir, world):
         return OK
@@ -116,7 +116,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     manifest = load_manifest(settings.dataset)
     manifest.split(settings.split, directory=settings.dataset)
     check_classes(read_card(Path(settings.pretrained)), manifest, dataset=settings.dataset)
-    world = _world(options)
+    world = world_of(options)
     if options.ranks:
         flags = ["--json"] if options.json else []
         return _launch("evaluate", options.pretrained, options, options.dataset, *flags)
@@ -131,10 +131,6 @@ def _evaluate(options: argparse.Namespace) -> int:
             top = f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}"
             print(f"{settings.split}: {top}, loss {scores.loss:.4f}, {scores.num_samples:,} images")
     return leave(True, run_dir=None, is_first=world.is_first)
-
-
-def _world(options: argparse.Namespace) -> World:
-    return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
 
 
 def _launch(verb: str, first: str, options: argparse.Namespace, *more: str) -> int:

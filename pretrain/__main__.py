@@ -80,10 +80,15 @@ def rank_count(text: str) -> int:
     return int(text)
 
 
+def world_of(options: argparse.Namespace) -> World:
+    """Of the ranks about to be started with --ranks, as their first one; else of this process."""
+    return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
+
+
 def _train(options: argparse.Namespace) -> int:
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir = Path(settings.run_dir)
-    world = World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
+    world = world_of(options)
     result = finished_result(run_dir)
     if result is not None:
         if world.is_first:

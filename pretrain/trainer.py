@@ -1,7 +1,8 @@
 """The one training loop: every task that updates weights runs it, whatever its engine.
 
-Each step: 1. the learning rate, from the step; 2. this rank's micro-batches of the global batch; 3. the engine's update; 4. what is
-due (log, evaluate, checkpoint); 5. the vote on stopping. State is (engine, step, samples consumed), nothing else.
+Each step: 1. the learning rate, from the step; 2. this rank's micro-batches of the global batch; 3. the engine's update; 4. one
+exchange of the mean loss and the vote on stopping; 5. what is due (log, evaluate, checkpoint). State is (engine, step, samples
+consumed), nothing else.
 """
 
 import math
