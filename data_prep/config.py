@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from data_prep.images import CropPolicy, ImageSpec
 from data_prep.manifest import Encoding
-from data_prep.settings import Settings
+from data_prep.settings import Settings, SettingsError
 from data_prep.sources.config import SourceSettings, SyntheticSettings
 
 
@@ -24,6 +24,12 @@ class BuildSettings(Settings):
     encoding: Encoding = "raw"
     """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
     jpeg_quality: int = Field(95, ge=1, le=100)
+    classes: tuple[str, ...] | None = None
+    """The classes to keep, by name; all by default."""
+    classes_file: str | None = None
+    """A text file with the class to keep on each line, instead of `classes`."""
+    exclude: tuple[str, ...] = ()
+    """Exclusion lists, as `data_prep dedup` writes them."""
     samples_per_shard: int = Field(8192, ge=1)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
@@ -55,6 +61,22 @@ class BuildSettings(Settings):
         if path is not None and Path(path).resolve() == Path(self.out).resolve():
             raise ValueError(f"out: {self.out!r} is the source itself; name another directory")
         return self
+
+    @model_validator(mode="after")
+    def _one_class_list(self) -> "BuildSettings":
+        if self.classes is not None and self.classes_file is not None:
+            raise ValueError("classes_file: classes is given, too; leave one of them out")
+        return self
+
+    def kept_classes(self) -> frozenset[str] | None:
+        """The names to keep, or None for all."""
+        if self.classes_file is None:
+            return None if self.classes is None else frozenset(self.classes)
+        try:
+            lines = Path(self.classes_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"classes_file: {self.classes_file} cannot be read ({error})") from None
+        return frozenset(line.strip() for line in lines if line.strip())
 
     @property
     def dataset_name(self) -> str:

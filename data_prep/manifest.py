@@ -4,10 +4,15 @@
       manifest.json            written last and atomically; without it the dataset is unfinished
       train-000000.tar         a plain WebDataset shard: KEY.ppm or KEY.jpg, then KEY.cls
       train-000000.npy         its index: int64 rows (offset, num_bytes, label) of the image members
-      rejected.jsonl           one line for every input that was not written: path, reason, sha256
+      train-000000.paths       where each sample came from: one JSON string a line, in the order of the index
+      train-real.npy           an annotation of a split: a packed bit matrix, a row for each sample in the split's order
+      rejected.jsonl           one line for every input that was not written: key, path, reason, sha256
+
+A shard may also lie elsewhere (`index` and `subset` copy nothing): `file` is then a path relative to the dataset directory, or
+a URL. The label of a sample of an unlabelled split is -1.
 
 Invariants: num_read = num_written + num_rejected; the manifest's hash stands for the whole content (it holds the sha256 of
-every shard and index), so it may key an order, a cache or a result.
+every shard, index and annotation), so it may key an order, a cache or a result.
 """
 
 import hashlib
@@ -18,12 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from data_prep.publish import canonical_json, write_json
 from data_prep.settings import Settings, UserError, nearest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
@@ -36,28 +41,54 @@ class DatasetError(UserError):
 
 
 class Shard(Settings):
+    name: str
+    """Of the index and the paths in the dataset directory, without their endings; unique in the dataset."""
     file: str
+    """The tar: relative to the dataset directory, or a URL."""
     num_samples: int
     num_bytes: int
+    """Of the whole tar."""
     sha256: str
     index_sha256: str
+    paths_sha256: str
 
     @property
     def index_file(self) -> str:
-        return self.file.removesuffix(".tar") + ".npy"
+        return f"{self.name}.npy"
+
+    @property
+    def paths_file(self) -> str:
+        return f"{self.name}.paths"
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.file
+
+
+class Annotation(Settings):
+    """A fact of every sample of a split as bits: membership of folds, several true labels."""
+
+    file: str
+    sha256: str
+    num_columns: int
 
 
 class Split(Settings):
     shards: tuple[Shard, ...]
     class_counts: tuple[int, ...]
+    annotations: dict[str, Annotation] = Field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
         return sum(shard.num_samples for shard in self.shards)
 
+    @property
+    def num_unlabelled(self) -> int:
+        return self.num_samples - sum(self.class_counts)
+
 
 class Manifest(Settings):
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     tool_version: str
     name: str
     source: dict[str, Any]
@@ -71,6 +102,8 @@ class Manifest(Settings):
     num_read: int
     num_written: int
     num_rejected: int
+    num_left_out: dict[str, int] = Field(default_factory=dict)
+    """Inputs that the config leaves out before anything is read, by reason (classes, excluded)."""
     fingerprint: str
     """Hash of the build's config and of the listing of its inputs: the same fingerprint means the same bytes."""
 
@@ -110,6 +143,35 @@ def load_manifest(directory: Path | str) -> Manifest:
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
     write_json(directory / MANIFEST_NAME, manifest.model_dump(mode="json"))
+
+
+def load_paths(directory: Path | str, shard: Shard) -> list[str]:
+    """Where each sample of a shard came from, in the order of its index."""
+    path = Path(directory) / shard.paths_file
+    try:
+        paths = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
+    if len(paths) != shard.num_samples:
+        raise DatasetError(
+            f"{path}: {len(paths)} lines, {shard.num_samples} expected; run data_prep verify {directory}"
+        )
+    return paths
+
+
+def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[np.bool_]:
+    """The (num_samples, num_columns) bits of an annotation."""
+    if name not in split.annotations:
+        raise DatasetError(f"{directory}: no annotation {name!r}; {nearest(name, list(split.annotations))}")
+    annotation = split.annotations[name]
+    path = Path(directory) / annotation.file
+    try:
+        packed = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
+    if packed.dtype != np.uint8 or packed.shape != (split.num_samples, -(-annotation.num_columns // 8)):
+        raise DatasetError(f"{path}: is not the annotation of {split.num_samples} samples; rebuild the dataset")
+    return np.unpackbits(packed, axis=1, count=annotation.num_columns).astype(np.bool_)
 
 
 def load_index(directory: Path | str, shard: Shard) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
 """Writes one shard: a deterministic tar, its index, and the record of what went in.
 
-The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The three files of a shard are published
+The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The files of a shard are published
 in this order, each atomically:
 
 1. `X.tar`, the samples;
-2. `X.npy`, the index;
+2. `X.npy`, the index, and `X.paths`, where each sample came from;
 3. `parts/X.json`, the record. A shard with a record of the same build is done; anything else is written anew.
 """
 
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep.images import EncodedImage
 from data_prep.manifest import INDEX_DTYPE, Shard
-from data_prep.publish import atomic_file, sha256_of, write_json
+from data_prep.publish import atomic_file, sha256_of, write_atomic, write_json
 from data_prep.settings import Settings
 
 PARTS = "parts"
@@ -32,10 +33,12 @@ class Sample:
     key: str
     label: int
     image: EncodedImage
-    provenance: dict[str, str] | None = None
+    path: str
 
 
 class Rejected(Settings):
+    key: str
+    """The key that the sample would have had."""
     path: str
     reason: str
     detail: str
@@ -46,6 +49,7 @@ class ShardRecord(Settings):
     """All that the manifest needs to know of a shard, kept beside it until the manifest stands."""
 
     fingerprint: str
+    num_inputs: int
     shard: Shard
     class_counts: dict[str, int]
     channel_sums: tuple[int, int, int]
@@ -55,62 +59,105 @@ class ShardRecord(Settings):
 
 
 def write_shard(
-    directory: Path, file: str, samples: Iterable[Sample], *, fingerprint: str, rejected: list[Rejected]
+    directory: Path, name: str, samples: Iterable[Sample], *, fingerprint: str, rejected: list[Rejected]
 ) -> ShardRecord:
-    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `file` of `directory`."""
+    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
     sums, square_sums, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
     labels: list[int] = []
     offsets: list[tuple[int, int, int]] = []
-    with atomic_file(directory / file) as raw:
+    paths: list[str] = []
+    with atomic_file(directory / f"{name}.tar") as raw:
         tar = HashedFile(raw)
         with tarfile.open(fileobj=tar, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for sample in samples:
                 offset = _add(archive, f"{sample.key}.{sample.image.extension}", sample.image.data)
                 _add(archive, f"{sample.key}.cls", b"%d" % sample.label)
-                if sample.provenance is not None:
-                    _add(archive, f"{sample.key}.json", json.dumps(sample.provenance, sort_keys=True).encode())
+                if sample.image.extension != "ppm":
+                    # Raw samples carry none: their members must all have one size, so that the shard is an array.
+                    _add(archive, f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
                 offsets.append((offset, len(sample.image.data), sample.label))
                 labels.append(sample.label)
+                paths.append(sample.path)
                 sums += sample.image.channel_sums
                 square_sums += sample.image.channel_square_sums
                 num_pixels += sample.image.num_pixels
-    index_path = directory / (file.removesuffix(".tar") + ".npy")
-    with atomic_file(index_path) as index_file:
-        np.save(index_file, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
-    labels_seen, counts = np.unique(np.array(labels, np.int64), return_counts=True)
+    index_sha256 = write_index(directory, name, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
+    paths_sha256 = write_paths(directory, name, paths)
     record = ShardRecord(
         fingerprint=fingerprint,
+        num_inputs=len(labels) + len(rejected),
         shard=Shard(
-            file=file,
+            name=name,
+            file=f"{name}.tar",
             num_samples=len(labels),
             num_bytes=tar.num_bytes,
             sha256=tar.digest.hexdigest(),
-            index_sha256=sha256_of(index_path),
+            index_sha256=index_sha256,
+            paths_sha256=paths_sha256,
         ),
-        class_counts={str(label): int(count) for label, count in zip(labels_seen, counts, strict=True)},
+        class_counts=count_labels(np.array(labels, np.int64)),
         channel_sums=(int(sums[0]), int(sums[1]), int(sums[2])),
         channel_square_sums=(int(square_sums[0]), int(square_sums[1]), int(square_sums[2])),
         num_pixels=num_pixels,
         rejected=tuple(rejected),
     )
-    write_json(record_path(directory, file), record.model_dump(mode="json"))
+    write_record(directory, record)
     return record
 
 
-def finished_record(directory: Path, file: str, *, fingerprint: str) -> ShardRecord | None:
+def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
+    """Publishes the index of a shard; returns its sha256."""
+    buffer = io.BytesIO()
+    np.save(buffer, rows.astype(INDEX_DTYPE))
+    write_atomic(directory / f"{name}.npy", buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+
+def write_paths(directory: Path, name: str, paths: list[str]) -> str:
+    """Publishes where the samples of a shard came from; returns the file's sha256."""
+    data = "".join(json.dumps(path) + "\n" for path in paths).encode()
+    write_atomic(directory / f"{name}.paths", data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
+    """How many samples each class has; those without a label are not counted."""
+    seen, counts = np.unique(labels[labels >= 0], return_counts=True)
+    return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
+
+
+def write_record(directory: Path, record: ShardRecord) -> None:
+    write_json(record_path(directory, record.shard.name), record.model_dump(mode="json"))
+
+
+def finished_record(directory: Path, name: str, *, fingerprint: str) -> ShardRecord | None:
     """The record of a shard that this very build has finished before, with its files still as they were."""
     try:
-        record = ShardRecord.model_validate_json(record_path(directory, file).read_text(encoding="utf-8"))
-        if record.fingerprint != fingerprint:
-            return None
-        whole = sha256_of(directory / file) == record.shard.sha256
-        return record if whole and sha256_of(directory / record.shard.index_file) == record.shard.index_sha256 else None
+        record = load_record(directory, name)
     except (OSError, ValueError):
         return None
+    return record if record.fingerprint == fingerprint and not changed_files(directory, record.shard) else None
 
 
-def record_path(directory: Path, file: str) -> Path:
-    return directory / PARTS / (file.removesuffix(".tar") + ".json")
+def load_record(directory: Path, name: str) -> ShardRecord:
+    return ShardRecord.model_validate_json(record_path(directory, name).read_text(encoding="utf-8"))
+
+
+def changed_files(directory: Path, shard: Shard) -> list[str]:
+    """The files of a shard that are missing or not as they were written."""
+    hashes = {shard.file: shard.sha256, shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
+    return [file for file, sha256 in hashes.items() if not _is(directory / file, sha256)]
+
+
+def _is(path: Path, sha256: str) -> bool:
+    try:
+        return sha256_of(path) == sha256
+    except FileNotFoundError:
+        return False
+
+
+def record_path(directory: Path, name: str) -> Path:
+    return directory / PARTS / f"{name}.json"
 
 
 def read_samples(path: Path) -> Iterator[tuple[str, bytes, int]]:

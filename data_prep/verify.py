@@ -53,6 +53,9 @@ def _shard_faults(
             f"{shard.file}: sha256 differs from the manifest ({path.stat().st_size:,} bytes, {shard.num_bytes:,} expected)"
         )
     index_path = directory / shard.index_file
+    paths_path = directory / shard.paths_file
+    if not paths_path.is_file() or sha256_of(paths_path) != shard.paths_sha256:
+        faults.append(f"{shard.paths_file}: missing or changed")
     if not index_path.is_file() or sha256_of(index_path) != shard.index_sha256:
         return [*faults, f"{shard.index_file}: missing or changed"]
     try:

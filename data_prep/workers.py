@@ -8,13 +8,45 @@ import os
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
+from multiprocessing.sharedctypes import Synchronized
+from typing import ClassVar
+
+_CONTEXT = get_context("forkserver")
 
 
-def worker_pool(num_workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(num_workers, mp_context=get_context("forkserver"), initializer=_end_with_parent)
+class Tally:
+    """Counts, across processes, what workers have done since it was last asked."""
+
+    _mine: ClassVar["Synchronized[int] | None"] = None
+
+    def __init__(self) -> None:
+        self.counter: Synchronized[int] = _CONTEXT.Value("q", 0)
+        self._taken = 0
+
+    def taken(self) -> int:
+        total = self.counter.value
+        new, self._taken = total - self._taken, total
+        return new
+
+    @classmethod
+    def add(cls, count: int) -> None:
+        """Called by a worker; does nothing where nobody counts."""
+        if cls._mine is not None:
+            with cls._mine.get_lock():
+                cls._mine.value += count
+
+    @classmethod
+    def connect(cls, counter: "Synchronized[int] | None") -> None:
+        cls._mine = counter
 
 
-def _end_with_parent() -> None:
+def worker_pool(num_workers: int, *, tally: Tally | None = None) -> ProcessPoolExecutor:
+    counter = tally.counter if tally is not None else None
+    return ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin, initargs=(counter,))
+
+
+def _begin(counter: "Synchronized[int] | None") -> None:
+    Tally.connect(counter)
     threading.Thread(target=_watch_parent, daemon=True).start()
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 
 Ids = NDArray[np.int64]
+BLOCK = 512
+"""Of a tar. A raw sample is a header, the picture, a header and the label, each filled up to whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class OpenShard:
     offsets: Ids
     lengths: Ids
     rows: Tensor | None
-    """(samples, 3 H W) strided view, where the shard is raw."""
+    """(samples of the tar, 3 H W) strided view, where the shard is raw."""
+    places: Ids
+    """Of each sample among the rows: a subset takes some of a tar's samples."""
 
 
 class SplitReader:
@@ -55,7 +59,7 @@ class SplitReader:
     def _fill(self, batch: Tensor, places: Ids, shard: OpenShard, rows: Ids) -> None:
         if shard.rows is not None:
             flat = batch.view(len(batch), -1)
-            gathered = torch.index_select(shard.rows, 0, torch.from_numpy(rows))
+            gathered = torch.index_select(shard.rows, 0, torch.from_numpy(shard.places[rows]))
             flat[torch.from_numpy(places)] = gathered
             return
         for place, row in zip(places.tolist(), rows.tolist(), strict=True):
@@ -75,6 +79,10 @@ class SplitReader:
         return torch.from_numpy(np.array(square))
 
     def _open(self, shard: Shard) -> OpenShard:
+        if shard.is_remote:
+            raise DatasetError(
+                f"{shard.file}: is remote, and training reads local shards; copy the shards here and index them again"
+            )
         path = self.directory / shard.file
         try:
             content = np.memmap(path, np.uint8, mode="r")
@@ -86,23 +94,24 @@ class SplitReader:
             )
         index = load_index(self.directory, shard)
         offsets, lengths = np.ascontiguousarray(index[:, 0]), np.ascontiguousarray(index[:, 1])
-        rows = self._rows(path, content, offsets, lengths) if self.manifest.encoding == "raw" else None
-        return OpenShard(str(path), content, offsets, lengths, rows)
+        rows, places = None, np.zeros(0, np.int64)
+        if self.manifest.encoding == "raw":
+            rows, places = self._rows(path, content, offsets, lengths)
+        return OpenShard(str(path), content, offsets, lengths, rows, places)
 
-    def _rows(self, path: Path, content: NDArray[np.uint8], offsets: Ids, lengths: Ids) -> Tensor:
+    def _rows(self, path: Path, content: NDArray[np.uint8], offsets: Ids, lengths: Ids) -> tuple[Tensor, Ids]:
+        """All pictures of the tar as one strided view, and which of its rows each sample is."""
         num_pixels = 3 * self.stored_size**2
         header = int(lengths[0]) - num_pixels
-        strides = np.diff(offsets)
-        if header < 0 or (lengths != lengths[0]).any() or (len(strides) and (strides != strides[0]).any()):
+        stride = BLOCK * (3 + -(-int(lengths[0]) // BLOCK))
+        places = (offsets - BLOCK) // stride
+        if header < 0 or (lengths != lengths[0]).any() or (offsets != BLOCK + places * stride).any():
             raise DatasetError(
                 f"{path}: is not a raw shard of {self.stored_size} px; run data_prep verify {self.directory}"
             )
-        stride = int(strides[0]) if len(strides) else num_pixels
-        start = int(offsets[0]) + header
-        view = np.lib.stride_tricks.as_strided(
-            content[start:], (len(offsets), num_pixels), (stride, 1), writeable=False
-        )
-        return _tensor(view)
+        start, num_rows = BLOCK + header, int(places.max()) + 1
+        view = np.lib.stride_tricks.as_strided(content[start:], (num_rows, num_pixels), (stride, 1), writeable=False)
+        return _tensor(view), places
 
 
 def _tensor(view: NDArray[np.uint8]) -> Tensor:

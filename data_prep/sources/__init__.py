@@ -1,14 +1,14 @@
-"""One file per archive layout; each turns what people download into a `Listing` and reads one input's bytes.
+"""One file per archive layout; each turns what people download into a `Source`.
 
 A new layout is a new file with a class that satisfies `Source`, a settings section in `config.py`, and a line in `open_source`.
 """
 
-from data_prep.sources.base import Item, Listing, Source, SourceError
+from data_prep.sources.base import Arrangement, Source, SourceError
 from data_prep.sources.config import FolderSettings, SourceSettings, SyntheticSettings
 from data_prep.sources.folder import FolderSource
 from data_prep.sources.synthetic import SyntheticSource
 
-__all__ = ["Item", "Listing", "Source", "SourceError", "SourceSettings", "open_source"]
+__all__ = ["Arrangement", "Source", "SourceError", "SourceSettings", "open_source"]
 
 
 def open_source(settings: SourceSettings, *, num_workers: int) -> Source:

@@ -1,80 +1,78 @@
-"""A folder of classes, with or without split folders above the classes."""
+"""A folder of classes, with or without split folders above the classes; a class may have folders of its own."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep.sources.base import Item, Listing, SourceError
+from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.sources.arrange import hold_out
+from data_prep.sources.base import Arrangement, Source, SourceError, by_container, check_size
 from data_prep.sources.config import FolderSettings
 
 SPLIT_NAMES = ("train", "val", "test")
 
 
-class FolderSource:
+class FolderSource(Source):
     def __init__(self, settings: FolderSettings):
         self.settings, self.root = settings, Path(settings.path)
 
     def describe(self) -> dict[str, Any]:
         return self.settings.model_dump(mode="json", exclude={"path"})
 
-    def listing(self) -> Listing:
+    def layout(self) -> Layout:
         if not self.root.is_dir():
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds the classes")
         splits = [name for name in SPLIT_NAMES if (self.root / name).is_dir()]
-        roots = {name: name for name in splits} or {"train": ""}
-        class_names = {split: _subfolders(self.root / prefix) for split, prefix in roots.items()}
-        classes = tuple(sorted({name for names in class_names.values() for name in names}))
+        prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
+        names = {split: subfolders(self.root / prefix) for split, prefix in prefixes.items()}
+        classes = tuple(sorted({name for found in names.values() for name in found}))
         if not classes:
             raise SourceError(
                 f"source.path: {self.root} holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
             )
-        items = {split: self._items(prefix, class_names[split], classes) for split, prefix in roots.items()}
-        for split, found in items.items():
-            if not found:
-                raise SourceError(f"source.path: the class folders of split {split} in {self.root} hold no files")
-        labels = {item.label for found in items.values() for item in found}
-        empty = [name for label, name in enumerate(classes) if label not in labels]
-        if empty:
-            raise SourceError(
-                f"source.path: {len(empty)} class folders in {self.root} hold no files ({', '.join(empty[:3])}); "
-                "remove them, or complete the archive"
-            )
-        if not splits and self.settings.val_share > 0:
-            items = self._hold_out(items["train"])
-        return Listing(classes=classes, splits=items)
-
-    def read(self, locator: str) -> bytes:
-        return (self.root / locator).read_bytes()
-
-    def _items(self, prefix: str, names: list[str], classes: tuple[str, ...]) -> tuple[Item, ...]:
-        found = []
         labels = {name: label for label, name in enumerate(classes)}
-        for name in names:
-            label = labels[name]
-            relative = f"{prefix}/{name}" if prefix else name
-            found += [Item(f"{relative}/{file}", label, size) for file, size in _files(self.root / relative)]
-        return tuple(found)
+        containers = [
+            Container(path=f"{prefixes[split]}{name}", split=split, label=labels[name])
+            for split, found in names.items()
+            for name in found
+        ]
+        return Layout(classes=classes, containers=tuple(containers))
 
-    def _hold_out(self, items: tuple[Item, ...]) -> dict[str, tuple[Item, ...]]:
-        """A seeded share of every class becomes `val`."""
-        generator = np.random.Generator(np.random.Philox(self.settings.seed))
-        held: set[int] = set()
-        labels = np.array([item.label for item in items])
-        for label in np.unique(labels):
-            rows = np.flatnonzero(labels == label)
-            count = round(len(rows) * self.settings.val_share)
-            held.update(generator.permutation(rows)[:count].tolist())
-        train = tuple(item for row, item in enumerate(items) if row not in held)
-        return {"train": train, "val": tuple(items[row] for row in sorted(held))}
+    def entries(self, container: Container) -> Entries:
+        assert container.label is not None
+        rows = [(name, 0, size) for name, size in files_below(self.root / container.path)]
+        return Entries.of(rows, label=container.label)
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        arrangement = by_container(inventory)
+        if list(arrangement.splits) == ["train"] and self.settings.val_share > 0:
+            return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed)
+        return arrangement
+
+    def read(self, entry: Entry) -> bytes:
+        return check_size(entry, (self.root / entry.locator).read_bytes())
 
 
-def _subfolders(root: Path) -> list[str]:
+def subfolders(root: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _files(root: Path) -> list[tuple[str, int]]:
-    """(name, bytes) of every file; what is not an image is found out, and recorded, when it is decoded."""
-    entries = [entry for entry in os.scandir(root) if entry.is_file() and not entry.name.startswith(".")]
-    return sorted((entry.name, entry.stat().st_size) for entry in entries)
+def files_below(root: Path) -> list[tuple[str, int]]:
+    """(relative path, bytes) of every file; what is not an image is found out, and recorded, when it is decoded."""
+    found, seen = [], set()
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        relative = os.path.relpath(folder, root)
+        prefix = "" if relative == "." else f"{relative}/"
+        paths = [(f"{prefix}{name}", os.path.join(folder, name)) for name in files if not name.startswith(".")]  # noqa: PTH118
+        found += [(name, Path(path).stat().st_size) for name, path in paths]
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
-from data_prep.sources.base import Listing, SourceError
+from data_prep.sources.base import Arrangement, Source, SourceError
 from data_prep.sources.config import FolderSettings, SyntheticSettings
 from data_prep.sources.drawing import COLOURS, QUADRANTS, SHAPES, Look, draw
 from data_prep.sources.folder import FolderSource
@@ -51,7 +52,7 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
     return buffer.getvalue()
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     def __init__(self, settings: SyntheticSettings, *, num_workers: int):
         assert settings.images_dir is not None, "build resolves the default"
         self.settings, self.num_workers, self.root = settings, num_workers, Path(settings.images_dir)
@@ -60,13 +61,19 @@ class SyntheticSource:
     def describe(self) -> dict[str, Any]:
         return self.settings.model_dump(mode="json", exclude={"images_dir"})
 
-    def listing(self) -> Listing:
+    def layout(self) -> Layout:
         with sole_writer(self.root):
             self._write_images()
-        return self._folder.listing()
+        return self._folder.layout()
 
-    def read(self, locator: str) -> bytes:
-        return self._folder.read(locator)
+    def entries(self, container: Container) -> Entries:
+        return self._folder.entries(container)
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        return self._folder.arrange(inventory)
+
+    def read(self, entry: Entry) -> bytes:
+        return self._folder.read(entry)
 
     def _write_images(self) -> None:
         begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME

@@ -108,7 +108,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
         out = tmp_path / str(workers) / "animals"
         assert build(source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2") == 0
     one, three = files_of(tmp_path / "1"), files_of(tmp_path / "3")
-    assert len(one) == 1 + 7 * 2 + 2  # the dataset's folder; shards and indices of 31 inputs; rejected, manifest
+    assert len(one) == 1 + 7 * 3 + 2  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, manifest
     assert len(one["animals/rejected.jsonl"].splitlines()) == 3
     assert one == three
 

@@ -1,0 +1,182 @@
+"""Every input of an archive, in one sorted order, as columns on disk.
+
+    parts/inventory/containers.json   classes and containers (with their stamps), and the digest of the columns
+    parts/inventory/*.bin             container, label (int32), offset, size, name_end (int64) of each input; the names
+
+Columns are memory-mapped: a listing of 14 million images costs 28 bytes an image and its name, on disk, and every worker and
+array task reads the one copy. Invariants: containers are sorted, entries are sorted by name within their container, so that a
+row number names the same input on every machine; `containers.json` is written last.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.publish import atomic_directory, canonical_json, write_json
+
+HEAD_NAME = "containers.json"
+_COLUMNS = {"container": "<i4", "label": "<i4", "offset": "<i8", "size": "<i8", "name_end": "<i8"}
+_NAMES = "names.bin"
+
+
+class Container(NamedTuple):
+    """A part of the archive that is listed as a unit."""
+
+    path: str
+    """Relative to the source's root; entries are found again, and named in rejected.jsonl, as `path/name`."""
+    split: str
+    label: int | None = None
+    """The label of all its entries, where one is known before they are listed."""
+    offset: int = 0
+    num_bytes: int = 0
+    """Where it lies, when it is a part of a larger file."""
+    stamp: str = ""
+    """Changes when the container does (size and time of its file); empty where that cannot be told without listing it."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What one container holds, as columns."""
+
+    names: list[str]
+    offsets: NDArray[np.int64]
+    """Where an entry lies: whatever number the source's `read` wants to have back."""
+    sizes: NDArray[np.int64]
+    labels: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, int, int]], *, label: int | Sequence[int]) -> "Entries":
+        """From (name, offset, size) rows, with one label for all or one for each."""
+        labels = np.full(len(rows), label, np.int32) if isinstance(label, int) else np.array(label, np.int32)
+        return cls(
+            names=[row[0] for row in rows],
+            offsets=np.array([row[1] for row in rows], np.int64),
+            sizes=np.array([row[2] for row in rows], np.int64),
+            labels=labels,
+        )
+
+
+class Entry(NamedTuple):
+    """One input, as `read` gets it."""
+
+    container: Container
+    name: str
+    offset: int
+    num_bytes: int
+    label: int
+
+    @property
+    def locator(self) -> str:
+        return f"{self.container.path}/{self.name}" if self.container.path else self.name
+
+
+@dataclass(frozen=True)
+class Layout:
+    classes: tuple[str, ...]
+    containers: tuple[Container, ...]
+
+
+class Inventory:
+    """Read access to an inventory that `write_inventory` has made."""
+
+    def __init__(self, directory: Path):
+        head = json.loads((directory / HEAD_NAME).read_text(encoding="utf-8"))
+        self.directory, self.digest = directory, str(head["digest"])
+        self.classes: tuple[str, ...] = tuple(head["classes"])
+        self.containers = tuple(Container(*fields) for fields in head["containers"])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.classes, self.containers)
+
+    @cached_property
+    def container_numbers(self) -> NDArray[np.int32]:
+        return self._column("container")
+
+    @cached_property
+    def labels(self) -> NDArray[np.int32]:
+        return self._column("label")
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        return self._column("size")
+
+    def entry(self, row: int) -> Entry:
+        container = self.containers[self.container_numbers[row]]
+        return Entry(container, self.name(row), int(self._offsets[row]), int(self.sizes[row]), int(self.labels[row]))
+
+    def name(self, row: int) -> str:
+        begin = int(self._name_ends[row - 1]) if row else 0
+        return self._names[begin : int(self._name_ends[row])].tobytes().decode("utf-8", "surrogateescape")
+
+    def locator(self, row: int) -> str:
+        path = self.containers[self.container_numbers[row]].path
+        return f"{path}/{self.name(row)}" if path else self.name(row)
+
+    def rows_of_container(self, number: int) -> range:
+        """Rows of a container are consecutive."""
+        first, last = np.searchsorted(self.container_numbers, [number, number + 1])
+        return range(int(first), int(last))
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return self._column("offset")
+
+    @cached_property
+    def _name_ends(self) -> NDArray[np.int64]:
+        return self._column("name_end")
+
+    @cached_property
+    def _names(self) -> NDArray[np.uint8]:
+        return _map(self.directory / _NAMES, "u1")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return _map(self.directory / f"{name}.bin", _COLUMNS[name])
+
+
+def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) -> Inventory:
+    """Spills what the containers of `layout` list, in their order, into `directory`."""
+    with atomic_directory(directory) as temporary:
+        digest = hashlib.sha256(canonical_json([layout.classes]))
+        names_end = 0
+        files = {name: open(temporary / f"{name}.bin", "wb") for name in _COLUMNS}
+        with open(temporary / _NAMES, "wb") as names_file:
+            for number, (container, entries) in enumerate(zip(layout.containers, listed, strict=True)):
+                order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
+                names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
+                ends = names_end + np.cumsum([len(name) for name in names], dtype=np.int64)
+                columns = {
+                    "container": np.full(len(order), number),
+                    "label": entries.labels[order],
+                    "offset": entries.offsets[order],
+                    "size": entries.sizes[order],
+                    "name_end": ends,
+                }
+                for name, column in columns.items():
+                    files[name].write(column.astype(_COLUMNS[name]).tobytes())
+                names_file.write(b"".join(names))
+                names_end = int(ends[-1]) if len(ends) else names_end
+                digest.update(canonical_json([container.path, container.split, len(order)]))
+                for part in (b"\0".join(names), columns["label"].astype("<i4"), columns["size"].astype("<i8")):
+                    digest.update(part if isinstance(part, bytes) else part.tobytes())
+        for file in files.values():
+            file.close()
+        head = {"classes": layout.classes, "containers": layout.containers, "digest": digest.hexdigest()}
+        write_json(temporary / HEAD_NAME, head)
+    return Inventory(directory)
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r")

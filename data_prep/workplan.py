@@ -1,0 +1,280 @@
+"""What a build is going to write, decided once and kept on disk, so that every worker and array task writes the same dataset.
+
+    OUT/parts/begun.json       whose directory this is: hash of the config, fingerprint, number of array tasks
+    OUT/parts/settings.json    the resolved config, for `merge`
+    OUT/parts/inventory/       every input of the source (inventory.py)
+    OUT/parts/order-SPLIT.npy  rows of the inventory in the order in which they are packed
+    OUT/parts/NAME.json        the record of a finished shard (shards.py)
+
+The plan is a function of the config and of what the source lists, never of workers or tasks. Steps of `prepare`, under the sole
+lock of OUT:
+
+1. ask the source for its containers;
+2. an inventory of the same config and of unchanged containers stands: use it; else list everything;
+3. the fingerprint hashes config and listing; a directory of another fingerprint, finished or not: refuse;
+4. write the order of every split, then `begun.json`.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.config import BuildSettings
+from data_prep.exclusions import Exclusions, load_exclusions
+from data_prep.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX, atomic_file, canonical_json, write_json
+from data_prep.settings import Settings, UserError
+from data_prep.shards import PARTS
+from data_prep.sources import Arrangement, Source, SourceError
+from data_prep.workers import worker_pool
+
+BEGUN_NAME, SETTINGS_NAME, INVENTORY_NAME = "begun.json", "settings.json", "inventory"
+CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
+
+
+class ShardPlan(Settings):
+    """One shard: the places `start` to `stop` of the order of `split`."""
+
+    name: str
+    split: str
+    start: int
+    stop: int
+
+
+class Begun(Settings):
+    config_hash: str
+    fingerprint: str
+    classes: tuple[str, ...]
+    labels: tuple[int, ...]
+    """What each class of the inventory is called in the dataset: its label there, -1 where it is left out."""
+    num_left_out: dict[str, int]
+    shards: tuple[ShardPlan, ...]
+    num_tasks: int
+
+
+@dataclass(frozen=True)
+class Workplan:
+    directory: Path
+    begun: Begun
+
+    @property
+    def inventory_directory(self) -> Path:
+        return self.directory / PARTS / INVENTORY_NAME
+
+    def order_path(self, split: str) -> Path:
+        return self.directory / PARTS / f"order-{split}.npy"
+
+    def of_task(self, number: int) -> tuple[ShardPlan, ...]:
+        """The shards of array task `number` (from 0): every num_tasks-th, so that tasks end together."""
+        return self.begun.shards[number :: self.begun.num_tasks]
+
+
+def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> Workplan:
+    """The plan of this build in `settings.out`; the caller holds the directory alone."""
+    directory = Path(settings.out)
+    exclusions = load_exclusions(settings.exclude)
+    config_hash = _config_hash(settings, source, exclusions)
+    before = load_begun(directory)
+    if before is not None and before.config_hash != config_hash:
+        raise _foreign(directory, "an unfinished")
+    _tidy(directory)
+    inventory = _listed(settings, source, before=before)
+    fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
+    _claim(directory, fingerprint=fingerprint, before=before)
+    inventory = _adopted(inventory)
+    if before is not None and before.num_tasks == num_tasks and before.config_hash == config_hash:
+        return Workplan(directory, before)
+    return _write_plan(settings, source, inventory, exclusions, config_hash, fingerprint, num_tasks)
+
+
+def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
+    """The plan that other tasks are working on, if it is ours and the source is still as they found it."""
+    directory = Path(settings.out)
+    begun = load_begun(directory)
+    if begun is None:
+        raise UserError(
+            f"{directory}: the process that was making the plan has ended without one; start this task again"
+        )
+    if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
+        raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
+    if begun.num_tasks != num_tasks:
+        raise UserError(
+            f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
+        )
+    if Inventory(directory / PARTS / INVENTORY_NAME).layout != _layout(settings, source):
+        raise SourceError(
+            f"source: has changed since the first task listed it; stop the tasks, remove {directory} and begin again"
+        )
+    return Workplan(directory, begun)
+
+
+def load_begun(directory: Path) -> Begun | None:
+    path = directory / PARTS / BEGUN_NAME
+    try:
+        return Begun.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(f"{path}: cannot be read; remove {directory} and build again") from None
+
+
+def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
+    """Hashes what decides the bytes of the dataset: not the number of workers, and no path of this machine."""
+    config = settings.model_dump(
+        mode="json", exclude={"out", "num_workers", "max_reject_share", "source", "classes", "exclude"}
+    )
+    kept = settings.kept_classes()
+    parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
+    return hashlib.sha256(canonical_json([*parts, exclusions.digest])).hexdigest()
+
+
+def _tidy(directory: Path) -> None:
+    """Removes what a killed build has left half-written."""
+    for place in (directory, directory / PARTS):
+        for leftover in place.glob(TEMPORARY_PREFIX + "*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def _claim(directory: Path, *, fingerprint: str, before: Begun | None) -> None:
+    """Refuses a directory that holds, or has begun to hold, another dataset."""
+    if (directory / MANIFEST_NAME).exists():
+        if load_manifest(directory).fingerprint != fingerprint:
+            raise _foreign(directory, "a")
+    elif before is not None and before.fingerprint != fingerprint:
+        raise _foreign(directory, "an unfinished")
+
+
+def _foreign(directory: Path, state: str) -> UserError:
+    return UserError(
+        f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory"
+    )
+
+
+def _listed(settings: BuildSettings, source: Source, *, before: Begun | None) -> Inventory:
+    """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
+    layout = _layout(settings, source)
+    directory = Path(settings.out) / PARTS / INVENTORY_NAME
+    if before is not None and (directory / HEAD_NAME).exists():
+        inventory = Inventory(directory)
+        if inventory.layout == layout and all(container.stamp for container in layout.containers):
+            return inventory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with worker_pool(min(settings.num_workers, max(1, len(layout.containers)))) as pool:
+        return write_inventory(directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool))
+
+
+def _layout(settings: BuildSettings, source: Source) -> Layout:
+    """The containers that may hold what the config keeps, sorted."""
+    layout = source.layout()
+    kept, containers = settings.kept_classes(), layout.containers
+    if kept is not None:
+        unknown = sorted(kept - set(layout.classes))
+        if unknown:
+            raise UserError(f"classes: {len(unknown)} are not in the source ({', '.join(unknown[:3])})")
+        labels = {label for label, name in enumerate(layout.classes) if name in kept}
+        containers = tuple(part for part in containers if part.label is None or part.label < 0 or part.label in labels)
+    return Layout(layout.classes, tuple(sorted(containers)))
+
+
+def _adopted(inventory: Inventory) -> Inventory:
+    """A candidate takes its place only now that it is known not to be another dataset's."""
+    if inventory.directory.name == INVENTORY_NAME:
+        return inventory
+    place = inventory.directory.with_name(INVENTORY_NAME)
+    shutil.rmtree(place, ignore_errors=True)
+    inventory.directory.rename(place)
+    return Inventory(place)
+
+
+def _entries(source: Source, layout: Layout, pool: ProcessPoolExecutor) -> Iterable[Entries]:
+    with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
+        for container, entries in zip(layout.containers, pool.map(source.entries, layout.containers), strict=True):
+            yield entries
+            line.advance(note=container.path)
+
+
+def _write_plan(
+    settings: BuildSettings,
+    source: Source,
+    inventory: Inventory,
+    exclusions: Exclusions,
+    config_hash: str,
+    fingerprint: str,
+    num_tasks: int,
+) -> Workplan:
+    arrangement = source.arrange(inventory)
+    _refuse_empty(source, inventory, arrangement)
+    labels, classes, left_out = _renumber(settings, inventory, arrangement)
+    directory, shards = Path(settings.out), []
+    dropped = exclusions.rows(inventory)
+    for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
+        stored = inventory.labels[chosen]
+        rows = chosen[(stored < 0) | (labels[stored] >= 0)]
+        _count(left_out, "classes", len(chosen) - len(rows))
+        if len(dropped):
+            kept = rows[~np.isin(rows, dropped)]
+            _count(left_out, "excluded", len(rows) - len(kept))
+            rows = kept
+        if settings.order == "shuffled":
+            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
+            rows = generator.permutation(rows)
+        with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
+            np.save(file, rows)
+        for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
+            stop = min(start + settings.samples_per_shard, len(rows))
+            shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
+    write_json(directory / PARTS / SETTINGS_NAME, settings.model_dump(mode="json"))
+    begun = Begun(
+        config_hash=config_hash,
+        fingerprint=fingerprint,
+        classes=classes,
+        labels=tuple(labels.tolist()),
+        num_left_out=left_out,
+        shards=tuple(shards),
+        num_tasks=num_tasks,
+    )
+    write_json(directory / PARTS / BEGUN_NAME, begun.model_dump(mode="json"))
+    return Workplan(directory, begun)
+
+
+def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
+    name = source.describe()["kind"]
+    listed = {container.split for container in inventory.containers}
+    for split in sorted(listed):
+        if not len(arrangement.splits.get(split, ())):
+            raise SourceError(f"source.path: split {split} of this {name} source holds no files")
+    present = set(np.unique(inventory.labels).tolist())
+    wanted = {container.label for container in inventory.containers if container.label is not None}
+    empty = [inventory.classes[label] for label in sorted(wanted - present) if label >= 0]
+    if empty:
+        raise SourceError(
+            f"source.path: {len(empty)} classes of this {name} source hold no files ({', '.join(empty[:3])}); "
+            "remove them, or complete the archive"
+        )
+
+
+def _renumber(
+    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], dict[str, int]]:
+    """The label in the dataset of each class of the inventory (-1: left out), the dataset's classes, what was left out so far."""
+    kept = settings.kept_classes()
+    staying = set(range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels)
+    labels = np.full(max(1, len(inventory.classes)), -1, np.int32)
+    classes: list[str] = []
+    for label, name in enumerate(inventory.classes):
+        if label in staying and (kept is None or name in kept):
+            labels[label] = len(classes)
+            classes.append(name)
+    return labels, tuple(classes), dict(arrangement.left_out or {})
+
+
+def _count(left_out: dict[str, int], reason: str, number: int) -> None:
+    if number:
+        left_out[reason] = left_out.get(reason, 0) + number
