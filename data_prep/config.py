@@ -44,16 +44,14 @@ class BuildSettings(Settings):
     def _all_cores(cls, value: int) -> int:
         return value or len(os.sched_getaffinity(0))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_images_dir(cls, data: object) -> object:
+    @model_validator(mode="after")
+    def _default_images_dir(self) -> "BuildSettings":
         """Synthetic pictures are written beside the dataset unless told otherwise."""
-        if isinstance(data, dict) and isinstance(data.get("out"), str) and isinstance(data.get("source"), dict):
-            source = data["source"]
-            if source.get("kind") == "synthetic" and source.get("images_dir") is None:
-                out = Path(data["out"])
-                return data | {"source": source | {"images_dir": str(out.with_name(out.name + "-images"))}}
-        return data
+        if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
+            return self
+        out = Path(self.out)
+        source = self.source.model_copy(update={"images_dir": str(out.with_name(out.name + "-images"))})
+        return self.model_copy(update={"source": source})
 
     @model_validator(mode="after")
     def _out_is_not_the_source(self) -> "BuildSettings":

@@ -19,6 +19,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +88,11 @@ def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> W
     _tidy(directory)
     inventory = _listed(settings, source, before=before)
     fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
-    _claim(directory, fingerprint=fingerprint, before=before)
-    inventory = _adopted(inventory)
+    try:
+        _claim(directory, fingerprint=fingerprint, before=before)
+        inventory = _adopted(inventory)
+    finally:
+        _tidy(directory)
     if before is not None and before.num_tasks == num_tasks and before.config_hash == config_hash:
         return Workplan(directory, before)
     return _write_plan(settings, source, inventory, exclusions, config_hash, fingerprint, num_tasks)
@@ -128,7 +132,7 @@ def load_begun(directory: Path) -> Begun | None:
 def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
     """Hashes what decides the bytes of the dataset: not the number of workers, and no path of this machine."""
     config = settings.model_dump(
-        mode="json", exclude={"out", "num_workers", "max_reject_share", "source", "classes", "exclude"}
+        mode="json", exclude={"out", "name", "num_workers", "max_reject_share", "source", "classes", "exclude"}
     )
     kept = settings.kept_classes()
     parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
@@ -140,6 +144,8 @@ def _tidy(directory: Path) -> None:
     for place in (directory, directory / PARTS):
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    with suppress(OSError):
+        (directory / PARTS).rmdir()  # if it is empty
 
 
 def _claim(directory: Path, *, fingerprint: str, before: Begun | None) -> None:
@@ -246,16 +252,17 @@ def _write_plan(
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
     name = source.describe()["kind"]
-    listed = {container.split for container in inventory.containers}
-    for split in sorted(listed):
+    for split in sorted({container.split for container in inventory.containers}):
         if not len(arrangement.splits.get(split, ())):
-            raise SourceError(f"source.path: split {split} of this {name} source holds no files")
+            raise SourceError(
+                f"source.path: split {split} of this {name} source holds no pictures; complete the archive"
+            )
     present = set(np.unique(inventory.labels).tolist())
     wanted = {container.label for container in inventory.containers if container.label is not None}
     empty = [inventory.classes[label] for label in sorted(wanted - present) if label >= 0]
     if empty:
         raise SourceError(
-            f"source.path: {len(empty)} classes of this {name} source hold no files ({', '.join(empty[:3])}); "
+            f"source.path: {len(empty)} classes of this {name} source hold no pictures ({', '.join(empty[:3])}); "
             "remove them, or complete the archive"
         )
 

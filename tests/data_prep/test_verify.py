@@ -165,8 +165,8 @@ def test_a_missing_list_of_rejects_is_found(dataset: Path) -> None:
         (None, "has no manifest.json, so it is unfinished; run its data_prep build again, it goes on from there"),
         ("{", "not a manifest"),
         ("[]", "not a manifest"),
-        ('{"schema_version": 1}', "not a manifest"),
-        ('{"schema_version": 2}', "schema version 2, this tool reads 1"),
+        ('{"schema_version": 2}', "not a manifest"),
+        ('{"schema_version": 1}', "schema version 1, this tool reads 2"),
     ],
 )
 def test_without_a_readable_manifest_there_is_one_clear_line(
