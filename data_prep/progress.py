@@ -34,10 +34,11 @@ class ProgressLine:
         elif time.monotonic() - self._said_s >= LOG_INTERVAL_S:
             self._say()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Says the last state; after a failure, which has its own line, only the bar ends."""
         if self._bar is not None:
             self._bar.stop()
-        elif self._enabled and time.monotonic() - self._started_s >= 1.0:
+        elif self._enabled and not failed and time.monotonic() - self._started_s >= 1.0:
             self._say()
 
     def rate(self) -> float:
@@ -73,5 +74,7 @@ def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
     try:
         yield line
-    finally:
-        line.close()
+    except BaseException:
+        line.close(failed=True)
+        raise
+    line.close()

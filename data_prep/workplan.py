@@ -18,7 +18,7 @@ lock of OUT:
 import hashlib
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from data_prep.publish import TEMPORARY_PREFIX, atomic_file, canonical_json, wri
 from data_prep.settings import Settings, UserError
 from data_prep.shards import PARTS
 from data_prep.sources import Arrangement, Source, SourceError
-from data_prep.workers import worker_pool
 
 BEGUN_NAME, SETTINGS_NAME, INVENTORY_NAME = "begun.json", "settings.json", "inventory"
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
@@ -77,7 +76,7 @@ class Workplan:
         return self.begun.shards[number :: self.begun.num_tasks]
 
 
-def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> Workplan:
+def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1) -> Workplan:
     """The plan of this build in `settings.out`; the caller holds the directory alone."""
     directory = Path(settings.out)
     exclusions = load_exclusions(settings.exclude)
@@ -86,7 +85,7 @@ def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> W
     if before is not None and before.config_hash != config_hash:
         raise _foreign(directory, "an unfinished")
     _tidy(directory)
-    inventory = _listed(settings, source, before=before)
+    inventory = _listed(settings, source, pool, before=before)
     fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
     try:
         _claim(directory, fingerprint=fingerprint, before=before)
@@ -163,7 +162,7 @@ def _foreign(directory: Path, state: str) -> UserError:
     )
 
 
-def _listed(settings: BuildSettings, source: Source, *, before: Begun | None) -> Inventory:
+def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
     layout = _layout(settings, source)
     directory = Path(settings.out) / PARTS / INVENTORY_NAME
@@ -172,8 +171,7 @@ def _listed(settings: BuildSettings, source: Source, *, before: Begun | None) ->
         if inventory.layout == layout and all(container.stamp for container in layout.containers):
             return inventory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with worker_pool(min(settings.num_workers, max(1, len(layout.containers)))) as pool:
-        return write_inventory(directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool))
+    return write_inventory(directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool))
 
 
 def _layout(settings: BuildSettings, source: Source) -> Layout:
@@ -199,7 +197,7 @@ def _adopted(inventory: Inventory) -> Inventory:
     return Inventory(place)
 
 
-def _entries(source: Source, layout: Layout, pool: ProcessPoolExecutor) -> Iterable[Entries]:
+def _entries(source: Source, layout: Layout, pool: Executor) -> Iterable[Entries]:
     with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
         for container, entries in zip(layout.containers, pool.map(source.entries, layout.containers), strict=True):
             yield entries

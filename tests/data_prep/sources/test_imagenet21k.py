@@ -23,7 +23,7 @@ COUNTS = dict(zip(FIRST, (9, 3, 7), strict=True))
 
 
 def build(path: Path, out: Path, *overrides: str) -> int:
-    words = [f"source.path={path}", "image_size=16", "num_workers=2", "samples_per_shard=6", "name=in21k", *overrides]
+    words = [f"source.path={path}", "image_size=16", "num_workers=1", "samples_per_shard=6", "name=in21k", *overrides]
     return main(["build", "--source", "imagenet21k", "--out", str(out), *words])
 
 
@@ -59,7 +59,7 @@ def test_all_forms_make_the_same_shards(tmp_path: Path) -> None:
 
 def test_keep_encoding_gives_back_the_published_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert build(FORMS["whole tar"](tmp_path), out, "encoding=keep", "source.processing=raw") == 0
+    assert build(FORMS["whole tar"](tmp_path), out, "encoding=keep", "source.processing=raw", "num_workers=2") == 0
     manifest = load_manifest(out)
     assert manifest.classes == FIRST
     found = {}
