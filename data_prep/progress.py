@@ -35,10 +35,12 @@ class ProgressLine:
             self._say()
 
     def close(self, *, failed: bool = False) -> None:
-        """Says the last state; after a failure, which has its own line, only the bar ends."""
+        """Says the last state, once; after a failure, which has a line of its own, only the bar ends."""
+        if failed:
+            self._enabled = False
         if self._bar is not None:
             self._bar.stop()
-        elif self._enabled and not failed and time.monotonic() - self._started_s >= 1.0:
+        elif self._enabled and time.monotonic() - self._started_s >= 1.0:
             self._say()
 
     def rate(self) -> float:
@@ -74,7 +76,8 @@ def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
     try:
         yield line
-    except BaseException:
+    except Exception:
         line.close(failed=True)
         raise
-    line.close()
+    finally:
+        line.close()

@@ -17,8 +17,9 @@ lock of OUT:
 
 import hashlib
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,9 @@ def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: 
         if inventory.layout == layout and all(container.stamp for container in layout.containers):
             return inventory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    return write_inventory(directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool))
+    return write_inventory(
+        directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool, ahead=8 * settings.num_workers)
+    )
 
 
 def _layout(settings: BuildSettings, source: Source) -> Layout:
@@ -197,10 +200,14 @@ def _adopted(inventory: Inventory) -> Inventory:
     return Inventory(place)
 
 
-def _entries(source: Source, layout: Layout, pool: Executor) -> Iterable[Entries]:
+def _entries(source: Source, layout: Layout, pool: Executor, *, ahead: int) -> Iterator[Entries]:
+    """What the containers list, in their order; no more than `ahead` of them wait in memory."""
+    waiting: deque[Future[Entries]] = deque()
     with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
-        for container, entries in zip(layout.containers, pool.map(source.entries, layout.containers), strict=True):
-            yield entries
+        for number, container in enumerate(layout.containers):
+            while number + len(waiting) < len(layout.containers) and len(waiting) < ahead:
+                waiting.append(pool.submit(source.entries, layout.containers[number + len(waiting)]))
+            yield waiting.popleft().result()
             line.advance(note=container.path)
 
 
