@@ -25,7 +25,7 @@ class BuildSettings(Settings):
     """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     draft: bool = True
-    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and less than a level off (see images.py)."""
+    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see images.py)."""
     samples_per_shard: int = Field(8192, ge=1)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""

@@ -3,9 +3,6 @@
 EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands; all other metadata is dropped.
 Metadata that cannot be read leaves the picture as it is stored. Of several frames or pages the first is taken.
 The true format counts, never the file's name. The size is read off the header, and judged, before anything is decoded.
-
-Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
-stays at least `DRAFT_MARGIN` times what is asked for. See `images.py` for what that does to a resized picture.
 """
 
 import io
@@ -14,13 +11,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from PIL import Image, features
+from PIL.JpegImagePlugin import JpegImageFile
 
 from data_prep.colour import rawmode_of, to_rgb
+from data_prep.jpeg import decode_plain, draft_scale
 from data_prep.rejection import Rejection, rejecting
 
 MAX_PIXELS = 178_956_970
 """Pixel cap (Pillow's own limit for a decompression bomb)."""
-DRAFT_MARGIN: Final = 2
 EXTENSIONS: Final = {
     "JPEG": "jpg",
     "PNG": "png",
@@ -64,6 +62,9 @@ def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
     """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter side will be resized."""
     if not data:
         raise Rejection("empty", "zero bytes")
+    plain = decode_plain(data, smallest_side=smallest_side, max_pixels=MAX_PIXELS)
+    if plain is not None:
+        return Picture(to_rgb(plain.pixels), (plain.width / plain.scale, plain.height / plain.scale), 1, "jpg")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Pillow warns of is a rejection below, or metadata that is dropped
         image = _open(data)
@@ -71,19 +72,23 @@ def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
         if width * height > MAX_PIXELS:
             raise Rejection("too_many_pixels", f"{width} x {height}")
         with rejecting("truncated"):
-            scale = 1 if smallest_side is None else _draft(image, smallest_side)
+            scale = _draft(image, smallest_side)
             rawmode = rawmode_of(image)
             image.load()
             orientation = _orientation(image)
             rgb = to_rgb(image, rawmode=rawmode)
-        # MPO, a JPEG of several pictures, is not in the table
-        return Picture(rgb, (width / scale, height / scale), orientation, EXTENSIONS.get(image.format or "", "jpg"))
+        extent = rgb.size if scale == 1 else (width / scale, height / scale)
+        return Picture(rgb, extent, orientation, EXTENSIONS[image.format or ""])
 
 
 def _open(data: bytes) -> Image.Image:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP" and not features.check("webp"):
         raise Rejection("missing_codec", "PIL was built without WebP: " + _REMEDY.format(package="libwebp-dev"))
     with rejecting("not_an_image"):
+        if data[:2] == b"\xff\xd8":
+            return JpegImageFile(
+                io.BytesIO(data)
+            )  # never an MPO: a good picture with a bad index of further ones is good
         try:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:
@@ -94,16 +99,16 @@ def _open(data: bytes) -> Image.Image:
         return image
 
 
-def _draft(image: Image.Image, smallest_side: int) -> int:
-    """Sets a JPEG up for the coarsest draft that keeps the margin; the scale, 1 where there is none."""
-    if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
-        for scale in (8, 4, 2):
-            if min(image.size) >= scale * DRAFT_MARGIN * smallest_side:
-                width, height = image.size
-                image.draft(None, (width // scale, height // scale))
-                assert image.width == -(-width // scale), (image.size, width, height, scale)
-                return scale
-    return 1
+def _draft(image: Image.Image, smallest_side: int | None) -> int:
+    """Sets a JPEG up for the draft that is allowed; its scale."""
+    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+        return 1
+    width, height = image.size
+    scale = draft_scale(width, height, smallest_side)
+    if scale > 1:
+        image.draft(None, (width // scale, height // scale))
+        assert image.width == -(-width // scale), (image.size, width, height, scale)
+    return scale
 
 
 def _orientation(image: Image.Image) -> int:

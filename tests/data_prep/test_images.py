@@ -54,7 +54,7 @@ def _as_stored(pixels: Pixels) -> Pixels:
         (8, np.rot90),
     ],
 )
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
 def test_the_exif_orientation_is_applied(kind: str, orientation: int, upright: Callable[[Pixels], Pixels]) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
