@@ -30,6 +30,8 @@ class BuildSettings(Settings):
     """A text file with the class to keep on each line, instead of `classes`."""
     exclude: tuple[str, ...] = ()
     """Exclusion lists, as `data_prep dedup` writes them."""
+    draft: bool = True
+    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see images.py)."""
     samples_per_shard: int = Field(8192, ge=1)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
@@ -83,5 +85,9 @@ class BuildSettings(Settings):
     @property
     def image_spec(self) -> ImageSpec:
         return ImageSpec(
-            image_size=self.image_size, crop=self.crop, encoding=self.encoding, jpeg_quality=self.jpeg_quality
+            image_size=self.image_size,
+            crop=self.crop,
+            encoding=self.encoding,
+            jpeg_quality=self.jpeg_quality,
+            draft=self.draft,
         )
