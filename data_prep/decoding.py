@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Final
 
+import PIL
 from PIL import Image, features
 from PIL.JpegImagePlugin import JpegImageFile
 
@@ -41,6 +42,11 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _REMEDY = "apt-get install {package} (or the like), then rm -rf .venv and make"
+
+
+def decoder_version() -> str:
+    """What the pixels depend on besides the bytes."""
+    return f"Pillow {PIL.__version__}, libjpeg {features.version('libjpeg_turbo') or features.version('jpg')}"
 
 
 @dataclass(frozen=True)

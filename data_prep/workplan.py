@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.config import BuildSettings
+from data_prep.decoding import decoder_version
 from data_prep.exclusions import Exclusions, load_exclusions
 from data_prep.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
 from data_prep.manifest import MANIFEST_NAME, load_manifest
@@ -52,6 +53,7 @@ class ShardPlan(Settings):
 class Begun(Settings):
     config_hash: str
     fingerprint: str
+    decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
     """What each class of the inventory is called in the dataset: its label there, -1 where it is left out."""
@@ -85,6 +87,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     before = load_begun(directory)
     if before is not None and before.config_hash != config_hash:
         raise _foreign(directory, "an unfinished")
+    _check_decoder(directory, before)
     _tidy(directory)
     inventory = _listed(settings, source, pool, before=before)
     fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
@@ -108,6 +111,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         )
     if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
         raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
+    _check_decoder(directory, begun)
     if begun.num_tasks != num_tasks:
         raise UserError(
             f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
@@ -127,6 +131,15 @@ def load_begun(directory: Path) -> Begun | None:
         return None
     except ValueError:
         raise UserError(f"{path}: cannot be read; remove {directory} and build again") from None
+
+
+def _check_decoder(directory: Path, begun: Begun | None) -> None:
+    """Shards of one dataset are made by the same libraries, or their pictures would differ a little."""
+    if begun is not None and begun.decoder != decoder_version():
+        raise UserError(
+            f"{directory}: was begun with {begun.decoder}, and here is {decoder_version()}; "
+            "go on in the environment that began it, or remove it and build anew"
+        )
 
 
 def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
@@ -245,6 +258,7 @@ def _write_plan(
     begun = Begun(
         config_hash=config_hash,
         fingerprint=fingerprint,
+        decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
         num_left_out=left_out,

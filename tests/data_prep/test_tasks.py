@@ -2,6 +2,7 @@
 merge publishes nothing that is not whole and of this very build.
 """
 
+import json
 import os
 import random
 import shutil
@@ -307,3 +308,19 @@ def test_the_lock_of_a_task_is_its_own(tmp_path: Path, source: Path) -> None:
     with sole_writer(out / "parts" / "task-0"):
         assert task(source, out, "0/2") == 2
         assert task(source, out, "1/2") == 0
+
+
+def test_parts_made_by_another_pillow_are_not_mixed(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/2") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.__version__", "1.1.7")
+        assert task(source, out, "1/2") == 2
+        assert "was begun with Pillow" in capsys.readouterr().err
+        assert build(source, out, *CUT) == 2
+    assert task(source, out, "1/2") == 0
+    assert merge(out) == 0
+    decoder = json.loads((out / "manifest.json").read_text())["decoder"]
+    assert "libjpeg" in decoder
