@@ -5,6 +5,8 @@ Every verb sets `run` (options -> exit code) and `after_a_stop`, what is said af
 """
 
 import argparse
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,3 +22,22 @@ def add_verbs(verbs: "Verbs") -> None:
     building.add_verbs(verbs)
     checking.add_verbs(verbs)
     choosing.add_verbs(verbs)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (one for each core)")
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+    """Text stands left, numbers right, with thousands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column, head in enumerate(heads):
+        numeric = bool(rows) and all(isinstance(row[column], int | float) for row in rows)
+        table.add_column(head, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row))
+    Console(highlight=False).print(table)
