@@ -1,92 +1,118 @@
-"""`data_prep verify`: reads a dataset the slow way (plain tar, full decode) and holds it against its manifest and index."""
+"""`data_prep verify`: reads a dataset the slow way (plain tar, full decode) and holds it against its manifest and indices.
 
+Nothing is mended, and nothing of the dataset is changed. What is wrong is a fault; what merely lies about is a note.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.images import Rejection, decode
-from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, load_index, load_manifest
-from data_prep.progress import progress
-from data_prep.publish import sha256_of
-from data_prep.shards import read_samples
+from data_prep.manifest import (
+    MANIFEST_NAME,
+    REJECTED_NAME,
+    DatasetError,
+    Manifest,
+    Split,
+    load_annotation,
+    load_manifest,
+)
+from data_prep.publish import TEMPORARY_PREFIX, sha256_of
+from data_prep.shard_check import BORROWED, Expected, Faults, ShardFindings, check_shard
+from data_prep.shards import PARTS
+from data_prep.stored import sweep
+
+REJECT_FIELDS = ("key", "path", "reason", "sha256")
 
 
-def verify(directory: Path) -> tuple[Manifest, list[str]]:
-    """The manifest and every fault found, one line each; an empty list means that the dataset is what it claims to be."""
+@dataclass(frozen=True)
+class Verification:
+    manifest: Manifest
+    faults: list[str]
+    """One line each; of a shard with very many, the first."""
+    num_faults: int
+    notes: list[str]
+
+
+def verify(directory: Path, *, num_workers: int = 1) -> Verification:
+    """Everything that is not as the manifest says; without faults the dataset is what it claims to be."""
     manifest = load_manifest(directory)
-    faults = []
+    faults = Faults()
+    faults.add(*_manifest_faults(manifest), *_rejected_faults(directory, manifest))
+    for name, split in manifest.splits.items():
+        faults.extend(_split_faults(directory, manifest, name, split, num_workers=num_workers))
+    return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
+
+
+def _manifest_faults(manifest: Manifest) -> Iterator[str]:
     if manifest.num_read != manifest.num_written + manifest.num_rejected:
-        faults.append(
-            f"manifest: {manifest.num_read} read, but {manifest.num_written} written + {manifest.num_rejected} rejected"
-        )
+        yield f"manifest: {manifest.num_read} read, but {manifest.num_written} written + {manifest.num_rejected} rejected"
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
     if manifest.num_written != num_in_splits:
-        faults.append(f"manifest: {manifest.num_written} written, but its splits have {num_in_splits} samples")
-    faults += _rejected_faults(directory / REJECTED_NAME, manifest.num_rejected)
-    with progress("verifying", total=manifest.num_written, unit="images") as line:
-        for name, split in manifest.splits.items():
-            counts = np.zeros(len(manifest.classes), np.int64)
-            for shard in split.shards:
-                faults += _shard_faults(directory, shard, manifest, counts)
-                line.advance(shard.num_samples, note=shard.file)
-            if tuple(counts.tolist()) != split.class_counts:
-                faults.append(f"split {name}: the class counts of the shards are not those of the manifest")
-    return manifest, faults
+        yield f"manifest: {manifest.num_written} written, but its splits have {num_in_splits} samples"
+    names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
+    yield from (f"manifest: {count} shards are called {name}" for name, count in names.items() if count > 1)
+    if len(set(manifest.classes)) != len(manifest.classes):
+        yield "manifest: a class stands twice in the class list"
 
 
-def _rejected_faults(path: Path, num_rejected: int) -> list[str]:
+def _rejected_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
+    path = directory / REJECTED_NAME
     if not path.is_file():
-        return [f"{path.name}: missing"]
-    num_lines = len(path.read_bytes().splitlines())
-    return [f"{path.name}: {num_lines} lines, {num_rejected} expected"] if num_lines != num_rejected else []
+        if manifest.num_rejected or manifest.source.get("kind") not in BORROWED:
+            yield f"{path.name}: missing"
+        return
+    lines = path.read_bytes().splitlines()
+    if len(lines) != manifest.num_rejected:
+        yield f"{path.name}: {len(lines)} lines, {manifest.num_rejected} expected"
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or any(not isinstance(entry.get(name), str) for name in REJECT_FIELDS):
+            yield f"{path.name}: line {number} does not give {', '.join(REJECT_FIELDS)}"
 
 
-def _shard_faults(
-    directory: Path, shard: Shard, manifest: Manifest, counts: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> list[str]:
-    path = directory / shard.file
-    if not path.is_file():
-        return [f"{shard.file}: missing"]
-    faults = []
-    if sha256_of(path) != shard.sha256:
-        faults.append(
-            f"{shard.file}: sha256 differs from the manifest ({path.stat().st_size:,} bytes, {shard.num_bytes:,} expected)"
-        )
-    index_path = directory / shard.index_file
-    paths_path = directory / shard.paths_file
-    if not paths_path.is_file() or sha256_of(paths_path) != shard.paths_sha256:
-        faults.append(f"{shard.paths_file}: missing or changed")
-    if not index_path.is_file() or sha256_of(index_path) != shard.index_sha256:
-        return [*faults, f"{shard.index_file}: missing or changed"]
-    try:
-        index = load_index(directory, shard)
-    except DatasetError as error:
-        return [*faults, str(error)]
-    content = path.read_bytes()
-    seen = 0
-    try:
-        for seen, (key, image, label) in enumerate(read_samples(path), start=1):
-            faults += _sample_faults(f"{shard.file} {key}", image, label, manifest)
-            offset, length, indexed_label = index[seen - 1].tolist() if seen <= len(index) else (0, -1, -1)
-            if content[offset : offset + length] != image or indexed_label != label:
-                faults.append(f"{shard.file} {key}: the index points elsewhere")
-            if 0 <= label < len(counts):
-                counts[label] += 1
-    except Exception as error:  # noqa: BLE001
-        # whatever a damaged tar makes its reader raise is a finding about the file
-        faults.append(f"{shard.file}: not readable after {seen} samples ({error})")
-    if seen != shard.num_samples:
-        faults.append(f"{shard.file}: {seen} samples, {shard.num_samples} expected")
+def _split_faults(directory: Path, manifest: Manifest, name: str, split: Split, *, num_workers: int) -> Faults:
+    faults = Faults()
+    is_unlabelled = sum(split.class_counts) == 0
+    expected = Expected.of(manifest, is_unlabelled=is_unlabelled)
+    counts, num_unlabelled = np.zeros(len(manifest.classes), np.int64), 0
+    check = partial(check_shard, directory, expected)
+    found: Iterator[ShardFindings] = sweep(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
+    for findings in found:
+        faults.extend(findings.faults)
+        counts += findings.class_counts
+        num_unlabelled += findings.num_unlabelled
+    if tuple(counts.tolist()) != split.class_counts:
+        faults.add(f"split {name}: the class counts of the shards are not those of the manifest")
+    if num_unlabelled and not is_unlabelled:
+        faults.add(f"split {name}: {num_unlabelled} samples have no label, others have; all or none may")
+    for key, annotation in split.annotations.items():
+        path = directory / annotation.file
+        if not path.is_file() or sha256_of(path) != annotation.sha256:
+            faults.add(f"{annotation.file}: missing or changed")
+            continue
+        try:
+            load_annotation(directory, split, key)
+        except DatasetError as error:
+            faults.add(str(error))
     return faults
 
 
-def _sample_faults(name: str, image: bytes, label: int, manifest: Manifest) -> list[str]:
-    faults = [] if 0 <= label < len(manifest.classes) else [f"{name}: label {label} of {len(manifest.classes)} classes"]
-    try:
-        picture, _ = decode(image)
-    except Rejection as rejection:
-        return [*faults, f"{name}: {rejection}"]
-    size = (manifest.image_size, manifest.image_size)
-    if manifest.encoding != "keep" and picture.size != size:
-        faults.append(f"{name}: {picture.size} pixels, {size} expected")
-    return faults
+def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """What no manifest speaks of: left by a killed run, or put there by somebody."""
+    known = {MANIFEST_NAME, REJECTED_NAME}
+    for split in manifest.splits.values():
+        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
+        known |= {annotation.file for annotation in split.annotations.values()}
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
+            yield f"{path.name}: left by a run that did not end; once none is at work, it may be deleted"
+        elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
+            yield f"{path.name}: not in the manifest"

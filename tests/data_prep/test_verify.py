@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.verify import verify
-from tests.data_prep.samples import build, encoded, picture, write_classes, write_files
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def test_a_good_dataset_has_no_faults(
     assert main(["verify", str(directory)]) == 0
     assert capsys.readouterr().out == f"{directory}: {num_samples} samples, every one as the manifest says\n"
     assert main(["verify", str(directory), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"dataset": str(directory), "samples": num_samples, "faults": []}
+    nothing = {"num_faults": 0, "faults": [], "notes": []}
+    assert json.loads(capsys.readouterr().out) == {"dataset": str(directory), "samples": num_samples, **nothing}
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "keep"])
@@ -52,22 +53,22 @@ def test_a_good_dataset_of_files_with_rejects_has_no_faults(tmp_path: Path, enco
     source = write_classes(tmp_path / "source", {"ant": 4})
     write_files(source, {"ant/text.jpg": b"no", "ant/wide.png": encoded(picture(seed=9, width=90), "PNG")})
     assert build(source, tmp_path / "out", f"encoding={encoding}", "max_reject_share=1") == 0
-    manifest, faults = verify(tmp_path / "out")
-    assert manifest.num_written == 5
-    assert faults == []
+    found = verify(tmp_path / "out")
+    assert found.manifest.num_written == 5
+    assert (found.faults, found.notes) == ([], [])
 
 
 # 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of the shard
 @pytest.mark.parametrize("place", [512 + 13 + 7, 512 + 1024 + 512, 64 * 2560 // 2])
 def test_one_flipped_byte_of_a_shard_is_found(dataset: Path, place: int) -> None:
     flip_byte(dataset, name="train-000001.tar", place=place)
-    _, faults = verify(dataset)
+    faults = verify(dataset).faults
     assert any(fault.startswith("train-000001.tar: sha256 differs from the manifest") for fault in faults)
 
 
 def test_damage_in_one_shard_is_not_blamed_on_another(dataset: Path) -> None:
     flip_byte(dataset, name="train-000001.tar", place=600)
-    _, faults = verify(dataset)
+    faults = verify(dataset).faults
     assert len(faults) == 1
 
 
@@ -76,7 +77,7 @@ def test_a_truncated_shard_is_found_and_the_others_are_still_read(dataset: Path,
     path = dataset / "train-000000.tar"
     path.write_bytes(path.read_bytes()[:num_bytes])
     (dataset / "val-000000.tar").unlink()
-    _, faults = verify(dataset)
+    faults = verify(dataset).faults
     assert any(
         fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault for fault in faults
     )
@@ -89,7 +90,7 @@ def test_a_changed_or_missing_index_is_found(dataset: Path) -> None:
     index[3, 2] = (index[3, 2] + 1) % 8
     np.save(dataset / "train-000002.npy", index)
     (dataset / "val-000001.npy").unlink()
-    _, faults = verify(dataset)
+    faults = verify(dataset).faults
     assert "train-000002.npy: missing or changed" in faults
     assert "val-000001.npy: missing or changed" in faults
 
@@ -100,8 +101,11 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
     np.save(dataset / "train-000002.npy", index)
     digest = hashlib.sha256((dataset / "train-000002.npy").read_bytes()).hexdigest()
     change_manifest(dataset, lambda manifest: manifest["splits"]["train"]["shards"][2].update(index_sha256=digest))
-    _, faults = verify(dataset)
-    assert faults == ["train-000002.tar train-000002-000003: the index points elsewhere"]
+    faults = verify(dataset).faults
+    assert faults == [
+        "train-000002.tar train-000002-000003: the index points elsewhere",
+        "split train: the class counts of the shards are not those of the manifest",
+    ]
 
 
 def _more_in_shard(manifest: dict[str, Any]) -> None:
@@ -130,6 +134,10 @@ def _other_size(manifest: dict[str, Any]) -> None:
     manifest["image_size"] = 17
 
 
+def _same_name(manifest: dict[str, Any]) -> None:
+    manifest["splits"]["train"]["shards"][1]["name"] = "train-000000"
+
+
 def _fewer_classes(manifest: dict[str, Any]) -> None:
     del manifest["classes"][-1]
 
@@ -143,6 +151,7 @@ def _fewer_classes(manifest: dict[str, Any]) -> None:
         (_more_read_and_written, "manifest: 313 written, but its splits have 312 samples"),
         (_more_rejected, "rejected.jsonl: 0 lines, 1 expected"),
         (_other_size, "(16, 16) pixels, (17, 17) expected"),
+        (_same_name, "manifest: 2 shards are called train-000000"),
         (_fewer_classes, "label 7 of 7 classes"),
     ],
 )
@@ -156,7 +165,62 @@ def test_a_manifest_that_says_otherwise_is_found(
 
 def test_a_missing_list_of_rejects_is_found(dataset: Path) -> None:
     (dataset / "rejected.jsonl").unlink()
-    assert verify(dataset)[1] == ["rejected.jsonl: missing"]
+    assert verify(dataset).faults == ["rejected.jsonl: missing"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        (["{}"], "rejected.jsonl: line 1 does not give key, path, reason, sha256"),
+        (['{"key": "a", "path": "b", "reason": "empty", "sha256": "0"}', "half"], "rejected.jsonl: line 2 does not"),
+    ],
+)
+def test_a_damaged_list_of_rejects_is_found(dataset: Path, lines: list[str], fault: str) -> None:
+    (dataset / "rejected.jsonl").write_text("\n".join(lines))
+    assert any(found.startswith(fault) for found in verify(dataset).faults)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_about_is_a_note_and_no_fault(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(dataset, {"old.tar": b"", ".tmp-train-000009.tar": b"", "parts/x.json": b"", "mine.txt": b""})
+    found = verify(dataset)
+    assert found.faults == []
+    assert [note.split(":")[0] for note in found.notes] == [".tmp-train-000009.tar", "old.tar", "parts"]
+    capsys.readouterr()
+    assert main(["verify", str(dataset)]) == 0
+    assert "note: old.tar: not in the manifest" in capsys.readouterr().out
+
+
+def test_twenty_faults_are_printed_and_the_others_counted(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_manifest(dataset, _other_size)
+    capsys.readouterr()
+    assert main(["verify", str(dataset)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "... and 292 more"
+    assert main(["verify", str(dataset), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["num_faults"] == 312
+
+
+def test_any_number_of_workers_finds_the_same(dataset: Path) -> None:
+    flip_byte(dataset, name="train-000003.tar", place=600)
+    (dataset / "train-000001.npy").unlink()
+    alone = verify(dataset)
+    assert len(alone.faults) == 3
+    assert verify(dataset, num_workers=2) == alone
+
+
+def test_a_dataset_that_cannot_be_written_to_can_be_verified(dataset: Path) -> None:
+    before = files_of(dataset)
+    for path in (*dataset.iterdir(), dataset):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        assert verify(dataset).faults == []
+    finally:
+        dataset.chmod(0o755)
+    assert files_of(dataset) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""The verbs of `data_prep`: their options, what they print and their exit codes. What they do is in modules of their own, imported
+when a verb runs, so that help and mistakes cost nothing.
+
+Every verb sets `run` (options -> exit code) and `after_a_stop`, what is said after an interruption or a failing disk.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def add_verbs(verbs: "Verbs") -> None:
+    """Where every verb is registered, in the order of the help."""
+    from data_prep.commands import building, checking, choosing
+
+    building.add_verbs(verbs)
+    checking.add_verbs(verbs)
+    choosing.add_verbs(verbs)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (one for each core)")
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+    """Text stands left, numbers right, with thousands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column, head in enumerate(heads):
+        numeric = bool(rows) and all(isinstance(row[column], int | float) for row in rows)
+        table.add_column(head, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row))
+    Console(highlight=False).print(table)

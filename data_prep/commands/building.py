@@ -1,0 +1,97 @@
+"""`data_prep build` and `data_prep merge`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.commands import FAULTY, OK
+from data_prep.manifest import Manifest
+from data_prep.settings import dump, load_settings
+
+if TYPE_CHECKING:
+    from data_prep.commands import Verbs
+
+GOES_ON = "what is finished is kept, the same command goes on from there"
+
+
+def add_verbs(verbs: "Verbs") -> None:
+    build = verbs.add_parser(
+        "build", help="pack a source into shards + index + manifest; goes on after any interruption"
+    )
+    build.add_argument("config", nargs="?", help="a YAML file, such as configs/data_prep/demo_pretrain.yaml")
+    build.add_argument("overrides", nargs="*", help="key.path=value, such as image_size=64 source.seed=1")
+    build.add_argument("--source", metavar="KIND", help="folder | synthetic (short for source.kind=KIND)")
+    build.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
+    build.add_argument(
+        "--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge"
+    )
+    build.add_argument("--show", action="store_true", help="print the resolved settings and stop")
+    build.add_argument("--json", action="store_true", help="print the summary as JSON")
+    build.set_defaults(run=_build, after_a_stop=GOES_ON)
+    merge = verbs.add_parser("merge", help="verify what array tasks have written, then publish the dataset")
+    merge.add_argument("dataset", type=Path)
+    merge.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    merge.add_argument("--json", action="store_true", help="print the summary as JSON")
+    merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
+
+
+def _build(options: argparse.Namespace) -> int:
+    from data_prep.config import BuildSettings
+
+    config, overrides = options.config, list(options.overrides)
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    if options.source:
+        overrides.append(f"source.kind={options.source}")
+    if options.out:
+        overrides.append(f"out={options.out}")
+    settings = load_settings(BuildSettings, path=config, overrides=overrides)
+    if options.show:
+        print(dump(settings), end="")
+        return OK
+    if options.task:
+        from data_prep.tasks import Task, build_task
+
+        num_shards = build_task(settings, Task.parse(options.task))
+        print(
+            f"{settings.out}: task {options.task} has its {num_shards} shards; after the last task: data_prep merge {settings.out}"
+        )
+        return OK
+    from data_prep.build import build
+
+    return _published(lambda: build(settings), settings.out, as_json=options.json)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from data_prep.merge import merge
+
+    return _published(
+        lambda: merge(options.dataset, num_workers=options.workers), str(options.dataset), as_json=options.json
+    )
+
+
+def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
+    from data_prep.merge import TooManyRejected
+
+    try:
+        manifest = publish()
+    except TooManyRejected as error:
+        print(f"data_prep: {error}", file=sys.stderr)
+        return FAULTY
+    splits = {name: split.num_samples for name, split in manifest.splits.items()}
+    if as_json:
+        counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}
+        left_out = {"left_out": manifest.num_left_out}
+        print(json.dumps({"dataset": out, "splits": splits, "hash": manifest.hash, **counts, **left_out}))
+        return OK
+    sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
+    print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
+    print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}")
+    if manifest.num_left_out:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items())
+        print(f"left out by the config, not read: {reasons}")
+    return OK

@@ -1,0 +1,118 @@
+"""`data_prep verify`, `stats` and `show`: what a finished dataset holds; none of them changes it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep.commands import FAULTY, OK, add_workers, print_table
+
+if TYPE_CHECKING:
+    from data_prep.commands import Verbs
+
+NOTHING_CHANGED = "the dataset was not changed"
+MAX_PRINTED = 20
+
+
+def add_verbs(verbs: "Verbs") -> None:
+    verify = verbs.add_parser("verify", help="read everything again and hold it against the manifest")
+    verify.add_argument("dataset", type=Path)
+    add_workers(verify)
+    verify.add_argument("--json", action="store_true", help="print the findings as JSON")
+    verify.set_defaults(run=_verify, after_a_stop=NOTHING_CHANGED)
+    stats = verbs.add_parser("stats", help="the numbers of a dataset: classes, channels, sizes, rejects")
+    stats.add_argument("dataset", type=Path)
+    stats.add_argument("--recompute", action="store_true", help="channel mean and std from the pictures, too")
+    add_workers(stats)
+    stats.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    stats.set_defaults(run=_stats, after_a_stop=NOTHING_CHANGED)
+    show = verbs.add_parser("show", help="a contact sheet: what the model would see, with labels")
+    show.add_argument("dataset", type=Path)
+    show.add_argument("--split", default="train")
+    show.add_argument("--shard", type=int, metavar="N", help="of this shard alone (from 0)")
+    show.add_argument("--count", type=int, default=64, metavar="N", help="pictures (64)")
+    show.add_argument("--seed", type=int, default=0, help="another seed shows other pictures")
+    show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png")
+    show.set_defaults(run=_show, after_a_stop=NOTHING_CHANGED)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from data_prep.verify import verify
+
+    found = verify(options.dataset, num_workers=options.workers)
+    if options.json:
+        counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
+        print(json.dumps({"dataset": str(options.dataset), **counts, "faults": found.faults, "notes": found.notes}))
+        return FAULTY if found.num_faults else OK
+    for fault in found.faults[:MAX_PRINTED]:
+        print(fault)
+    if found.num_faults > MAX_PRINTED:
+        print(f"... and {found.num_faults - MAX_PRINTED:,} more")
+    if not found.num_faults:
+        print(f"{options.dataset}: {found.manifest.num_written:,} samples, every one as the manifest says")
+    for note in found.notes:
+        print(f"note: {note}")
+    return FAULTY if found.num_faults else OK
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from data_prep.stats import stats
+
+    found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers)
+    if options.json:
+        print(json.dumps(found))
+        return OK
+    counts = f"{found['num_classes']:,} classes, {found['image_size']} px {found['encoding']}"
+    print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {_rejects(found)}")
+    if found["left_out"]:
+        print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in found["left_out"].items()))
+    heads = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
+    print_table(heads, [_split_row(name, split) for name, split in found["splits"].items()])
+    heads = ("per class", "classes", "min", "median", "max", "max/min")
+    print_table(heads, [_class_row(name, split) for name, split in found["splits"].items() if split["classes"]])
+    for name, split in found["splits"].items():
+        if split["classes"]:
+            extremes = [
+                ", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest")
+            ]
+            print(f"{name}: largest {extremes[0]}; smallest {extremes[1]}")
+    rows = [_channel_row("manifest", found["channel_mean"], found["channel_std"])]
+    if options.recompute:
+        rows.append(_channel_row("recomputed", found["recomputed_channel_mean"], found["recomputed_channel_std"]))
+    print_table(("channels (R G B)", "mean", "std"), rows)
+    sizes = found["sizes"]
+    shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
+    rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
+    print_table(
+        ("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else [])
+    )
+    return OK
+
+
+def _rejects(found: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found["rejected"].items())
+    return f"rejected {sum(found['rejected'].values()):,}" + (f" ({reasons})" if reasons else "")
+
+
+def _split_row(name: str, split: dict[str, Any]) -> tuple[object, ...]:
+    megabytes = [round(split[kind] / 1e6, 1) for kind in ("picture_bytes", "tar_bytes")]
+    return name, split["samples"], split["unlabelled"], split["shards"], *megabytes
+
+
+def _class_row(name: str, split: dict[str, Any]) -> tuple[object, ...]:
+    return name, split["classes"], *split["per_class"].values(), split["imbalance"]
+
+
+def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, str, str]:
+    return name, " ".join(f"{value:.4f}" for value in mean), " ".join(f"{value:.4f}" for value in std)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from data_prep.contact_sheet import contact_sheet, save_sheet
+
+    sheet = contact_sheet(
+        options.dataset, split=options.split, shard=options.shard, count=options.count, seed=options.seed
+    )
+    save_sheet(sheet, options.out)
+    print(f"{options.out}: {sheet.width} x {sheet.height} pixels")
+    return OK

@@ -1,0 +1,102 @@
+"""`data_prep subset` and `data_prep dedup`: which samples of a dataset are to be used."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.commands import OK, add_workers, print_table
+from data_prep.settings import validate
+
+if TYPE_CHECKING:
+    from data_prep.commands import Verbs
+
+NEAR = 6
+
+
+def add_verbs(verbs: "Verbs") -> None:
+    subset = verbs.add_parser("subset", help="some samples of a dataset as another dataset, without copying a picture")
+    subset.add_argument("dataset", type=Path)
+    subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
+    subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
+    subset.add_argument("--count", type=int, metavar="N", help="N samples, in the proportions of the classes")
+    subset.add_argument("--per-class", type=int, metavar="N", help="N samples of every class")
+    subset.add_argument(
+        "--split", default="train", help="the split that the size is of (train); others are taken whole"
+    )
+    subset.add_argument("--seed", type=int, default=0, help="with one seed, smaller subsets lie within larger ones")
+    subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
+    subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
+    subset.add_argument("--json", action="store_true", help="print the summary as JSON")
+    subset.set_defaults(run=_subset, after_a_stop="nothing was published; run the same command again")
+    dedup = verbs.add_parser("dedup", help="list samples whose picture is there already, here or in other datasets")
+    dedup.add_argument("dataset", type=Path)
+    dedup.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a dataset that stays whole; repeatable",
+    )
+    dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
+    dedup.add_argument(
+        "--near", type=int, default=NEAR, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})"
+    )
+    dedup.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
+    dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
+    dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
+    add_workers(dedup)
+    dedup.add_argument("--json", action="store_true", help="print the summary as JSON")
+    dedup.set_defaults(run=_dedup, after_a_stop="no list was written; with --hashes the next run goes on from here")
+
+
+def _subset(options: argparse.Namespace) -> int:
+    from data_prep.subset import Selection, subset
+
+    names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
+    selection = validate(Selection, {name: getattr(options, name) for name in names})
+    manifest = subset(options.dataset, options.out, selection)
+    splits = {name: split.num_samples for name, split in manifest.splits.items()}
+    if options.json:
+        left_out = {"left_out": manifest.num_left_out}
+        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **left_out}))
+        return OK
+    sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
+    print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
+    if manifest.num_left_out:
+        print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items()))
+    return OK
+
+
+def _dedup(options: argparse.Namespace) -> int:
+    from data_prep.dedup import exclusion_lines, find_duplicates, summary, write_list
+
+    found = find_duplicates(
+        options.dataset,
+        against=tuple(options.against),
+        splits=tuple(options.split or ["train"]),
+        near=None if options.exact else options.near,
+        cache=options.hashes,
+        num_workers=options.workers,
+    )
+    if options.out is not None:
+        write_list(options.out, exclusion_lines(found))
+    names = ("split", "of_dataset", "of_split", "reason")
+    rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
+    num_samples = sum(part.stop - part.start for part in found.parts if part.may_lose)
+    if options.json:
+        counts = {"samples": num_samples, "duplicates": len(found.positions), "plain": found.num_plain}
+        out = None if options.out is None else str(options.out)
+        print(json.dumps({"dataset": str(options.dataset), **counts, "by": rows, "out": out}))
+        return OK
+    print(
+        f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture that is there already"
+    )
+    if rows:
+        print_table(("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows])
+    if found.num_plain:
+        print(f"{found.num_plain:,} pictures are nearly of one colour; those were compared pixel by pixel only")
+    if options.out is not None:
+        print(f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as --exclude")
+    return OK

@@ -1,0 +1,155 @@
+"""`data_prep stats`: the numbers of a dataset, from its manifest and indices; pictures are opened only where that is asked for.
+
+Sizes of pictures are known from the manifest unless they are kept as they came: then they are read off the headers (as stored,
+before the EXIF orientation). Recomputed channel statistics are, as those of `build`, of the split train (or of all, where there
+is none), and of the central squares.
+"""
+
+import io
+import json
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from data_prep.images import Rejection, decode, resize
+from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
+from data_prep.stored import sweep, tar_content
+from data_prep.workers import Tally
+
+NUM_EXTREMES = 3
+"""Of the largest and smallest classes."""
+Sums = tuple[NDArray[np.int64], NDArray[np.int64], int]
+
+
+def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1) -> dict[str, Any]:
+    """Everything as plain values, ready for JSON."""
+    manifest = load_manifest(directory)
+    found: dict[str, Any] = {
+        "dataset": str(directory),
+        "name": manifest.name,
+        "hash": manifest.hash,
+        "encoding": manifest.encoding,
+        "image_size": manifest.image_size,
+        "num_classes": len(manifest.classes),
+        "read": manifest.num_read,
+        "written": manifest.num_written,
+        "rejected": _rejected_by_reason(directory, manifest),
+        "left_out": manifest.num_left_out,
+        "splits": {name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()},
+        "channel_mean": list(manifest.channel_mean),
+        "channel_std": list(manifest.channel_std),
+        "sizes": _sizes(directory, manifest, num_workers=num_workers),
+    }
+    if recompute:
+        mean, std = _channel_statistics(directory, manifest, num_workers=num_workers)
+        found |= {"recomputed_channel_mean": mean, "recomputed_channel_std": std}
+    return found
+
+
+def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, Any]:
+    counts = np.array(split.class_counts, np.int64)
+    order = np.lexsort((np.arange(len(counts)), -counts))
+    present = counts[counts > 0]
+    ranked = [[manifest.classes[label], int(counts[label])] for label in order.tolist()]
+    picture_bytes = sum(int(load_index(directory, shard)[:, 1].sum()) for shard in split.shards)
+    return {
+        "samples": split.num_samples,
+        "unlabelled": split.num_unlabelled,
+        "shards": len(split.shards),
+        "picture_bytes": picture_bytes,
+        "tar_bytes": sum(shard.num_bytes for shard in split.shards),
+        "classes": len(present),
+        "per_class": _spread(counts) if len(present) else None,
+        "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
+        "largest": ranked[:NUM_EXTREMES] if len(present) else [],
+        "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
+        "annotations": {key: annotation.num_columns for key, annotation in sorted(split.annotations.items())},
+    }
+
+
+def _spread(counts: NDArray[np.int64]) -> dict[str, float]:
+    return {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
+
+
+def _rejected_by_reason(directory: Path, manifest: Manifest) -> dict[str, int]:
+    if not manifest.num_rejected:
+        return {}
+    path = directory / REJECTED_NAME
+    try:
+        reasons = Counter(str(json.loads(line)["reason"]) for line in path.read_bytes().splitlines())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
+    return dict(sorted(reasons.items()))
+
+
+# ---- what takes a look at the pictures -----------------------------------------------------------------------------
+
+
+def _sizes(directory: Path, manifest: Manifest, *, num_workers: int) -> list[dict[str, int]]:
+    """How many pictures have which size, the most frequent first."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    if manifest.encoding != "keep":
+        sizes[manifest.image_size, manifest.image_size] = manifest.num_written
+    else:
+        for found in sweep(
+            partial(_shard_sizes, directory), _shards(manifest), title="reading headers", num_workers=num_workers
+        ):
+            sizes += found
+    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    return [{"width": width, "height": height, "count": count} for (width, height), count in ranked]
+
+
+def _shard_sizes(directory: Path, shard: Shard) -> Counter[tuple[int, int]]:
+    sizes: Counter[tuple[int, int]] = Counter()
+    with tar_content(directory, shard) as content, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for offset, length in load_index(directory, shard)[:, :2].tolist():
+            try:
+                with Image.open(io.BytesIO(content[offset : offset + length])) as picture:
+                    sizes[picture.size] += 1
+            except (OSError, ValueError, Image.DecompressionBombError) as error:
+                raise _damaged(directory, shard, error) from None
+            Tally.add(1)
+    return sizes
+
+
+def _channel_statistics(directory: Path, manifest: Manifest, *, num_workers: int) -> tuple[list[float], list[float]]:
+    shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
+    work = partial(_shard_sums, directory, manifest.image_size)
+    sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
+    for some, some_squares, some_pixels in sweep(work, shards, title="adding up pixels", num_workers=num_workers):
+        sums, squares, num_pixels = sums + some, squares + some_squares, num_pixels + some_pixels
+    mean = sums / max(1, num_pixels)
+    std = np.sqrt((squares / max(1, num_pixels) - mean**2).clip(min=0))
+    return (mean / 255).tolist(), (std / 255).tolist()
+
+
+def _shard_sums(directory: Path, image_size: int, shard: Shard) -> Sums:
+    """Integers, so that the order of addition is of no account."""
+    sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
+    with tar_content(directory, shard) as content:
+        for offset, length in load_index(directory, shard)[:, :2].tolist():
+            try:
+                picture, _ = decode(content[offset : offset + length])
+            except Rejection as rejection:
+                raise _damaged(directory, shard, rejection) from None
+            pixels = np.asarray(resize(picture, size=image_size, crop="center")).reshape(-1, 3).astype(np.int64)
+            sums += pixels.sum(axis=0)
+            squares += (pixels * pixels).sum(axis=0)
+            num_pixels += len(pixels)
+            Tally.add(1)
+    return sums, squares, num_pixels
+
+
+def _shards(manifest: Manifest) -> list[Shard]:
+    return [shard for split in manifest.splits.values() for shard in split.shards]
+
+
+def _damaged(directory: Path, shard: Shard, error: Exception) -> DatasetError:
+    return DatasetError(f"{shard.file}: a picture does not decode ({error}); run data_prep verify {directory}")

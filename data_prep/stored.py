@@ -1,0 +1,123 @@
+"""Reads what a finished dataset holds, shard by shard: a tar as one read-only buffer, wherever it lies, and every shard of a
+dataset in worker processes.
+
+Invariants: nothing is written, but for the temporary copy of a shard behind a URL, which goes when its reader ends; results come
+in the order of the shards, whatever the number of workers.
+"""
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TypeVar
+
+from data_prep.manifest import DatasetError, Shard
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX
+from data_prep.workers import Tally, worker_pool
+
+R = TypeVar("R")
+
+
+@contextmanager
+def tar_content(directory: Path, shard: Shard) -> Iterator[mmap.mmap | bytes]:
+    """The whole tar of a shard; a slice of it is a copy of that part alone."""
+    with local_tar(directory, shard) as path:
+        try:
+            file = open(path, "rb")
+        except OSError as error:
+            raise DatasetError(f"{shard.file}: {_why(error)}; run data_prep verify {directory}") from None
+        with file:
+            if os.fstat(file.fileno()).st_size == 0:
+                yield b""  # which cannot be mapped
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                yield content
+
+
+@contextmanager
+def local_tar(directory: Path, shard: Shard) -> Iterator[Path]:
+    """Where the tar of a shard can be opened: in place, or a copy of one that is remote."""
+    if not shard.is_remote:
+        yield directory / shard.file
+        return
+    room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
+    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
+    try:
+        with open(descriptor, "wb") as copy:
+            _fetch(shard.file, copy)
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _fetch(url: str, copy: IO[bytes]) -> None:
+    import fsspec
+
+    try:
+        with fsspec.open(url, "rb") as remote:
+            shutil.copyfileobj(remote, copy, 1 << 22)
+    except Exception as error:  # noqa: BLE001
+        # every protocol of fsspec raises exceptions of its own libraries
+        raise DatasetError(
+            f"{url}: cannot be fetched ({_why(error)}); look at the address, the network and the credentials"
+        ) from None
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def sweep(
+    function: Callable[[Shard], R], shards: Sequence[Shard], *, title: str, num_workers: int, unit: str = "images"
+) -> Iterator[R]:
+    """`function` of every shard, in their order; it is pickled to the workers and counts its images with `Tally.add`."""
+    total = sum(shard.num_samples for shard in shards)
+    num_workers = min(num_workers, len(shards))
+    with progress(title, total=total, unit=unit) as line:
+        if num_workers <= 1:
+            for shard in shards:
+                yield function(shard)
+                line.advance(shard.num_samples, note=shard.name)
+            return
+        tally = Tally()
+        with worker_pool(num_workers, tally=tally) as pool:
+            futures = [pool.submit(function, shard) for shard in shards]
+            try:
+                for number in range(len(futures)):
+                    pending: set[Future[R]] = {futures[number]}
+                    while pending:
+                        _, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                        line.advance(tally.taken(), note=f"{number}/{len(shards)} shards")
+                    yield futures[number].result()
+                    futures[number] = Future()  # lets go of the result: all of them need not fit in memory
+                line.advance(tally.taken(), note=f"{len(shards)}/{len(shards)} shards")
+            except BaseException:
+                with suppress(Exception):
+                    pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
+    """The key of the sample whose picture starts at `offset`, from the header before it."""
+    import tarfile
+
+    header = content[offset - tarfile.BLOCKSIZE : offset]
+    try:
+        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+    except tarfile.HeaderError:
+        return ""
+    return key_of(name)[0]
+
+
+def key_of(name: str) -> tuple[str, str]:
+    """A member's name as WebDataset reads it: the key is everything before the first dot of the file name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return folder + slash + stem, extension
