@@ -107,7 +107,7 @@ class CifarSource(RecordSource[CifarSettings]):
         batches = {}
         for name, split in version.batches.items():
             with refusing(self.path / name):
-                pixels, labels = _records(contents[name], version, kind)
+                pixels, labels = _records(contents.pop(name), version, kind)
             batches[name] = Batch(split=split, pixels=pixels.reshape(-1, *_PICTURE), labels=labels)
         return Records(classes=classes, batches=batches)
 

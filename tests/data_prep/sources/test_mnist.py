@@ -113,6 +113,8 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes |
 def test_a_file_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
     path = write_files(tmp_path / "mnist", files())
     source = source_of(path)
+    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
+    assert source.layout() == source_of(path).layout()
     entries = listed(source)
     write_files(path, {"train-labels-idx1-ubyte.gz": b""})
     with pytest.raises(SourceError, match="test/00000: the source has changed since it was listed"):

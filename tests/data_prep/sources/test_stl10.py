@@ -145,6 +145,8 @@ def test_a_source_that_changes_after_it_was_listed_is_noticed(
 ) -> None:
     path = place(tmp_path, whole, unpacked=unpacked)
     source = source_of(path)
+    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
+    assert source.layout() == source_of(path).layout()
     entry = listed(source)[0]
     changed = path / "test_X.bin" if unpacked else path
     changed.write_bytes(changed.read_bytes() + b"\0")

@@ -223,6 +223,8 @@ def test_a_cut_zip_and_something_else_are_refused(tmp_path: Path) -> None:
 def test_a_zip_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
     path = place(tmp_path, WHOLE, unpacked=False)
     source = source_of(path)
+    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
+    assert source.layout() == source_of(path).layout()
     entry = listed(source)[0]
     path.write_bytes(zip_of(altered("words.txt", b"")))
     with pytest.raises(SourceError, match="the source has changed since it was listed"):
