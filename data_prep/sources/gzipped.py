@@ -23,6 +23,7 @@ from data_prep.sources.guard import refusing, stamp_of
 INDEX_BYTES: Final = 64 << 20
 _POINT_BYTES: Final = 32 << 10
 _MIN_SPACING: Final = 256 << 10
+_BLOCK: Final = 512
 _BUFFER_BYTES: Final = 32 << 10
 
 
@@ -37,13 +38,12 @@ class GzippedTar:
     def __init__(self, path: Path):
         self.path = path
         with refusing(path):
-            self.num_bytes = _stated_size(path)
+            spacing = spacing_for(max(_stated_size(path), path.stat().st_size))
             self._file: Any = indexed_gzip.IndexedGzipFile(
-                str(path), spacing=spacing_for(self.num_bytes), buffer_size=_BUFFER_BYTES, drop_handles=False
+                str(path), spacing=spacing, buffer_size=_BUFFER_BYTES, drop_handles=False
             )
             self._file.build_full_index()  # checks the checksum, but takes the end of a cut file for its end
-            if self._file.seek(0, os.SEEK_END) != self.num_bytes:
-                raise ValueError("has not the size that stands at its end")
+            self.num_bytes: int = self._file.seek(0, os.SEEK_END)
             self.files = self._files()
 
     @property
@@ -58,6 +58,7 @@ class GzippedTar:
     def _files(self) -> dict[str, Range]:
         """The regular files, by the last part of their names."""
         found: dict[str, Range] = {}
+        end = 0
         self._file.seek(0)
         with tarfile.open(fileobj=self._file, mode="r:", errorlevel=2) as archive:
             for member in archive:
@@ -66,8 +67,12 @@ class GzippedTar:
                     raise SourceError(f"source.path: {self.path} holds {name} twice; download it again")
                 if member.offset_data + member.size > self.num_bytes:
                     raise ValueError(f"{name} reaches beyond its end")
+                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 if member.isreg():
                     found[name] = Range(member.offset_data, member.size)
+        self._file.seek(end)
+        if self._file.read(_BLOCK) != bytes(_BLOCK):
+            raise ValueError("has no end-of-archive mark")
         return found
 
 
