@@ -57,7 +57,9 @@ class BuildSettings(Settings):
 
     @model_validator(mode="after")
     def _out_is_not_the_source(self) -> "BuildSettings":
-        path = self.source.images_dir if isinstance(self.source, SyntheticSettings) else self.source.path
+        path = (
+            self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
+        )
         if path is not None and Path(path).resolve() == Path(self.out).resolve():
             raise ValueError(f"out: {self.out!r} is the source itself; name another directory")
         return self

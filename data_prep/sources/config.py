@@ -1,10 +1,13 @@
 """The settings section of each source, told apart by `kind`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from data_prep.settings import Settings
+
+Md5Policy = Literal["published", "off"]
+"""published: a file that is not the published one, to the byte, is refused; off: its structure alone is checked."""
 
 
 class FolderSettings(Settings):
@@ -58,6 +61,75 @@ class ImageNet1kSettings(Settings):
     """Which archives are held against their published MD5; `all` reads 144 GB once more."""
 
 
+class CifarSettings(Settings):
+    """CIFAR-10 or CIFAR-100, python or binary version; which of them is told by the content."""
+
+    kind: Literal["cifar"]
+    path: str
+    """The .tar.gz as downloaded, or the folder that it unpacks to."""
+    labels: Literal["fine", "coarse"] = "fine"
+    """CIFAR-100 has 100 fine and 20 coarse classes."""
+    md5: Md5Policy = "published"
+
+
+class MnistSettings(Settings):
+    """MNIST or what is published in its layout: a folder of four idx files, .gz or not."""
+
+    kind: Literal["mnist"]
+    path: str
+    variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
+    """Whose published sums and class names these are; other (EMNIST, say) has none."""
+    prefix: str = Field("", pattern="^[a-z-]*$")
+    """What all file names begin with, such as emnist-letters-"""
+    transposed: bool = False
+    """EMNIST's pictures are stored with rows and columns exchanged."""
+    class_names: tuple[str, ...] | None = None
+    """By default those of the variant, or else the numbers."""
+    md5: Md5Policy = "published"
+
+
+class Stl10Settings(Settings):
+    """STL-10, binary version, with its ten folds."""
+
+    kind: Literal["stl10"]
+    path: str
+    """stl10_binary.tar.gz as downloaded, or the folder that it unpacks to."""
+    unlabelled: bool = True
+    """Whether the 100,000 pictures without labels become the split `unlabelled`."""
+    md5: Md5Policy = "published"
+
+
+class TinyImageNetSettings(Settings):
+    """TinyImageNet-200."""
+
+    kind: Literal["tinyimagenet"]
+    path: str
+    """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
+    unlabelled_test: bool = False
+    """Whether the 10,000 test pictures, whose labels were never published, become the split `test`."""
+
+
+class DatasetSettings(Settings):
+    """Any object with `len()` and `[i] -> (picture, label)`, such as torchvision's datasets. Its code is imported and run."""
+
+    kind: Literal["dataset"]
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    """module:callable, such as torchvision.datasets:SVHN"""
+    splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(min_length=1)
+    """What the factory is called with, by keyword, for each split."""
+    class_names: tuple[str, ...] | None = None
+    """By default the object's own `classes`, or else numbers."""
+
+
 SourceSettings = Annotated[
-    FolderSettings | SyntheticSettings | ImageNet21kSettings | ImageNet1kSettings, Field(discriminator="kind")
+    FolderSettings
+    | SyntheticSettings
+    | ImageNet21kSettings
+    | ImageNet1kSettings
+    | CifarSettings
+    | MnistSettings
+    | Stl10Settings
+    | TinyImageNetSettings
+    | DatasetSettings,
+    Field(discriminator="kind"),
 ]

@@ -1,0 +1,84 @@
+"""What every archive reader asks of its files: that they are there, whole, as published, and as they were when listed.
+
+Whatever a damaged file makes a parser trip over becomes a `SourceError` here, so that no archive ends in a traceback.
+"""
+
+import errno
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from data_prep.inventory import Entry
+from data_prep.sources.base import SourceError
+
+_CHUNK_BYTES = 1 << 20
+_OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors that say nothing of the archive: the same command may succeed later."""
+
+
+@contextmanager
+def refusing(place: str | Path, *, remedy: str = "download it again") -> Iterator[None]:
+    """Turns what parsing `place` raises into one line about it."""
+    try:
+        yield
+    except (SourceError, MemoryError):
+        raise
+    except FileNotFoundError:
+        raise SourceError(f"source.path: {place} is not there; {remedy}") from None
+    except Exception as error:
+        # parsers of damaged data raise whatever they trip over (zlib.error, struct.error, OverflowError, EOFError)
+        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+            raise
+        detail = " ".join(str(error).split())[:120] or type(error).__name__
+        raise SourceError(f"source.path: {place} is cut or damaged ({detail}); {remedy}") from None
+
+
+def read_all(file: IO[bytes], *, max_bytes: int) -> bytes:
+    """The rest of `file`, with the checksum at the end of a compressed one; memory grows only with what is there."""
+    parts, num_bytes = [], 0
+    while chunk := file.read(_CHUNK_BYTES):
+        parts.append(chunk)
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise ValueError(f"more than {max_bytes:,} bytes")
+    return b"".join(parts)
+
+
+def stamp_of(paths: Sequence[Path]) -> str:
+    """Size and time of every file: it changes when one of them does."""
+    stamps = []
+    for path in paths:
+        with refusing(path):
+            status = path.stat()
+            stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
+    if len(stamps) > 1:
+        return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
+    return stamps[0]
+
+
+def check_unchanged(entry: Entry, stamp: str) -> None:
+    if entry.container.stamp != stamp:
+        raise SourceError(
+            f"{entry.locator}: the source has changed since it was listed; wait until it is complete, remove the unfinished "
+            "dataset and build again"
+        )
+
+
+def check_md5(path: Path, expected: str) -> None:
+    """Refuses a file that is not, to the byte, the published one."""
+    found = md5_of(path)
+    if found != expected:
+        raise SourceError(
+            f"source.path: {path} has the MD5 {found}, published is {expected}; download it again, or set source.md5=off "
+            "if you know that it is another version"
+        )
+
+
+def md5_of(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with refusing(path), open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

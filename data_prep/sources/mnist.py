@@ -1,0 +1,100 @@
+"""MNIST, and what is published in its layout: a folder of four idx files, compressed as downloaded or not.
+
+Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5: of the .gz files of MNIST, Fashion-MNIST and KMNIST.
+No sums are published of the decompressed files, nor of EMNIST's, so of these only headers and sizes are checked.
+"""
+
+import gzip
+import math
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.sources.base import SourceError
+from data_prep.sources.config import MnistSettings
+from data_prep.sources.guard import check_md5, read_all, refusing
+from data_prep.sources.published import MNIST_FILES
+from data_prep.sources.records import Batch, Records, RecordSource
+
+MAX_BYTES: Final = 1 << 30
+_UINT8: Final = 0x08
+_STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
+"""What the file names of a split begin with; EMNIST says test."""
+
+_CLASSES: Final = {
+    "mnist": tuple("0123456789"),
+    "fashion": (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ),
+    "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
+}
+
+
+class MnistSource(RecordSource[MnistSettings]):
+    def __init__(self, settings: MnistSettings):
+        super().__init__(settings)
+        self.path = Path(settings.path)
+
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file for pair in self._pairs().values() for file in pair)
+
+    def load(self) -> Records:
+        batches = {}
+        for split, (pictures, labels) in self._pairs().items():
+            pixels = self._read(pictures, num_dimensions=3)
+            if self.settings.transposed:
+                pixels = pixels.transpose(0, 2, 1)
+            batches[split] = Batch(
+                split=split, pixels=pixels, labels=self._read(labels, num_dimensions=1).astype(np.int64)
+            )
+        return Records(classes=self._classes(batches), batches=batches)
+
+    def _pairs(self) -> dict[str, tuple[Path, Path]]:
+        return {split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1")) for split in _STEMS}
+
+    def _find(self, split: str, kind: str) -> Path:
+        names = [f"{self.settings.prefix}{stem}-{kind}-ubyte{end}" for stem in _STEMS[split] for end in (".gz", "")]
+        for name in names:
+            if (self.path / name).is_file():
+                return self.path / name
+        raise SourceError(f"source.path: {self.path} holds no {names[0]}; give the folder with the four idx files")
+
+    def _read(self, path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
+        compressed = path.suffix == ".gz"
+        published = MNIST_FILES.get(self.settings.variant, {}).get(path.name.removeprefix(self.settings.prefix))
+        if compressed and published is not None and self.settings.md5 == "published":
+            check_md5(path, published)
+        with refusing(path), cast(IO[bytes], gzip.open(path) if compressed else open(path, "rb")) as file:
+            return parse_idx(read_all(file, max_bytes=MAX_BYTES), num_dimensions=num_dimensions)
+
+    def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
+        known = self.settings.class_names or _CLASSES.get(self.settings.variant)
+        if known is not None:
+            return known
+        return tuple(
+            str(label) for label in range(1 + max(int(batch.labels.max(initial=0)) for batch in batches.values()))
+        )
+
+
+def parse_idx(data: bytes, *, num_dimensions: int) -> NDArray[Any]:
+    """The array of an idx file: two zeros, type, number of dimensions, big-endian lengths, values."""
+    begin = 4 + 4 * num_dimensions
+    if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):
+        raise ValueError(f"begins with {data[:4].hex(' ')}, not with 00 00 {_UINT8:02x} {num_dimensions:02x}")
+    shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, begin, 4)]
+    if len(data) - begin != math.prod(shape):
+        raise ValueError(f"{len(data) - begin:,} values, its header says {' x '.join(map(str, shape))}")
+    if num_dimensions > 1 and not all(shape[1:]):
+        raise ValueError(f"its header says {' x '.join(map(str, shape))}")
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)

@@ -1,0 +1,108 @@
+"""Archives that are small enough to be held in memory: a few files of records, each a picture and its label (CIFAR, MNIST).
+
+Every process decompresses and parses them once, into memory and never onto the disk. The name of an input is its number in its
+file of records.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.settings import Settings
+from data_prep.sources.base import Source, SourceError, check_size
+from data_prep.sources.guard import check_unchanged, stamp_of
+from data_prep.sources.pictures import pgm, ppm
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One file of records, in file order."""
+
+    split: str
+    pixels: NDArray[np.uint8]
+    """(records, 3, height, width) in colour, (records, height, width) in grey."""
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Records:
+    classes: tuple[str, ...]
+    batches: dict[str, Batch]
+    """By the name of the file that holds them."""
+
+
+class RecordSource(Source, Generic[S]):
+    def __init__(self, settings: S):
+        self.settings = settings
+
+    def describe(self) -> dict[str, Any]:
+        return self.settings.model_dump(mode="json", exclude={"path", "md5"})
+
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """All the files that the archive consists of."""
+
+    @abstractmethod
+    def load(self) -> Records:
+        """The whole archive, checked against its published sums."""
+
+    def layout(self) -> Layout:
+        stamp = stamp_of(self.files())
+        records = _loaded(type(self), self.settings, stamp)
+        containers = (Container(path=name, split=batch.split, stamp=stamp) for name, batch in records.batches.items())
+        return Layout(classes=records.classes, containers=tuple(containers))
+
+    def entries(self, container: Container) -> Entries:
+        labels = self._batch(container).labels.tolist()
+        num_bytes = len(self._picture(container, 0))
+        return Entries.of([(f"{number:05d}", number, num_bytes) for number in range(len(labels))], label=labels)
+
+    def read(self, entry: Entry) -> bytes:
+        check_unchanged(entry, stamp_of(self.files()))
+        return check_size(entry, self._picture(entry.container, entry.offset))
+
+    def _batch(self, container: Container) -> Batch:
+        return _loaded(type(self), self.settings, container.stamp).batches[container.path]
+
+    def _picture(self, container: Container, number: int) -> bytes:
+        pixels = self._batch(container).pixels[number]
+        return pgm(pixels) if pixels.ndim == 2 else ppm(pixels.transpose(1, 2, 0))
+
+
+@lru_cache(maxsize=1)
+def _loaded(kind: type[RecordSource[Any]], settings: Any, stamp: str) -> Records:
+    """The records of a process; the stamp makes those of a changed archive be loaded anew."""
+    source = kind(settings)
+    records = source.load()
+    if stamp_of(source.files()) != stamp:
+        raise SourceError(
+            "source.path: the archive changes while it is read; wait until it is complete, then build again"
+        )
+    check_batches(records)
+    return records
+
+
+def check_batches(records: Records) -> None:
+    """As many labels as pictures, and every label one of the classes."""
+    for name, batch in records.batches.items():
+        if len(batch.pixels) != len(batch.labels) or not len(batch.labels):
+            raise SourceError(
+                f"source.path: {name} holds {len(batch.pixels):,} pictures and {len(batch.labels):,} labels; "
+                "download it again"
+            )
+        wrong = np.flatnonzero((batch.labels < 0) | (batch.labels >= len(records.classes)))
+        if len(wrong):
+            raise SourceError(
+                f"source.path: {name}: record {wrong[0]} has the label {batch.labels[wrong[0]]}, but there are "
+                f"{len(records.classes)} classes; download it again"
+            )
+    if len(set(records.classes)) < len(records.classes):
+        raise SourceError("source.path: a class name occurs twice; download the archive again")

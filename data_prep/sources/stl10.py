@@ -1,0 +1,167 @@
+"""STL-10, binary version: stl10_binary.tar.gz as downloaded, or the folder stl10_binary that it unpacks to.
+
+Pictures stand as bytes, colour by colour and column by column. Labels count from 1 in the files and from 0 here; the 100,000
+pictures of the split `unlabelled` have -1. The ten folds of 1,000 training pictures are the annotation `folds` of `train`, a
+column for each. MD5: of the .tar.gz, or of the .bin files of the folder; no sums are published of its two text files.
+Reading from the .tar.gz takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
+from data_prep.sources.config import Stl10Settings
+from data_prep.sources.guard import check_md5, check_unchanged, refusing, stamp_of
+from data_prep.sources.gzipped import Range, open_gzipped_tar
+from data_prep.sources.pictures import ppm
+from data_prep.sources.published import STL10_ARCHIVE, STL10_FILES
+
+ARCHIVE: Final = "stl10_binary.tar.gz"
+_SIDE: Final = 96
+_STRIDE: Final = 3 * _SIDE * _SIDE
+_PPM_BYTES: Final = len(b"P6\n96 96\n255\n") + _STRIDE
+_LABELS: Final = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
+_SPLITS: Final = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabelled"}
+_CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
+_NUM_FOLDS: Final = 10
+_MAX_SMALL_BYTES: Final = 1 << 24
+
+
+class Stl10Source(Source):
+    def __init__(self, settings: Stl10Settings):
+        self.settings, self.path = settings, Path(settings.path)
+        self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
+
+    def describe(self) -> dict[str, Any]:
+        return self.settings.model_dump(mode="json", exclude={"path", "md5"})
+
+    def layout(self) -> Layout:
+        stamp = self._stamp()
+        self._check_sums()
+        files = self._files(stamp)
+        containers = []
+        for name, split in self.splits.items():
+            offset, num_bytes = files[name]
+            if num_bytes == 0 or num_bytes % _STRIDE:
+                raise SourceError(
+                    f"source.path: {name} has {num_bytes:,} bytes, which is not a number of pictures of {_STRIDE:,}; "
+                    "download it again"
+                )
+            containers.append(Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp))
+        classes = tuple(self._text(_CLASSES, stamp).split())
+        if len(set(classes)) != len(classes) or not classes:
+            raise SourceError(f"source.path: {_CLASSES} names no classes, or one twice; download it again")
+        self._folds(stamp)  # refused now rather than after all pictures are packed
+        return Layout(classes=classes, containers=tuple(containers))
+
+    def entries(self, container: Container) -> Entries:
+        count = container.num_bytes // _STRIDE
+        labels = self._labels(container, count).tolist() if container.path in _LABELS else [UNLABELLED] * count
+        return Entries.of([(f"{number:06d}", number, _PPM_BYTES) for number in range(count)], label=labels)
+
+    def read(self, entry: Entry) -> bytes:
+        container = entry.container
+        check_unchanged(entry, self._stamp())
+        place = Range(container.offset + entry.offset * _STRIDE, _STRIDE)
+        data = self._read(container.path, place, container.stamp)
+        if len(data) == _STRIDE:
+            data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
+        return check_size(entry, data)
+
+    def annotations(self, split: str, locators: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+        if split != "train":
+            return {}
+        bits = self._folds(self._stamp())
+        return {"folds": bits[[int(locator.rpartition("/")[2]) for locator in locators]]}
+
+    def _labels(self, container: Container, count: int) -> NDArray[np.int64]:
+        name = _LABELS[container.path]
+        stored = np.frombuffer(self._small(name, container.stamp), np.uint8).astype(np.int64)
+        if len(stored) != count:
+            raise SourceError(
+                f"source.path: {name} holds {len(stored):,} labels, {container.path} {count:,} pictures; download it again"
+            )
+        num_classes = len(self._text(_CLASSES, container.stamp).split())
+        wrong = np.flatnonzero((stored < 1) | (stored > num_classes))
+        if len(wrong):
+            raise SourceError(
+                f"source.path: {name}: record {wrong[0]} has the label {stored[wrong[0]]}, which is not one of 1 to "
+                f"{num_classes}; download it again"
+            )
+        return stored - 1
+
+    def _folds(self, stamp: str) -> NDArray[np.bool_]:
+        """(training pictures, 10): who belongs to which fold."""
+        lines = self._text(_FOLDS, stamp).splitlines()
+        count = self._files(stamp)["train_X.bin"].num_bytes // _STRIDE
+        bits = np.zeros((count, _NUM_FOLDS), np.bool_)
+        with refusing(_FOLDS):
+            folds = [[int(word) for word in line.split()] for line in lines]
+            if len(folds) != _NUM_FOLDS or not all(folds):
+                raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
+            for number, fold in enumerate(folds):
+                if min(fold) < 0 or max(fold) >= count:
+                    raise ValueError(f"fold {number} names a picture beyond the {count:,} of train_X.bin")
+                bits[fold, number] = True
+        return bits
+
+    # ---- the two forms of the archive ---------------------------------------------------------------------------
+
+    def _needed(self) -> tuple[str, ...]:
+        return (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
+
+    def _stamp(self) -> str:
+        if self.path.is_dir():
+            return stamp_of([self.path / name for name in self._needed()])
+        if not self.path.is_file():
+            raise SourceError(
+                f"source.path: {self.path} is not there; give {ARCHIVE} as downloaded, or the folder that it unpacks to"
+            )
+        return stamp_of([self.path])
+
+    def _check_sums(self) -> None:
+        if self.settings.md5 == "off":
+            return
+        if self.path.is_dir():
+            for name in (*self.splits, *_LABELS.values()):
+                _check_once(self.path / name, STL10_FILES[name], stamp_of([self.path / name]))
+        else:
+            _check_once(self.path, STL10_ARCHIVE, stamp_of([self.path]))
+
+    def _files(self, stamp: str) -> dict[str, Range]:
+        if self.path.is_dir():
+            return {name: Range(0, (self.path / name).stat().st_size) for name in self._needed()}
+        files = open_gzipped_tar(self.path, stamp).files
+        missing = [name for name in self._needed() if name not in files]
+        if missing:
+            raise SourceError(f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as downloaded")
+        return files
+
+    def _read(self, name: str, place: Range, stamp: str) -> bytes:
+        if self.path.is_dir():
+            with refusing(self.path / name), open(self.path / name, "rb", buffering=0) as file:
+                file.seek(place.offset)
+                return file.read(place.num_bytes) or b""
+        return open_gzipped_tar(self.path, stamp).read(*place)
+
+    def _small(self, name: str, stamp: str) -> bytes:
+        place = self._files(stamp)[name]
+        if place.num_bytes > _MAX_SMALL_BYTES:
+            raise SourceError(f"source.path: {name} has {place.num_bytes:,} bytes; download it again")
+        return self._read(name, place, stamp)
+
+    def _text(self, name: str, stamp: str) -> str:
+        data = self._small(name, stamp)
+        with refusing(name):
+            return data.decode("ascii")
+
+
+@lru_cache(maxsize=16)
+def _check_once(path: Path, md5: str, stamp: str) -> None:  # noqa: ARG001 (a changed file is checked anew)
+    check_md5(path, md5)

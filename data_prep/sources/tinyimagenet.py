@@ -1,0 +1,129 @@
+"""TinyImageNet-200: tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to.
+
+    wnids.txt                               the 200 classes; labels are their sorted order
+    train/WNID/images/*.JPEG                the boxes beside them are not read
+    val/images/*.JPEG, val_annotations.txt  one flat folder: the labels stand in the text file alone
+    test/images/*.JPEG                      never labelled
+
+No sum of the zip is published, but its members carry CRCs, which are checked. A picture without annotation, an annotation without
+picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
+from data_prep.sources.config import TinyImageNetSettings
+from data_prep.sources.guard import check_unchanged, refusing, stamp_of
+from data_prep.sources.trees import FolderTree, Tree, open_zip_tree
+
+TOP = "tiny-imagenet-200"
+_ANNOTATIONS = "val/val_annotations.txt"
+
+
+class TinyImageNetSource(Source):
+    def __init__(self, settings: TinyImageNetSettings):
+        self.settings, self.path = settings, Path(settings.path)
+
+    def describe(self) -> dict[str, Any]:
+        return self.settings.model_dump(mode="json", exclude={"path"})
+
+    def layout(self) -> Layout:
+        stamp, tree = self._stamp, self._tree()
+        classes = _wnids(tree)
+        folders = tree.subfolders("train")
+        for names, message in (
+            (sorted(set(classes) - set(folders)), "wnids.txt names classes without a folder in train"),
+            (sorted(set(folders) - set(classes)), "train holds folders that wnids.txt does not name"),
+        ):
+            if names:
+                raise SourceError(f"source.path: {message} ({', '.join(names[:3])}); download the archive again")
+        containers = [
+            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp)
+            for label, name in enumerate(classes)
+        ]
+        containers.append(Container(path="val/images", split="val", stamp=stamp))
+        if self.settings.unlabelled_test:
+            containers.append(Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp))
+        return Layout(classes=classes, containers=tuple(containers))
+
+    def entries(self, container: Container) -> Entries:
+        tree = self._tree()
+        inner = tree.subfolders(container.path)
+        if inner:
+            raise SourceError(
+                f"source.path: {container.path}/{inner[0]} is a folder where only pictures are published; download the "
+                "archive again, or give this one as source.kind=folder"
+            )
+        rows = [(name, 0, num_bytes) for name, num_bytes in tree.files(container.path)]
+        if container.label is not None:
+            return Entries.of(rows, label=container.label)
+        labels = _val_labels(tree)
+        for names, message in (
+            (
+                sorted(labels.keys() - {name for name, _, _ in rows}),
+                f"{_ANNOTATIONS} names pictures that are not there",
+            ),
+            (sorted({name for name, _, _ in rows} - labels.keys()), f"{_ANNOTATIONS} lacks pictures that are there"),
+        ):
+            if names:
+                raise SourceError(f"source.path: {message} ({', '.join(names[:3])}); download the archive again")
+        return Entries.of(rows, label=[labels[name] for name, _, _ in rows])
+
+    def read(self, entry: Entry) -> bytes:
+        if entry.container.stamp:
+            check_unchanged(entry, self._stamp)
+        return check_size(entry, self._tree().read(entry.locator))
+
+    @property
+    def _stamp(self) -> str:
+        """Of the zip; a folder cannot be told to be unchanged without listing it."""
+        if self.path.is_dir():
+            return ""
+        if not self.path.is_file():
+            raise SourceError(
+                f"source.path: {self.path} is not there; give {TOP}.zip as downloaded, or the folder that it unpacks to"
+            )
+        return stamp_of([self.path])
+
+    def _tree(self) -> Tree:
+        if self.path.is_dir():
+            return self._folder
+        return open_zip_tree(self.path, TOP, self._stamp)
+
+    @cached_property
+    def _folder(self) -> Tree:
+        return FolderTree(self.path)
+
+
+def _wnids(tree: Tree) -> tuple[str, ...]:
+    names = _lines(tree, "wnids.txt")
+    if not names or len(set(names)) < len(names) or any("/" in name or name.startswith(".") for name in names):
+        raise SourceError("source.path: wnids.txt names no classes, one twice, or a path; download the archive again")
+    return tuple(sorted(names))
+
+
+def _val_labels(tree: Tree) -> dict[str, int]:
+    """The label of each validation picture; the four numbers after it are a box."""
+    labels = {name: label for label, name in enumerate(_wnids(tree))}
+    found: dict[str, int] = {}
+    for line in _lines(tree, _ANNOTATIONS):
+        picture, _, rest = line.partition("\t")
+        wnid = rest.split("\t")[0]
+        if wnid not in labels:
+            raise SourceError(
+                f"source.path: {_ANNOTATIONS}: {picture} has the class {wnid!r}, which is not in wnids.txt; download the "
+                "archive again"
+            )
+        if picture in found:
+            raise SourceError(f"source.path: {_ANNOTATIONS} names {picture} twice; download the archive again")
+        found[picture] = labels[wnid]
+    return found
+
+
+def _lines(tree: Tree, name: str) -> list[str]:
+    data = tree.read(name)
+    with refusing(name):
+        return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]

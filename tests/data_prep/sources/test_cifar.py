@@ -1,0 +1,405 @@
+"""CIFAR as published: four archives and the four folders that they unpack to, all of the same pictures."""
+
+import gzip
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.manifest import load_manifest
+from data_prep.sources import SourceError, cifar
+from data_prep.sources.cifar import CifarSource
+from data_prep.sources.config import CifarSettings
+from tests.data_prep.samples import write_files
+from tests.data_prep.sources.layouts import (
+    build,
+    listed,
+    mutants,
+    pixels,
+    ppm_of,
+    python2_pickle,
+    survey,
+    tar_gz_of,
+    written,
+)
+
+TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+FINE = [f"fine_{number:02d}" for number in range(100)]
+COARSE = [f"coarse_{number:02d}" for number in range(20)]
+BATCHES = ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]
+NUM = 4
+"""Records in each file here; 10,000 and more as published."""
+
+TEN_PIXELS = {name: pixels(NUM, 3, 32, 32, seed=number) for number, name in enumerate(BATCHES)}
+TEN_LABELS = {name: [(3 * number + row) % 10 for row in range(NUM)] for number, name in enumerate(BATCHES)}
+HUNDRED_PIXELS = {name: pixels(NUM, 3, 32, 32, seed=10 + number) for number, name in enumerate(["train", "test"])}
+FINE_LABELS = {"train": [99, 0, 50, 7], "test": [3, 98, 3, 1]}
+COARSE_LABELS = {"train": [19, 0, 5, 7], "test": [3, 18, 3, 1]}
+
+
+def ten_python() -> dict[str, bytes]:
+    folder = "cifar-10-batches-py"
+    files = {
+        f"{folder}/{name}": python2_pickle(
+            {
+                "batch_label": f"batch {name}",
+                "labels": TEN_LABELS[name],
+                "data": TEN_PIXELS[name].reshape(NUM, 3072),
+                "filenames": [f"{name}_{row}.png" for row in range(NUM)],
+            }
+        )
+        for name in BATCHES
+    }
+    meta = {"num_cases_per_batch": 10000, "label_names": TEN, "num_vis": 3072}
+    return files | {f"{folder}/readme.html": b"<meta>", f"{folder}/batches.meta": python2_pickle(meta)}
+
+
+def ten_binary() -> dict[str, bytes]:
+    folder = "cifar-10-batches-bin"
+    files = {f"{folder}/batches.meta.txt": "".join(f"{name}\n" for name in [*TEN, ""]).encode()}
+    for name in BATCHES:
+        rows = zip(TEN_LABELS[name], TEN_PIXELS[name], strict=True)
+        files[f"{folder}/{name}.bin"] = b"".join(bytes([label]) + picture.tobytes() for label, picture in rows)
+    return files
+
+
+def hundred_python() -> dict[str, bytes]:
+    folder = "cifar-100-python"
+    files = {
+        f"{folder}/file.txt~": b"",
+        f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE}),
+    }
+    for name in ("test", "train"):
+        fields = {
+            "filenames": [f"{name}_{row}.png" for row in range(NUM)],
+            "batch_label": f"{name}ing batch 1 of 1",
+            "fine_labels": FINE_LABELS[name],
+            "coarse_labels": COARSE_LABELS[name],
+            "data": HUNDRED_PIXELS[name].reshape(NUM, 3072),
+        }
+        files[f"{folder}/{name}"] = python2_pickle(fields)
+    return files
+
+
+def hundred_binary() -> dict[str, bytes]:
+    folder = "cifar-100-binary"
+    files = {
+        f"{folder}/coarse_label_names.txt": "".join(f"{name}\n" for name in COARSE).encode(),
+        f"{folder}/fine_label_names.txt": "".join(f"{name}\n" for name in FINE).encode(),
+    }
+    for name in ("train", "test"):
+        rows = zip(COARSE_LABELS[name], FINE_LABELS[name], HUNDRED_PIXELS[name], strict=True)
+        files[f"{folder}/{name}.bin"] = b"".join(bytes([c, f]) + picture.tobytes() for c, f, picture in rows)
+    return files
+
+
+VERSIONS: dict[str, Callable[[], dict[str, bytes]]] = {
+    "cifar-10-python": ten_python,
+    "cifar-10-binary": ten_binary,
+    "cifar-100-python": hundred_python,
+    "cifar-100-binary": hundred_binary,
+}
+
+
+def archive(tmp_path: Path, version: str, *, unpacked: bool = False) -> Path:
+    files = VERSIONS[version]()
+    if unpacked:
+        return write_files(tmp_path / version, files) / next(iter(files)).split("/")[0]
+    path = tmp_path / f"{version}.tar.gz"
+    path.write_bytes(tar_gz_of(files))
+    return path
+
+
+def source_of(path: Path, **fields: object) -> CifarSource:
+    return CifarSource(CifarSettings.model_validate({"kind": "cifar", "path": str(path), "md5": "off", **fields}))
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_gives_the_pictures_and_labels_as_they_were(tmp_path: Path, version: str, unpacked: bool) -> None:
+    source = source_of(archive(tmp_path, version, unpacked=unpacked))
+    ten = version.startswith("cifar-10-")
+    of_file, labels = (TEN_PIXELS, TEN_LABELS) if ten else (HUNDRED_PIXELS, FINE_LABELS)
+    end = ".bin" if version.endswith("binary") else ""
+    assert source.layout().classes == tuple(TEN if ten else FINE)
+    assert {part.path: part.split for part in source.layout().containers} == {
+        f"{name}{end}": "test" if name.startswith("test") else "train" for name in of_file
+    }
+    entries = listed(source)
+    assert [(entry.locator, entry.label) for entry in entries] == sorted(
+        (f"{name}{end}/{row:05d}", labels[name][row]) for name in of_file for row in range(NUM)
+    )
+    for entry in entries:
+        name, row = entry.container.path.removesuffix(".bin"), int(entry.name)
+        data = source.read(entry)
+        assert data == ppm_of(of_file[name][row].transpose(1, 2, 0))
+        assert len(data) == entry.num_bytes
+
+
+@pytest.mark.parametrize("encoding", ["raw", "keep"])
+def test_a_build_of_either_version_holds_the_pictures_as_published(tmp_path: Path, encoding: str) -> None:
+    outs = {}
+    for version, unpacked in (("cifar-10-python", False), ("cifar-10-binary", True)):
+        path, outs[version] = archive(tmp_path, version, unpacked=unpacked), tmp_path / "out" / version
+        words = [f"source.path={path}", "source.md5=off", "image_size=32", f"encoding={encoding}"]
+        assert build("cifar", outs[version], *words) == 0
+    python, binary = outs.values()
+    manifest = load_manifest(python)
+    assert manifest.classes == tuple(TEN)
+    assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 5 * NUM, "test": NUM}
+    assert str(tmp_path) not in (python / "manifest.json").read_text()
+    for split, names in (("train", BATCHES[:5]), ("test", BATCHES[5:])):
+        assert written(python, split) == {
+            f"{name}/{row:05d}": (ppm_of(TEN_PIXELS[name][row].transpose(1, 2, 0)), TEN_LABELS[name][row])
+            for name in names
+            for row in range(NUM)
+        }
+        assert (python / f"{split}-000000.tar").read_bytes() == (binary / f"{split}-000000.tar").read_bytes()
+
+
+@pytest.mark.parametrize("version", ["cifar-100-python", "cifar-100-binary"])
+def test_coarse_labels_are_those_of_the_twenty_classes(tmp_path: Path, version: str) -> None:
+    source = source_of(archive(tmp_path, version), labels="coarse")
+    assert source.layout().classes == tuple(COARSE)
+    assert [entry.label for entry in listed(source)] == COARSE_LABELS["test"] + COARSE_LABELS["train"]
+
+
+def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = archive(tmp_path, "cifar-10-python")
+    found = hashlib.md5(path.read_bytes()).hexdigest()
+    with pytest.raises(
+        SourceError, match=f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
+    ):
+        source_of(path, md5="published").layout()
+    monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
+    assert len(listed(source_of(path, md5="published"))) == 6 * NUM
+
+
+def test_files_of_an_unpacked_python_version_have_sums_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = archive(tmp_path, "cifar-100-python", unpacked=True)
+    with pytest.raises(SourceError, match="published is 16019d7e3df5f24257cddd939b257f8d"):
+        source_of(folder, md5="published").layout()
+    sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("train", "test", "meta")}
+    monkeypatch.setitem(cifar.CIFAR_FILES, "cifar-100-python", sums)
+    assert len(listed(source_of(folder, md5="published"))) == 2 * NUM
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+def replaced(files: dict[str, bytes], name: str, data: bytes | None) -> dict[str, bytes]:
+    """`files` with the one of that name replaced, or without it."""
+    (full,) = [path for path in files if path.endswith(f"/{name}")]
+    return {path: body for path, body in files.items() if path != full} | ({full: data} if data is not None else {})
+
+
+def a_batch(**fields: object) -> bytes:
+    rows = TEN_PIXELS["data_batch_1"].reshape(NUM, 3072)
+    return python2_pickle({"labels": [0, 1, 2, 3], "data": rows, **fields})
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "data", "message"),
+    [
+        ("cifar-10-python", "data_batch_3", None, "looks like cifar-10-python.tar.gz but lacks data_batch_3"),
+        ("cifar-10-binary", "batches.meta.txt", None, "looks like cifar-10-binary.tar.gz but lacks batches.meta.txt"),
+        ("cifar-100-binary", "test.bin", b"x" * 3075, "3,075 bytes are not a whole number of records of 3,074"),
+        (
+            "cifar-10-binary",
+            "test_batch.bin",
+            b"\x0a" + b"x" * 3072,
+            "test_batch.bin: record 0 has the label 10, but there are 10 c",
+        ),
+        ("cifar-10-binary", "test_batch.bin", b"", "test_batch.bin holds 0 pictures and 0 labels"),
+        ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, 2]), "data_batch_1 holds 4 pictures and 3 labels"),
+        ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, -2, 3]), "record 2 has the label -2"),
+        ("cifar-10-python", "data_batch_1", a_batch(labels="abcd"), "labels is no list of integers"),
+        (
+            "cifar-10-python",
+            "data_batch_1",
+            a_batch(data=pixels(4, 3071)),
+            r"data is uint8 of the shape \(4, 3071\), not",
+        ),
+        (
+            "cifar-10-python",
+            "data_batch_1",
+            a_batch(data=np.zeros((4, 3072), np.int64)),
+            r"data is int64 of the shape \(4, 3072\)",
+        ),
+        ("cifar-10-python", "data_batch_1", a_batch(data=[1, 2]), "data is no array, not uint8"),
+        (
+            "cifar-10-python",
+            "data_batch_1",
+            python2_pickle({"data": 1}),
+            r"data_batch_1 is cut or damaged \(has no labels\)",
+        ),
+        ("cifar-10-python", "data_batch_1", python2_pickle([1]), r"data_batch_1 is cut or damaged \(is no dict\)"),
+        ("cifar-10-python", "batches.meta", python2_pickle({"label_names": [1]}), "label_names is no list of names"),
+        ("cifar-10-python", "batches.meta", b"", "ends in the middle of a value"),
+    ],
+)
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_a_wrong_file_is_one_clear_line(
+    tmp_path: Path, version: str, name: str, data: bytes | None, message: str, unpacked: bool
+) -> None:
+    files = replaced(VERSIONS[version](), name, data)
+    if unpacked:
+        path = write_files(tmp_path, files) / next(iter(files)).split("/")[0]
+    else:
+        path = tmp_path / "archive.tar.gz"
+        path.write_bytes(tar_gz_of(files))
+    with pytest.raises(SourceError, match=message) as raised:
+        source_of(path).layout()
+    assert str(raised.value).startswith("source.path: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_not_cifar_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"is not there; give the \.tar\.gz as downloaded"):
+        source_of(tmp_path / "nothing").layout()
+    with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
+        source_of(tmp_path).layout()
+    (tmp_path / "other.tar.gz").write_bytes(tar_gz_of({"folder/file": b""}))
+    with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
+        source_of(tmp_path / "other.tar.gz").layout()
+    with pytest.raises(SourceError, match=r"source\.labels: .* has no coarse labels"):
+        source_of(archive(tmp_path, "cifar-10-binary"), labels="coarse").layout()
+
+
+def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = archive(tmp_path, "cifar-10-binary").read_bytes()
+    for length in range(0, len(whole), len(whole) // 23):
+        path = tmp_path / "cut.tar.gz"
+        path.write_bytes(whole[:length])
+        with pytest.raises(SourceError, match="download it again"):
+            source_of(path).layout()
+
+
+def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "cifar.tar.gz"
+    files = ten_binary()
+    write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../../data_batch_1.bin": b""})})
+    with pytest.raises(SourceError, match=r"holds data_batch_1\.bin twice"):
+        source_of(path).layout()
+    write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})})
+    assert len(listed(source_of(path))) == 6 * NUM
+    assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
+
+
+def test_an_archive_that_changes_or_vanishes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
+    path = archive(tmp_path, "cifar-10-binary")
+    source = source_of(path)
+    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
+    assert source.layout() == source_of(path).layout()
+    entries = listed(source)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(SourceError, match=r"data_batch_1\.bin/00000: the source has changed since it was listed"):
+        source.read(entries[0])
+    path.unlink()
+    with pytest.raises(SourceError, match="is not there"):
+        source.read(entries[0])
+
+
+# ---- hostile pickles --------------------------------------------------------------------------------------------
+
+SYSTEM = b"cos\nsystem\n(S'touch {place}'\ntR."
+HOSTILE = {
+    "global": SYSTEM,
+    "posix": b"cposix\nsystem\n(S'touch {place}'\ntR.",
+    "stack global": b"\x80\x04\x8c\x02os\x8c\x06system\x93(S'touch {place}'\ntR.",
+    "inst": b"(S'touch {place}'\nios\nsystem\n.",
+    "obj": b"(cos\nsystem\nS'touch {place}'\no.",
+    "newobj": b"\x80\x02cos\nsystem\nS'touch {place}'\n\x85\x81.",
+    "extension": b"\x80\x02\x82\x01.",
+    "eval": b"c__builtin__\neval\n(S'1'\ntR.",
+    "fromfile": b"cnumpy\nfromfile\n(S'/etc/passwd'\ntR.",
+    "persistent": b"Ppersistent\n.",
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_in_a_pickle_is_ever_run(tmp_path: Path, hostile: str) -> None:
+    place = tmp_path / "ran"
+    folder = archive(tmp_path, "cifar-10-python", unpacked=True)
+    (folder / "test_batch").write_bytes(HOSTILE[hostile].replace(b"{place}", str(place).encode()))
+    with pytest.raises(SourceError, match="test_batch is cut or damaged"):
+        source_of(folder).layout()
+    assert not place.exists()
+
+
+def test_the_global_that_a_pickle_asks_for_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = archive(tmp_path, "cifar-10-python", unpacked=True)
+    (folder / "data_batch_1").write_bytes(SYSTEM)
+    assert build("cifar", tmp_path / "out", f"source.path={folder}", "source.md5=off") == 2
+    said = capsys.readouterr().err
+    assert "asks for the global os.system, which arrays of numbers never need" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
+def test_pickles_of_later_pythons_are_read_too(tmp_path: Path, protocol: int) -> None:
+    folder = archive(tmp_path, "cifar-10-python", unpacked=True)
+    rows = np.asfortranarray(TEN_PIXELS["test_batch"].reshape(NUM, 3072))
+    fields = {"labels": TEN_LABELS["test_batch"], "data": rows, "long": 1 << 70, "float": 0.5, "é": (None, True)}
+    (folder / "test_batch").write_bytes(pickle.dumps(fields, protocol=protocol))
+    source = source_of(folder)
+    entries = [entry for entry in listed(source) if entry.container.split == "test"]
+    assert [source.read(entry) for entry in entries] == [
+        ppm_of(picture.transpose(1, 2, 0)) for picture in TEN_PIXELS["test_batch"]
+    ]
+
+
+def test_the_pickles_of_these_tests_are_what_python_reads() -> None:
+    data = ten_python()["cifar-10-batches-py/test_batch"]
+    fields = pickle.loads(data, encoding="bytes")
+    assert list(fields) == [b"batch_label", b"labels", b"data", b"filenames"]
+    assert fields[b"labels"] == TEN_LABELS["test_batch"]
+    assert np.array_equal(fields[b"data"], TEN_PIXELS["test_batch"].reshape(NUM, 3072))
+
+
+# ---- fuzz -------------------------------------------------------------------------------------------------------
+
+
+def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
+    folder = archive(tmp_path, "cifar-10-python", unpacked=True)
+    rows = pixels(1, 3072)
+    originals = [
+        python2_pickle({"labels": [3], "data": rows, "filenames": ["a.png"]}),
+        *(pickle.dumps({"labels": [3], "data": rows}, protocol=protocol) for protocol in (0, 4)),
+    ]
+    outcomes = []
+    for number, original in enumerate(originals):
+        # Most bytes are pixels: those before and after them matter most.
+        begin, end = original[:400], original[-200:]
+        for mutant in [
+            *mutants(original, count=60, seed=number),
+            *(head + original[400:] for head in mutants(begin, count=200, seed=10 + number)),
+            *(original[:-200] + tail for tail in mutants(end, count=120, seed=20 + number)),
+        ]:
+            (folder / "data_batch_1").write_bytes(mutant)
+            outcomes.append(survey(lambda: source_of(folder)))
+    assert len(outcomes) == 3 * (60 + 200 + 120)
+    assert sum(1 for count, _ in outcomes if count) > 50
+    assert sum(1 for _, error in outcomes if error) > 300
+
+
+@pytest.mark.parametrize("version", ["cifar-10-python", "cifar-100-binary"])
+def test_mutated_archives_are_read_or_refused(tmp_path: Path, version: str) -> None:
+    path = archive(tmp_path, version)
+    original = path.read_bytes()
+    before = sorted(tmp_path.rglob("*"))
+    outcomes = []
+    plain = gzip.decompress(original)
+    headers = [
+        mutant + plain[1536:] for mutant in mutants(plain[:1536], count=200, seed=2)
+    ]  # with right checksums around them
+    for mutant in [*mutants(original, count=200, seed=1), *(gzip.compress(mutant, 1) for mutant in headers)]:
+        path.write_bytes(mutant)
+        outcomes.append(survey(lambda: source_of(path)))
+    assert sum(1 for _, error in outcomes if error) > 200
+    assert sorted(tmp_path.rglob("*")) == before

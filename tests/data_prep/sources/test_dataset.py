@@ -1,0 +1,173 @@
+"""Dataset objects become datasets without loss, whatever form their pictures have; and what they do wrong is one line."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.build import build as build_dataset
+from data_prep.config import BuildSettings
+from data_prep.manifest import load_manifest
+from data_prep.sources import SourceError, dataset
+from data_prep.sources.config import DatasetSettings
+from data_prep.sources.dataset import DatasetSource
+from tests.data_prep.sources.datasets import ITEMS
+from tests.data_prep.sources.layouts import build, listed, pixels, ppm_of, written
+
+HERE = "tests.data_prep.sources.datasets"
+
+
+def source_of(factory: str, splits: dict[str, dict[str, Any]], **fields: object) -> DatasetSource:
+    return DatasetSource(
+        DatasetSettings.model_validate({"kind": "dataset", "factory": f"{HERE}:{factory}", "splits": splits, **fields})
+    )
+
+
+def bare(items: str, size: int = 6) -> DatasetSource:
+    return source_of("bare", {"train": {"items": items, "size": size}}, class_names=("ant", "bee", "cat"))
+
+
+def test_a_build_of_an_object_keeps_pixels_labels_classes_and_splits(tmp_path: Path) -> None:
+    splits = {"train": {"size": 7, "seed": 1}, "val": {"size": 4, "seed": 2}}
+    words = [f"source.factory={HERE}:Pictures", f"source.splits={json.dumps(splits)}", "encoding=keep", "image_size=16"]
+    assert build("dataset", tmp_path / "out", *words) == 0
+    assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
+    for split, arguments in splits.items():
+        arrays = pixels(arguments["size"], 20, 24, 3, seed=arguments["seed"])
+        assert written(tmp_path / "out", split) == {
+            f"{split}/000000/{place:08d}": (ppm_of(array), place % 3) for place, array in enumerate(arrays)
+        }
+
+
+def test_torchvision_itself_goes_through_from_python(tmp_path: Path) -> None:
+    source = {
+        "kind": "dataset",
+        "factory": "torchvision.datasets:FakeData",
+        "splits": {"train": {"size": 5, "image_size": [3, 12, 12], "num_classes": 4}},
+    }
+    settings = {"source": source, "out": str(tmp_path / "fake"), "image_size": 12, "num_workers": 1}
+    manifest = build_dataset(BuildSettings.model_validate_json(json.dumps(settings)))
+    assert manifest.classes == ("0", "1", "2", "3")
+    from torchvision.datasets import FakeData
+
+    original = FakeData(size=5, image_size=(3, 12, 12), num_classes=4)
+    assert written(tmp_path / "fake", "train") == {
+        f"train/000000/{place:08d}": (ppm_of(np.asarray(original[place][0])), int(original[place][1]))
+        for place in range(5)
+    }
+
+
+@pytest.mark.parametrize("items", ["array", "numpy label", "channels first", "floats", "grey", "grey array", "clear"])
+def test_every_form_of_a_picture_comes_out_without_loss(items: str) -> None:
+    source, arrays = bare(items), pixels(6, 20, 24, 3)
+    entries = listed(source)
+    assert [entry.label for entry in entries] == [0, 1, 2, 0, 1, 2]
+    for entry, array in zip(entries, arrays, strict=True):
+        with Image.open(io.BytesIO(source.read(entry))) as image:
+            if items.startswith("grey"):
+                assert np.array_equal(np.asarray(image), array[:, :, 0])
+            else:
+                assert np.array_equal(np.asarray(image.convert("RGB")), array)
+
+
+def test_a_torch_tensor_is_an_array_here() -> None:
+    torch = pytest.importorskip("torch")
+    array = pixels(20, 24, 3)
+    assert dataset.encode(torch.from_numpy(array).permute(2, 0, 1)) == ppm_of(array)
+    assert dataset.encode(torch.from_numpy(array).permute(2, 0, 1) / 255) == ppm_of(array)
+    assert dataset.encode(torch.zeros(3, 5, 3)) == ppm_of(np.zeros((5, 3, 3), np.uint8))
+
+
+def test_targets_spare_the_listing_from_fetching_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "CHUNK", 4)
+    source = source_of("Pictures", {"train": {"size": 10, "seed": 9}})
+    made = dataset._made(source.settings.factory, "train", '{"seed": 9, "size": 10}')
+    entries = listed(source)
+    assert made.num_fetched == 0
+    assert [entry.locator for entry in entries] == [f"train/{place // 4:06d}/{place:08d}" for place in range(10)]
+    assert [source.read(entry) for entry in entries] == [ppm_of(array) for array in made.arrays]
+    assert made.num_fetched == 10
+
+
+def test_the_manifest_says_what_was_called_but_no_path_of_this_machine() -> None:
+    source = source_of("Pictures", {"train": {"root": "/home/somebody/data", "train": True}})
+    assert source.describe() == {
+        "kind": "dataset",
+        "factory": f"{HERE}:Pictures",
+        "class_names": None,
+        "splits": {"train": {"train": True}},
+    }
+
+
+def test_data_prep_does_not_import_torch_for_it() -> None:
+    code = "import sys, data_prep.sources.dataset; sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ("negative", "item 4 has the label -2, but there are 3 classes"),
+        ("beyond", "item 4 has the label 3, but there are 3 classes; set source.class_names"),
+        ("words", r"item 0 has no integer for a label \(TypeError: "),
+        ("half a label", "item 0 has no integer for a label"),
+        ("no pair", r"item 0 cannot be fetched as \(picture, label\) \(ValueError: too many values"),
+        ("raises", r"item 4 cannot be fetched as \(picture, label\) \(ZeroDivisionError: "),
+        ("normalised", "the picture of item 0 cannot be used .*take normalisation out of the transform"),
+        ("integers", "the picture of item 0 cannot be used .*pixels of the type int64"),
+        ("vector", r"the picture of item 0 cannot be used .*a picture of the shape \(1440,\)"),
+        ("nothing", "the picture of item 0 cannot be used"),
+    ],
+)
+def test_an_item_that_cannot_be_used_is_named(items: str, message: str) -> None:
+    source = bare(items)
+    with pytest.raises(SourceError, match=message) as raised:
+        for entry in listed(source):
+            source.read(entry)
+    assert str(raised.value).startswith("source.splits.train: ")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "message"),
+    [
+        ("missing", {}, r"source\.factory: .*:missing cannot be imported .*on PYTHONPATH"),
+        ("failing", {}, r"failing fails \(RuntimeError: Dataset not found\. Use download=True\)"),
+        ("Pictures", {"sise": 3}, "unexpected keyword argument 'sise'"),
+        ("Pictures", {"size": 0}, "the object is empty"),
+        ("bare", {"items": "array", "size": 3}, "neither classes nor num_classes nor targets; name the classes here"),
+        ("len", {"obj": 1}, "cannot be imported"),
+    ],
+)
+def test_a_factory_that_fails_is_one_clear_line(factory: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message) as raised:
+        source_of(factory, {"train": arguments}).layout()
+    assert "\n" not in str(raised.value)
+
+
+def test_labels_that_are_not_what_targets_say_are_noticed() -> None:
+    source = source_of("mislabelled", {"train": {"size": 3}})
+    with pytest.raises(SourceError, match=r"item 0 has the label 1, 0 when it was listed; .*no target_transform"):
+        source.read(listed(source)[0])
+
+
+def test_a_mistake_reaches_the_command_line_as_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"source.factory={HERE}:nothing", "source.splits.train.size=3"]
+    assert build("dataset", tmp_path / "out", *words) == 2
+    assert build("dataset", tmp_path / "out", "source.factory=nothing", "source.splits.train.size=3") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all("source.factory" in line for line in said)
+
+
+def test_all_kinds_of_items_are_tried() -> None:
+    assert len(ITEMS) == 7 + 10

@@ -1,0 +1,143 @@
+"""MNIST's four idx files, compressed as published or not, and the datasets that share their layout."""
+
+import gzip
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.manifest import load_manifest
+from data_prep.sources import SourceError, mnist
+from data_prep.sources.config import MnistSettings
+from data_prep.sources.mnist import MnistSource
+from tests.data_prep.samples import write_files
+from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, mutants, pixels, ppm_of, survey, written
+
+PICTURES = {"train": pixels(7, 28, 28, seed=1), "test": pixels(3, 28, 28, seed=2)}
+LABELS = {"train": np.array([5, 0, 4, 1, 9, 2, 1], np.uint8), "test": np.array([7, 2, 1], np.uint8)}
+
+
+def files(*, compressed: bool = True, prefix: str = "", test: str = "t10k") -> dict[str, bytes]:
+    found = {}
+    for split, stem in {"train": "train", "test": test}.items():
+        found[f"{prefix}{stem}-images-idx3-ubyte"] = idx_of(PICTURES[split])
+        found[f"{prefix}{stem}-labels-idx1-ubyte"] = idx_of(LABELS[split])
+    return {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in found.items()} if compressed else found
+
+
+def source_of(path: Path, **fields: object) -> MnistSource:
+    return MnistSource(MnistSettings.model_validate({"kind": "mnist", "path": str(path), "md5": "off", **fields}))
+
+
+def grey(picture_HW: Pixels) -> bytes:
+    return ppm_of(np.stack([picture_HW] * 3, axis=2))
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_build_holds_the_grey_pictures_as_rgb(tmp_path: Path, compressed: bool) -> None:
+    path, out = write_files(tmp_path / "mnist", files(compressed=compressed)), tmp_path / "out"
+    assert build("mnist", out, f"source.path={path}", "source.md5=off", "image_size=28") == 0
+    manifest = load_manifest(out)
+    assert manifest.classes == ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9")
+    assert str(tmp_path) not in (out / "manifest.json").read_text()
+    for split, pictures in PICTURES.items():
+        assert written(out, split) == {
+            f"{split}/{row:05d}": (grey(picture), int(LABELS[split][row])) for row, picture in enumerate(pictures)
+        }
+
+
+def test_kept_pictures_are_the_same_pixels_in_one_channel(tmp_path: Path) -> None:
+    path, out = write_files(tmp_path / "mnist", files()), tmp_path / "out"
+    assert build("mnist", out, f"source.path={path}", "source.md5=off", "image_size=28", "encoding=keep") == 0
+    for name, sample in written(out, "test").items():
+        with Image.open(io.BytesIO(sample.data)) as image:
+            assert image.mode == "L"
+            assert np.array_equal(np.asarray(image), PICTURES["test"][int(name[-5:])])
+
+
+def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
+    path = write_files(tmp_path / "fashion", files())
+    assert source_of(path, variant="fashion").layout().classes[0] == "T-shirt/top"
+    emnist = write_files(tmp_path / "emnist", files(prefix="emnist-letters-", test="test"))
+    source = source_of(emnist, variant="other", prefix="emnist-letters-", transposed=True, md5="published")
+    assert source.layout().classes == tuple("0123456789")
+    entries = listed(source)
+    assert [entry.label for entry in entries] == [*LABELS["test"], *LABELS["train"]]
+    assert source.read(entries[0]) == b"P5\n28 28\n255\n" + PICTURES["test"][0].T.tobytes()
+
+
+def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = files()
+    path = write_files(tmp_path / "mnist", found)
+    with pytest.raises(SourceError, match="published is f68b3c2dcbeaaa9fbdd348bbdeb94873"):
+        source_of(path, md5="published").layout()
+    with pytest.raises(SourceError, match="published is 8d4fb7e6c68d591d4c3dfef9ec88bf0d"):
+        source_of(path, md5="published", variant="fashion").layout()
+    sums = {name: hashlib.md5(data).hexdigest() for name, data in found.items()}
+    monkeypatch.setitem(mnist.MNIST_FILES, "mnist", sums)
+    assert len(listed(source_of(path, md5="published"))) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "t10k-labels-idx1-ubyte",
+            None,
+            r"holds no t10k-labels-idx1-ubyte\.gz; give the folder with the four idx files",
+        ),
+        ("train-images-idx3-ubyte", idx_of(PICTURES["train"])[:-1], "5,487 values, its header says 7 x 28 x 28"),
+        ("train-images-idx3-ubyte", b"\x89PNG" + bytes(20), "begins with 89 50 4e 47, not with 00 00 08 03"),
+        ("train-images-idx3-ubyte", idx_of(LABELS["train"]), "begins with 00 00 08 01, not with 00 00 08 03"),
+        ("train-images-idx3-ubyte", b"", "begins with , not with 00 00 08 03"),
+        ("train-labels-idx1-ubyte", idx_of(LABELS["train"][:6]), "train holds 7 pictures and 6 labels"),
+        (
+            "train-labels-idx1-ubyte",
+            idx_of(LABELS["train"] + 2),
+            "train: record 4 has the label 11, but there are 10 classes",
+        ),
+        ("train-images-idx3-ubyte", idx_of(pixels(7, 0, 28)), "its header says 7 x 0 x 28"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
+    found = {other: body for other, body in files(compressed=False).items() if other != name}
+    path = write_files(tmp_path / "mnist", found | ({name: data} if data is not None else {}))
+    with pytest.raises(SourceError, match=message) as raised:
+        source_of(path).layout()
+    assert str(raised.value).startswith("source.path: ")
+
+
+def test_a_file_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
+    path = write_files(tmp_path / "mnist", files())
+    source = source_of(path)
+    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
+    assert source.layout() == source_of(path).layout()
+    entries = listed(source)
+    write_files(path, {"train-labels-idx1-ubyte.gz": b""})
+    with pytest.raises(SourceError, match="test/00000: the source has changed since it was listed"):
+        source.read(entries[0])
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    path = write_files(tmp_path / "mnist", files(compressed=False))
+    outcomes = []
+    for name, original in files(compressed=False).items():
+        for mutant in [
+            *mutants(original, count=80, seed=1),
+            *(head + original[16:] for head in mutants(original[:16], count=80, seed=2)),
+        ]:
+            (path / name).write_bytes(mutant)
+            outcomes.append(survey(lambda: source_of(path)))
+        (path / name).write_bytes(original)
+    for name, original in files().items():
+        for mutant in mutants(original, count=60, seed=3):
+            (path / name).write_bytes(mutant)  # is preferred to the plain one
+            outcomes.append(survey(lambda: source_of(path)))
+        (path / name).unlink()
+    assert len(outcomes) == 4 * (80 + 80 + 60)
+    assert sum(1 for count, _ in outcomes if count) > 30
+    assert sum(1 for _, error in outcomes if error) > 300
+    assert sorted(found.name for found in tmp_path.rglob("*")) == sorted(["mnist", *files(compressed=False)])
