@@ -24,7 +24,7 @@ def add_verbs(verbs: "Verbs") -> None:
     )
     build.add_argument("config", nargs="?", help="a YAML file, such as configs/data_prep/demo_pretrain.yaml")
     build.add_argument("overrides", nargs="*", help="key.path=value, such as image_size=64 source.seed=1")
-    build.add_argument("--source", metavar="KIND", help="folder | synthetic (short for source.kind=KIND)")
+    build.add_argument("--source", metavar="KIND", help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)")
     build.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
     build.add_argument(
         "--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge"

@@ -4,7 +4,6 @@ Read from `ILSVRC2012_devkit_t12.tar.gz` or the folder it unpacks to. `meta.mat`
 those without children, the classes.
 """
 
-import hashlib
 import io
 import tarfile
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.sources.base import SourceError
+from data_prep.sources.guard import check_md5
 
 NAME = "ILSVRC2012_devkit_t12"
 MD5 = "fa75699e90414af021442c21a62c3abf"  # as published on image-net.org and checked by torchvision
@@ -26,9 +26,9 @@ class Devkit:
     """Of ILSVRC2012_val_00000001.JPEG and so on."""
 
 
-def load_devkit(path: Path, *, check_md5: bool) -> Devkit:
+def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
     """From the archive or the folder at `path`."""
-    files = _from_folder(path) if path.is_dir() else _from_archive(path, check_md5=check_md5)
+    files = _from_folder(path) if path.is_dir() else _from_archive(path, must_be_published=must_be_published)
     wnid_of_number = _wnids(files[_META], path)
     wnids = tuple(sorted(wnid_of_number.values()))
     labels = {wnid: label for label, wnid in enumerate(wnids)}
@@ -46,13 +46,10 @@ def _from_folder(path: Path) -> dict[str, bytes]:
         raise SourceError(f"source.path: {error.filename} is missing; unpack {NAME}.tar.gz whole") from None
 
 
-def _from_archive(path: Path, *, check_md5: bool) -> dict[str, bytes]:
+def _from_archive(path: Path, *, must_be_published: bool) -> dict[str, bytes]:
+    if must_be_published:
+        check_md5(path, MD5)
     data = path.read_bytes()
-    found = hashlib.md5(data).hexdigest()
-    if check_md5 and found != MD5:
-        raise SourceError(
-            f"source.path: {path} has MD5 {found}, published is {MD5}; download it again, or set source.md5=off"
-        )
     files = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:

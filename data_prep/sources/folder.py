@@ -56,7 +56,8 @@ class FolderSource(Source):
 
 
 def subfolders(root: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    with os.scandir(root) as found:
+        return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
 
 
 def files_below(root: Path) -> list[tuple[str, int]]:

@@ -23,6 +23,7 @@ from data_prep.sources import devkit
 from data_prep.sources.base import Source, SourceError, check_size
 from data_prep.sources.config import ImageNet1kSettings
 from data_prep.sources.folder import files_below
+from data_prep.sources.guard import check_md5, stamp_of
 from data_prep.sources.synsets import (
     find_synsets,
     labelled,
@@ -30,7 +31,6 @@ from data_prep.sources.synsets import (
     list_tar,
     read_synset,
     refuse_gzip,
-    stamp_of,
 )
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -75,7 +75,7 @@ class ImageNet1kSource(Source):
                         f"download it into {self.root}"
                     )
                 classes, self._val_labels = kit.wnids, kit.val_labels
-                stamp = stamp_of(self.root / place) if (self.root / place).is_file() else ""
+                stamp = stamp_of([self.root / place]) if (self.root / place).is_file() else ""
                 containers.append(Container(path=place, split="val", stamp=stamp))
             else:
                 synsets = find_synsets(self.root, place, split="val")
@@ -128,7 +128,7 @@ class ImageNet1kSource(Source):
         if (self.root / tar).is_file():
             refuse_gzip(self.root / tar)
             if self.settings.md5 == "all":
-                _check_md5(self.root / tar, PUBLISHED_MD5[tar])
+                check_md5(self.root / tar, PUBLISHED_MD5[tar])
             return tar
         if (self.root / folder).is_dir():
             return folder
@@ -139,7 +139,7 @@ class ImageNet1kSource(Source):
     def _devkit(self) -> devkit.Devkit | None:
         for path in (self.root / f"{devkit.NAME}.tar.gz", self.root / devkit.NAME):
             if path.exists():
-                return devkit.load_devkit(path, check_md5=self.settings.md5 != "off")
+                return devkit.load_devkit(path, must_be_published=self.settings.md5 != "off")
         return None
 
     def _val_is_flat(self, place: str) -> bool:
@@ -162,10 +162,3 @@ def _val_number(name: str) -> int:
     if not match:
         raise SourceError(f"source.path: {name} is not named like a validation picture, ILSVRC2012_val_00000001.JPEG")
     return int(match[1])
-
-
-def _check_md5(path: Path, published: str) -> None:
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-    if found != published:
-        raise SourceError(f"source.path: {path} has MD5 {found}, published is {published}; download it again")

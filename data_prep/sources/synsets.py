@@ -13,6 +13,7 @@ from pathlib import Path
 from data_prep.inventory import Container, Entries, Entry
 from data_prep.sources.base import SourceError, check_size
 from data_prep.sources.folder import files_below, subfolders
+from data_prep.sources.guard import stamp_of
 from data_prep.sources.tars import Member, TarError, members, read_checked
 
 _WNID = re.compile(r"n\d{8}")
@@ -25,11 +26,12 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     if path.is_file():
         return _tar_of_tars(path, place, split)
     prefix = f"{place}/" if place else ""
-    tars = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(".tar") and entry.is_file())
+    with os.scandir(path) as found:
+        tars = sorted(entry.name for entry in found if entry.name.endswith(".tar") and entry.is_file())
     folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in subfolders(path)}
     if not tars and not folders:
         raise SourceError(f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders")
-    packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of(path / name)) for name in tars}
+    packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name])) for name in tars}
     if packed and folders.keys() - packed.keys():
         odd = min(folders.keys() - packed.keys())
         raise SourceError(f"source.path: {path} holds synset tars, but {odd} only as a folder; keep one form of them")
@@ -72,11 +74,6 @@ def read_synset(root: Path, entry: Entry) -> bytes:
         ) from None
 
 
-def stamp_of(path: Path) -> str:
-    status = path.stat()
-    return f"{status.st_size}-{status.st_mtime_ns}"
-
-
 def refuse_gzip(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(2) == _GZIP_MAGIC:
@@ -88,7 +85,7 @@ def refuse_gzip(path: Path) -> None:
 
 def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
     refuse_gzip(path)
-    stamp = stamp_of(path)
+    stamp = stamp_of([path])
     try:
         outer = [member for member in members(path) if not member.name.rpartition("/")[2].startswith(".")]
     except TarError as error:
