@@ -53,15 +53,18 @@ def decoder_version() -> str:
 class Picture:
     """A decoded picture as it is stored; `upright` turns it (or what has been made of it)."""
 
-    rgb: Image.Image
+    pixels: Image.Image
+    """RGB, or RGBX where that spares a copy; `upright` makes RGB of it."""
     extent: tuple[float, float]
-    """Width and height in pixels of `rgb`; a draft's last pixel of a row or column may lie over the edge in part."""
+    """Width and height in pixels of `pixels`; a draft's last pixel of a row or column may lie over the edge in part."""
     orientation: int
     extension: str
 
     def upright(self, image: Image.Image) -> Image.Image:
+        """`image`, as RGB."""
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
         turn = _TURNS.get(self.orientation)
-        return image if turn is None else image.transpose(turn)
+        return rgb if turn is None else rgb.transpose(turn)
 
 
 def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
@@ -70,7 +73,7 @@ def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
         raise Rejection("empty", "zero bytes")
     plain = decode_plain(data, smallest_side=smallest_side, max_pixels=MAX_PIXELS)
     if plain is not None:
-        return Picture(to_rgb(plain.pixels), (plain.width / plain.scale, plain.height / plain.scale), 1, "jpg")
+        return Picture(plain.pixels, (plain.width / plain.scale, plain.height / plain.scale), 1, "jpg")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Pillow warns of is a rejection below, or metadata that is dropped
         image = _open(data)

@@ -48,7 +48,7 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
     """The sample that `data` becomes; raises `Rejection`."""
     picture = read_picture(data, smallest_side=spec.image_size if spec.draft else None)
     # resized first, then turned: the square in the centre is the same, and there is less to turn
-    small = picture.upright(resize(picture.rgb, size=spec.image_size, crop=spec.crop, extent=picture.extent))
+    small = picture.upright(resize(picture.pixels, size=spec.image_size, crop=spec.crop, extent=picture.extent))
     if spec.encoding == "keep":
         return EncodedImage(data, picture.extension, small)
     if spec.encoding == "raw":
@@ -59,7 +59,7 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
 def decode(data: bytes) -> tuple[Image.Image, str]:
     """The whole upright RGB picture and the extension that its true format (not its file name) calls for."""
     picture = read_picture(data)
-    return picture.upright(picture.rgb), picture.extension
+    return picture.upright(picture.pixels), picture.extension
 
 
 def resize(

@@ -1,9 +1,9 @@
-"""The short way through Pillow for the common JPEG: 8 bits, grey or three channels, no metadata that could turn it.
+"""The short way for the common JPEG: 8 bits, grey or three channels, nothing that could turn it; straight to libjpeg-turbo.
 
 Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python: plugins, tables, buffers. Here
-the header is read just far enough to know the size, and Pillow's own decoder is handed all bytes at once. Invariant: this way
-returns what the long way would return, pixel for pixel, or None; whatever is unusual, or wrong, is left to the long way, which
-alone knows how to word a rejection. (The decoder is not among Pillow's documented names, so a test compares both ways.)
+the header is read just far enough to know the size, libjpeg-turbo decodes into the four bytes a pixel that PIL computes with, and
+PIL takes that memory as it is. Invariant: this way returns what the long way would return, pixel for pixel, or None; whatever is
+unusual, or wrong, is left to the long way, which alone knows how to word a rejection. (A test compares both ways.)
 
 Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
 stays at least `DRAFT_MARGINS` times what is asked for. See `images.py` for what that does to a resized picture.
@@ -12,6 +12,7 @@ stays at least `DRAFT_MARGINS` times what is asked for. See `images.py` for what
 from dataclasses import dataclass
 from typing import Final
 
+import simplejpeg
 from PIL import Image
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
@@ -22,12 +23,13 @@ _FRAMES: Final = frozenset((0xC0, 0xC1, 0xC2))
 """Baseline, extended, progressive; the other frames are arithmetic, lossless or hierarchical."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, 0xE0, *range(0xE2, 0xF0), 0xFE))
 """Tables, restart interval, application data and comments: libjpeg reads those that matter."""
-_MODES: Final = {1: "L", 3: "RGB"}
+_CHANNELS: Final = (1, 3)
 
 
 @dataclass(frozen=True)
 class PlainJpeg:
     pixels: Image.Image
+    """In PIL's mode RGBX: RGB with a byte of padding."""
     width: int
     height: int
     scale: int
@@ -48,20 +50,18 @@ def decode_plain(data: bytes, *, smallest_side: int | None, max_pixels: int) -> 
     if frame is None:
         return None
     width, height, num_channels = frame
-    mode = _MODES.get(num_channels)
-    if mode is None or not 0 < width * height <= max_pixels:
+    if num_channels not in _CHANNELS or not 0 < width * height <= max_pixels:
         return None
     scale = draft_scale(width, height, smallest_side)
-    core = Image.core.new(mode, (-(-width // scale), -(-height // scale)))
-    decoder = Image._getdecoder(mode, "jpeg", (mode, ""), (scale, 0))
-    decoder.setimage(core, (0, 0, *core.size))
+    height_then, width_then = -(-height // scale), -(-width // scale)
     try:
-        num_used, fault = decoder.decode(data)
-    finally:
-        decoder.cleanup()
-    if num_used >= 0 or fault < 0:  # it asks for more than there is, or gives up
+        pixels_HW4 = simplejpeg.decode_jpeg(data, "RGBX", min_height=height_then, min_width=width_then)
+    except ValueError:  # damaged, or cut
         return None
-    return PlainJpeg(Image.Image()._new(core), width, height, scale)
+    if pixels_HW4.shape[:2] != (height_then, width_then):
+        return None
+    pixels = Image.frombuffer("RGBX", (width_then, height_then), pixels_HW4, "raw", "RGBX", 0, 1)
+    return PlainJpeg(pixels, width, height, scale)
 
 
 def _frame(data: bytes) -> tuple[int, int, int] | None:
