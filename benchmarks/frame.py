@@ -35,7 +35,9 @@ def peer_python(name: str, packages: list[str]) -> Path:
     if not have.exists() or have.read_text() != wanted:
         uv = [sys.executable, "-m", "uv"]
         subprocess.run([*uv, "venv", "--quiet", "--clear", str(environment)], check=True)
-        subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True)
+        subprocess.run(
+            [*uv, "--no-config", "pip", "install", "--quiet", "--python", str(python), *packages], check=True
+        )
         have.write_text(wanted)
     return python
 

@@ -13,7 +13,7 @@ there to the same bytes.
 
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -45,14 +45,14 @@ class ShardJob:
 
 def build(settings: BuildSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
-    directory = Path(settings.out)
-    with sole_writer(directory):
-        source = open_source(settings.source, num_workers=settings.num_workers)
-        work = prepare(settings, source)
+    directory, tally = Path(settings.out), Tally()
+    source = open_source(settings.source, num_workers=settings.num_workers)
+    with sole_writer(directory), worker_pool(settings.num_workers, tally=tally) as pool:
+        work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
             manifest = load_manifest(directory)
         else:
-            records = write_shards(work, work.begun.shards, source, settings)
+            records = write_shards(work, work.begun.shards, source, settings.image_spec, pool=pool, tally=tally)
             manifest = publish(settings, source, work.begun, records)
         forget_parts(directory)
     check_reject_share(directory, manifest, settings.max_reject_share)
@@ -60,24 +60,17 @@ def build(settings: BuildSettings) -> Manifest:
 
 
 def write_shards(
-    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, settings: BuildSettings
+    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, spec: ImageSpec, *, pool: Executor, tally: Tally
 ) -> list[ShardRecord]:
     """The record of every shard of `plans`, in their order."""
-    if not plans:
-        return []
-    jobs = [ShardJob(plan, work, source, settings.image_spec) for plan in plans]
-    tally = Tally()
     total = sum(plan.stop - plan.start for plan in plans)
-    with (
-        worker_pool(min(settings.num_workers, len(jobs)), tally=tally) as pool,
-        progress("packing", total=total, unit="images") as line,
-    ):
-        futures = [pool.submit(write_job, job) for job in jobs]
+    with progress("packing", total=total, unit="images") as line:
+        futures = [pool.submit(write_job, ShardJob(plan, work, source, spec)) for plan in plans]
+        pending: set[Future[ShardRecord]] = set(futures)
         try:
-            pending: set[Future[ShardRecord]] = set(futures)
             while pending:
                 ended, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                line.advance(tally.taken(), note=f"{len(jobs) - len(pending)}/{len(jobs)} shards")
+                line.advance(tally.taken(), note=f"{len(plans) - len(pending)}/{len(plans)} shards")
                 for future in ended:
                     future.result()
         except BaseException:

@@ -11,6 +11,7 @@ row number names the same input on every machine; `containers.json` is written l
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,6 @@ from data_prep.publish import atomic_directory, canonical_json, write_json
 
 HEAD_NAME = "containers.json"
 _COLUMNS = {"container": "<i4", "label": "<i4", "offset": "<i8", "size": "<i8", "name_end": "<i8"}
-_NAMES = "names.bin"
 
 
 class Container(NamedTuple):
@@ -138,7 +138,7 @@ class Inventory:
 
     @cached_property
     def _names(self) -> NDArray[np.uint8]:
-        return _map(self.directory / _NAMES, "u1")
+        return _map(self.directory / "names.bin", "u1")
 
     def _column(self, name: str) -> NDArray[Any]:
         return _map(self.directory / f"{name}.bin", _COLUMNS[name])
@@ -147,33 +147,35 @@ class Inventory:
 def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) -> Inventory:
     """Spills what the containers of `layout` list, in their order, into `directory`."""
     with atomic_directory(directory) as temporary:
-        digest = hashlib.sha256(canonical_json([layout.classes]))
+        digest = hashlib.sha256(canonical_json(layout.classes))
         names_end = 0
-        files = {name: open(temporary / f"{name}.bin", "wb") for name in _COLUMNS}
-        with open(temporary / _NAMES, "wb") as names_file:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in [*_COLUMNS, "names"]}
             for number, (container, entries) in enumerate(zip(layout.containers, listed, strict=True)):
-                order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
-                names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
-                ends = names_end + np.cumsum([len(name) for name in names], dtype=np.int64)
-                columns = {
-                    "container": np.full(len(order), number),
-                    "label": entries.labels[order],
-                    "offset": entries.offsets[order],
-                    "size": entries.sizes[order],
-                    "name_end": ends,
-                }
+                columns, names = _sorted_columns(number, entries, names_end)
                 for name, column in columns.items():
-                    files[name].write(column.astype(_COLUMNS[name]).tobytes())
-                names_file.write(b"".join(names))
-                names_end = int(ends[-1]) if len(ends) else names_end
-                digest.update(canonical_json([container.path, container.split, len(order)]))
-                for part in (b"\0".join(names), columns["label"].astype("<i4"), columns["size"].astype("<i8")):
-                    digest.update(part if isinstance(part, bytes) else part.tobytes())
-        for file in files.values():
-            file.close()
+                    files[name].write(column.tobytes())
+                files["names"].write(b"".join(names))
+                names_end += sum(map(len, names))
+                digest.update(canonical_json([container.path, container.split, len(names)]) + b"\0".join(names))
+                digest.update(columns["label"].tobytes() + columns["size"].tobytes())
         head = {"classes": layout.classes, "containers": layout.containers, "digest": digest.hexdigest()}
         write_json(temporary / HEAD_NAME, head)
     return Inventory(directory)
+
+
+def _sorted_columns(number: int, entries: Entries, names_end: int) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
+    """The columns of one container, its entries sorted by name, and the names."""
+    order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
+    names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
+    columns = {
+        "container": np.full(len(order), number),
+        "label": entries.labels[order],
+        "offset": entries.offsets[order],
+        "size": entries.sizes[order],
+        "name_end": names_end + np.cumsum([len(name) for name in names], dtype=np.int64),
+    }
+    return {name: column.astype(_COLUMNS[name]) for name, column in columns.items()}, names
 
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:

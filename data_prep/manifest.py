@@ -90,6 +90,8 @@ class Split(Settings):
 class Manifest(Settings):
     schema_version: Literal[2] = 2
     tool_version: str
+    decoder: str = ""
+    """The libraries that made the pixels: others make slightly different ones."""
     name: str
     source: dict[str, Any]
     seed: int

@@ -142,6 +142,7 @@ def summarise(settings: BuildSettings, source: Source, begun: Begun, records: li
     assert num_read == num_written + num_rejected, (num_read, num_written, num_rejected)
     return Manifest(
         tool_version=__version__,
+        decoder=begun.decoder,
         name=settings.dataset_name,
         source=source.describe(),
         seed=settings.seed,

@@ -34,7 +34,10 @@ class ProgressLine:
         elif time.monotonic() - self._said_s >= LOG_INTERVAL_S:
             self._say()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Says the last state, once; after a failure, which has a line of its own, only the bar ends."""
+        if failed:
+            self._enabled = False
         if self._bar is not None:
             self._bar.stop()
         elif self._enabled and time.monotonic() - self._started_s >= 1.0:
@@ -73,5 +76,8 @@ def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
     try:
         yield line
+    except Exception:
+        line.close(failed=True)
+        raise
     finally:
         line.close()

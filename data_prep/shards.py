@@ -15,15 +15,16 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.channels import ChannelSums
 from data_prep.images import EncodedImage
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import atomic_file, sha256_of, write_atomic, write_json
 from data_prep.settings import Settings
+from data_prep.tar_writer import TarWriter
 
 PARTS = "parts"
 
@@ -62,25 +63,23 @@ def write_shard(
     directory: Path, name: str, samples: Iterable[Sample], *, fingerprint: str, rejected: list[Rejected]
 ) -> ShardRecord:
     """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
-    sums, square_sums, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
+    channels = ChannelSums()
     labels: list[int] = []
     offsets: list[tuple[int, int, int]] = []
     paths: list[str] = []
     with atomic_file(directory / f"{name}.tar") as raw:
-        tar = HashedFile(raw)
-        with tarfile.open(fileobj=tar, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-            for sample in samples:
-                offset = _add(archive, f"{sample.key}.{sample.image.extension}", sample.image.data)
-                _add(archive, f"{sample.key}.cls", b"%d" % sample.label)
-                if sample.image.extension != "ppm":
-                    # Raw samples carry none: their members must all have one size, so that the shard is an array.
-                    _add(archive, f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
-                offsets.append((offset, len(sample.image.data), sample.label))
-                labels.append(sample.label)
-                paths.append(sample.path)
-                sums += sample.image.channel_sums
-                square_sums += sample.image.channel_square_sums
-                num_pixels += sample.image.num_pixels
+        tar = TarWriter(raw)
+        for sample in samples:
+            offset = tar.add(f"{sample.key}.{sample.image.extension}", sample.image.data)
+            tar.add(f"{sample.key}.cls", b"%d" % sample.label)
+            if sample.image.extension != "ppm":
+                # Raw samples carry none: their members must all have one size, so that the shard is an array.
+                tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
+            offsets.append((offset, len(sample.image.data), sample.label))
+            labels.append(sample.label)
+            paths.append(sample.path)
+            channels.add(sample.image.pixels)
+        tar.finish()
     index_sha256 = write_index(directory, name, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
     paths_sha256 = write_paths(directory, name, paths)
     record = ShardRecord(
@@ -91,14 +90,14 @@ def write_shard(
             file=f"{name}.tar",
             num_samples=len(labels),
             num_bytes=tar.num_bytes,
-            sha256=tar.digest.hexdigest(),
+            sha256=tar.sha256,
             index_sha256=index_sha256,
             paths_sha256=paths_sha256,
         ),
         class_counts=count_labels(np.array(labels, np.int64)),
-        channel_sums=(int(sums[0]), int(sums[1]), int(sums[2])),
-        channel_square_sums=(int(square_sums[0]), int(square_sums[1]), int(square_sums[2])),
-        num_pixels=num_pixels,
+        channel_sums=channels.sums,
+        channel_square_sums=channels.square_sums,
+        num_pixels=channels.num_pixels,
         rejected=tuple(rejected),
     )
     write_record(directory, record)
@@ -174,27 +173,3 @@ def read_samples(path: Path) -> Iterator[tuple[str, bytes, int]]:
                 yield key, image, int(body.read())
             elif extension != "json":
                 key, image = name, body.read()
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Appends one member and returns where its data starts."""
-    info = tarfile.TarInfo(name)  # mtime 0, mode 0644, owner 0: the defaults of TarInfo, and the same on every machine
-    info.size = len(data)
-    archive.addfile(info, io.BytesIO(data))
-    padded = -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return archive.offset - padded
-
-
-class HashedFile(io.RawIOBase):
-    """A write-only file that hashes what passes through, so that a shard need not be read again for its sha256."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        self.digest.update(data)
-        self.num_bytes += len(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self.num_bytes

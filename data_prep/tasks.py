@@ -13,6 +13,7 @@ A task may be run again at any time, on its own or with others. `data_prep merge
 import fcntl
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from data_prep.publish import sole_writer
 from data_prep.settings import UserError
 from data_prep.shards import PARTS
 from data_prep.sources import Source, open_source
+from data_prep.workers import Tally, worker_pool
 from data_prep.workplan import Workplan, begun_by_others, prepare
 
 
@@ -49,20 +51,25 @@ def build_task(settings: BuildSettings, task: Task) -> int:
     """Writes the shards of one task; returns their number."""
     directory = Path(settings.out)
     source = open_source(settings.source, num_workers=settings.num_workers)
-    with _work_together(settings, source, task) as work, sole_writer(directory / PARTS / f"task-{task.number}"):
+    tally = Tally()
+    with (
+        worker_pool(settings.num_workers, tally=tally) as pool,
+        _work_together(settings, source, pool, task) as work,
+        sole_writer(directory / PARTS / f"task-{task.number}"),
+    ):
         plans = work.of_task(task.number)
-        write_shards(work, plans, source, settings)
+        write_shards(work, plans, source, settings.image_spec, pool=pool, tally=tally)
     return len(plans)
 
 
 @contextmanager
-def _work_together(settings: BuildSettings, source: Source, task: Task) -> Iterator[Workplan]:
+def _work_together(settings: BuildSettings, source: Source, pool: Executor, task: Task) -> Iterator[Workplan]:
     directory = Path(settings.out)
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as lock:
         if _try_lock(lock):
             _refuse_merged(directory)
-            work = prepare(settings, source, num_tasks=task.total)
+            work = prepare(settings, source, pool, num_tasks=task.total)
             fcntl.flock(lock, fcntl.LOCK_SH)
         else:
             print(f"data_prep: others are at work in {directory}; waiting for the plan", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""The worker processes of a build: as many as asked for, and none outlives the process that started them.
+"""The workers of a build: as many processes as asked for, and none outlives the process that started them. A single worker is a
+thread of this process, which spares small builds the start of another one.
 
 Without the watch below, workers of a builder that is killed would finish what is queued, into the files of the builder that
 takes its place, and then wait for ever.
@@ -6,7 +7,7 @@ takes its place, and then wait for ever.
 
 import os
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context, parent_process
 from multiprocessing.sharedctypes import Synchronized
 from typing import ClassVar
@@ -40,8 +41,10 @@ class Tally:
         cls._mine = counter
 
 
-def worker_pool(num_workers: int, *, tally: Tally | None = None) -> ProcessPoolExecutor:
+def worker_pool(num_workers: int, *, tally: Tally | None = None) -> Executor:
     counter = tally.counter if tally is not None else None
+    if num_workers <= 1:
+        return ThreadPoolExecutor(1, initializer=Tally.connect, initargs=(counter,))
     return ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin, initargs=(counter,))
 
 

@@ -17,14 +17,17 @@ lock of OUT:
 
 import hashlib
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.config import BuildSettings
+from data_prep.decoding import decoder_version
 from data_prep.exclusions import Exclusions, load_exclusions
 from data_prep.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
 from data_prep.manifest import MANIFEST_NAME, load_manifest
@@ -33,7 +36,6 @@ from data_prep.publish import TEMPORARY_PREFIX, atomic_file, canonical_json, wri
 from data_prep.settings import Settings, UserError
 from data_prep.shards import PARTS
 from data_prep.sources import Arrangement, Source, SourceError
-from data_prep.workers import worker_pool
 
 BEGUN_NAME, SETTINGS_NAME, INVENTORY_NAME = "begun.json", "settings.json", "inventory"
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
@@ -51,6 +53,7 @@ class ShardPlan(Settings):
 class Begun(Settings):
     config_hash: str
     fingerprint: str
+    decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
     """What each class of the inventory is called in the dataset: its label there, -1 where it is left out."""
@@ -76,7 +79,7 @@ class Workplan:
         return self.begun.shards[number :: self.begun.num_tasks]
 
 
-def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> Workplan:
+def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1) -> Workplan:
     """The plan of this build in `settings.out`; the caller holds the directory alone."""
     directory = Path(settings.out)
     exclusions = load_exclusions(settings.exclude)
@@ -84,11 +87,15 @@ def prepare(settings: BuildSettings, source: Source, *, num_tasks: int = 1) -> W
     before = load_begun(directory)
     if before is not None and before.config_hash != config_hash:
         raise _foreign(directory, "an unfinished")
+    _check_decoder(directory, before)
     _tidy(directory)
-    inventory = _listed(settings, source, before=before)
+    inventory = _listed(settings, source, pool, before=before)
     fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
-    _claim(directory, fingerprint=fingerprint, before=before)
-    inventory = _adopted(inventory)
+    try:
+        _claim(directory, fingerprint=fingerprint, before=before)
+        inventory = _adopted(inventory)
+    finally:
+        _tidy(directory)
     if before is not None and before.num_tasks == num_tasks and before.config_hash == config_hash:
         return Workplan(directory, before)
     return _write_plan(settings, source, inventory, exclusions, config_hash, fingerprint, num_tasks)
@@ -104,6 +111,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         )
     if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
         raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
+    _check_decoder(directory, begun)
     if begun.num_tasks != num_tasks:
         raise UserError(
             f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
@@ -125,10 +133,19 @@ def load_begun(directory: Path) -> Begun | None:
         raise UserError(f"{path}: cannot be read; remove {directory} and build again") from None
 
 
+def _check_decoder(directory: Path, begun: Begun | None) -> None:
+    """Shards of one dataset are made by the same libraries, or their pictures would differ a little."""
+    if begun is not None and begun.decoder != decoder_version():
+        raise UserError(
+            f"{directory}: was begun with {begun.decoder}, and here is {decoder_version()}; "
+            "go on in the environment that began it, or remove it and build anew"
+        )
+
+
 def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
     """Hashes what decides the bytes of the dataset: not the number of workers, and no path of this machine."""
     config = settings.model_dump(
-        mode="json", exclude={"out", "num_workers", "max_reject_share", "source", "classes", "exclude"}
+        mode="json", exclude={"out", "name", "num_workers", "max_reject_share", "source", "classes", "exclude"}
     )
     kept = settings.kept_classes()
     parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
@@ -140,6 +157,8 @@ def _tidy(directory: Path) -> None:
     for place in (directory, directory / PARTS):
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    with suppress(OSError):
+        (directory / PARTS).rmdir()  # if it is empty
 
 
 def _claim(directory: Path, *, fingerprint: str, before: Begun | None) -> None:
@@ -157,7 +176,7 @@ def _foreign(directory: Path, state: str) -> UserError:
     )
 
 
-def _listed(settings: BuildSettings, source: Source, *, before: Begun | None) -> Inventory:
+def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
     layout = _layout(settings, source)
     directory = Path(settings.out) / PARTS / INVENTORY_NAME
@@ -166,8 +185,9 @@ def _listed(settings: BuildSettings, source: Source, *, before: Begun | None) ->
         if inventory.layout == layout and all(container.stamp for container in layout.containers):
             return inventory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with worker_pool(min(settings.num_workers, max(1, len(layout.containers)))) as pool:
-        return write_inventory(directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool))
+    return write_inventory(
+        directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool, ahead=8 * settings.num_workers)
+    )
 
 
 def _layout(settings: BuildSettings, source: Source) -> Layout:
@@ -193,10 +213,14 @@ def _adopted(inventory: Inventory) -> Inventory:
     return Inventory(place)
 
 
-def _entries(source: Source, layout: Layout, pool: ProcessPoolExecutor) -> Iterable[Entries]:
+def _entries(source: Source, layout: Layout, pool: Executor, *, ahead: int) -> Iterator[Entries]:
+    """What the containers list, in their order; no more than `ahead` of them wait in memory."""
+    waiting: deque[Future[Entries]] = deque()
     with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
-        for container, entries in zip(layout.containers, pool.map(source.entries, layout.containers), strict=True):
-            yield entries
+        for number, container in enumerate(layout.containers):
+            while number + len(waiting) < len(layout.containers) and len(waiting) < ahead:
+                waiting.append(pool.submit(source.entries, layout.containers[number + len(waiting)]))
+            yield waiting.popleft().result()
             line.advance(note=container.path)
 
 
@@ -234,6 +258,7 @@ def _write_plan(
     begun = Begun(
         config_hash=config_hash,
         fingerprint=fingerprint,
+        decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
         num_left_out=left_out,
@@ -246,16 +271,17 @@ def _write_plan(
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
     name = source.describe()["kind"]
-    listed = {container.split for container in inventory.containers}
-    for split in sorted(listed):
+    for split in sorted({container.split for container in inventory.containers}):
         if not len(arrangement.splits.get(split, ())):
-            raise SourceError(f"source.path: split {split} of this {name} source holds no files")
+            raise SourceError(
+                f"source.path: split {split} of this {name} source holds no pictures; complete the archive"
+            )
     present = set(np.unique(inventory.labels).tolist())
     wanted = {container.label for container in inventory.containers if container.label is not None}
     empty = [inventory.classes[label] for label in sorted(wanted - present) if label >= 0]
     if empty:
         raise SourceError(
-            f"source.path: {len(empty)} classes of this {name} source hold no files ({', '.join(empty[:3])}); "
+            f"source.path: {len(empty)} classes of this {name} source hold no pictures ({', '.join(empty[:3])}); "
             "remove them, or complete the archive"
         )
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from data_prep.inventory import Inventory
 from data_prep.sources.base import Arrangement
 
-Rows = NDArray[np.int64]
-
 
 def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
     """A seeded share of every class of `train` becomes `val`: at least one image where a class has two."""
@@ -37,12 +35,13 @@ def move_to_val(
     return Arrangement(splits=splits, labels=arrangement.labels, left_out=arrangement.left_out)
 
 
-def places_by_label(labels: NDArray[np.int32]) -> dict[int, Rows]:
+def places_by_label(labels: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:
     """Where each label stands, for labels >= 0."""
     order = np.argsort(labels, kind="stable")
-    seen, starts = np.unique(labels[order], return_index=True)
-    pieces = np.split(order, starts[1:])
-    return {int(label): places for label, places in zip(seen, pieces, strict=True) if label >= 0}
+    num_unlabelled = int(np.count_nonzero(labels < 0))
+    counts = np.bincount(labels[labels >= 0] if num_unlabelled else labels)
+    pieces = np.split(order[num_unlabelled:], np.cumsum(counts)[:-1])
+    return {label: places for label, places in enumerate(pieces) if len(places)}
 
 
 def class_generator(name: str, *, seed: int) -> np.random.Generator:

@@ -26,7 +26,7 @@ class SourceError(UserError):
 class Arrangement:
     """Which rows of the inventory make up each split, and which classes stay."""
 
-    splits: dict[str, NDArray[np.int64]]
+    splits: dict[str, NDArray[np.int32]]
     labels: tuple[int, ...] | None = None
     """The classes that stay, by their label in the layout; None keeps all."""
     left_out: dict[str, int] | None = None
@@ -65,7 +65,9 @@ def by_container(inventory: Inventory) -> Arrangement:
     names = sorted({container.split for container in inventory.containers})
     numbers = np.array([names.index(container.split) for container in inventory.containers], np.int8)
     of_row = numbers[inventory.container_numbers]
-    return Arrangement(splits={name: np.flatnonzero(of_row == number) for number, name in enumerate(names)})
+    return Arrangement(
+        splits={name: np.flatnonzero(of_row == number).astype(np.int32) for number, name in enumerate(names)}
+    )
 
 
 def check_size(entry: Entry, data: bytes) -> bytes:

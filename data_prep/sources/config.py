@@ -32,4 +32,32 @@ class SyntheticSettings(Settings):
     """Where the JPEG files are written; by default `OUT-images` beside the dataset."""
 
 
-SourceSettings = Annotated[FolderSettings | SyntheticSettings, Field(discriminator="kind")]
+class ImageNet21kSettings(Settings):
+    """ImageNet-21k: the whole tar, a folder of synset tars, or a folder of synset folders."""
+
+    kind: Literal["imagenet21k"]
+    path: str
+    processing: Literal["ridnik", "raw"] = "ridnik"
+    """ridnik: large classes alone, with a validation split; raw: every class and image, in the split train."""
+    min_images: int = Field(500, ge=0)
+    """Classes with more images than this stay."""
+    val_per_class: int = Field(50, ge=1)
+    seed: int = Field(0, ge=0)
+    """Draws the validation images."""
+
+
+class ImageNet1kSettings(Settings):
+    """ImageNet-1k: a folder with the downloaded archives, or with what they unpack to."""
+
+    kind: Literal["imagenet1k"]
+    path: str
+    splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
+    real: str | None = None
+    """The file real.json, for the reassessed labels of val."""
+    md5: Literal["devkit", "all", "off"] = "devkit"
+    """Which archives are held against their published MD5; `all` reads 144 GB once more."""
+
+
+SourceSettings = Annotated[
+    FolderSettings | SyntheticSettings | ImageNet21kSettings | ImageNet1kSettings, Field(discriminator="kind")
+]

@@ -25,11 +25,13 @@ class FolderSource(Source):
         splits = [name for name in SPLIT_NAMES if (self.root / name).is_dir()]
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {split: subfolders(self.root / prefix) for split, prefix in prefixes.items()}
+        for split, found in names.items():
+            if not found:
+                raise SourceError(
+                    f"source.path: {self.root / prefixes[split]} holds no class folders; "
+                    "the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+                )
         classes = tuple(sorted({name for found in names.values() for name in found}))
-        if not classes:
-            raise SourceError(
-                f"source.path: {self.root} holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
-            )
         labels = {name: label for label, name in enumerate(classes)}
         containers = [
             Container(path=f"{prefixes[split]}{name}", split=split, label=labels[name])

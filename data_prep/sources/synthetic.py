@@ -62,7 +62,7 @@ class SyntheticSource(Source):
         return self.settings.model_dump(mode="json", exclude={"images_dir"})
 
     def layout(self) -> Layout:
-        with sole_writer(self.root):
+        with sole_writer(self.root, wait=True):
             self._write_images()
         return self._folder.layout()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = 512
-_REGULAR, _LONG_NAME, _PAX = b"\0007", b"L", b"x"
+_REGULAR, _LONG_NAME, _PAX = (b"0", b"\0", b"7"), b"L", b"x"
 _SKIPPED = b"5gK"  # folders, global pax headers, long link names
 _MAX_HEADER_BYTES = 1 << 20
 _PAX_RECORD = re.compile(rb"(\d{1,7}) ")
@@ -50,12 +50,21 @@ def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
     return data
 
 
+def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
+    """The data of a member, if a header for just that many bytes still stands before it."""
+    block_and_data = read_member(descriptor, offset - BLOCK, BLOCK + num_bytes)
+    _, size = _checked(block_and_data[:BLOCK], offset - BLOCK)
+    if size != num_bytes or len(block_and_data) != BLOCK + num_bytes:
+        raise TarError(f"has changed at byte {offset:,}")
+    return block_and_data[BLOCK:]
+
+
 def _walk(descriptor: int, start: int, end: int) -> Iterator[Member]:
     offset, name, size = start, None, None
     while True:
         block = os.pread(descriptor, BLOCK, offset)
         if len(block) < BLOCK or offset + BLOCK > end:
-            raise TarError(f"is cut at byte {offset - start:,}: it has no end-of-archive mark")
+            raise TarError(f"is cut at byte {offset - start:,}: no end-of-archive mark")
         if block.count(0) == BLOCK:
             return
         kind, stored = _checked(block, offset - start)
@@ -77,7 +86,7 @@ def _walk(descriptor: int, start: int, end: int) -> Iterator[Member]:
             yield Member(name if name is not None else _name(block), data, num_bytes)
         elif kind not in _SKIPPED:
             raise TarError(
-                f"holds {_name(block)!r}, which is not a plain file (type {kind!r}); repack it with files only"
+                f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only"
             )
         if kind not in b"gK":
             name, size = None, None
@@ -85,6 +94,8 @@ def _walk(descriptor: int, start: int, end: int) -> Iterator[Member]:
 
 def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
     """Type and size of a header whose checksum is right."""
+    if len(block) < BLOCK:
+        raise TarError(f"is cut at byte {offset:,}")
     checksum = _number(block[148:156])
     if checksum != sum(block) - sum(block[148:156]) + 8 * 32:
         raise TarError(f"is damaged at byte {offset:,}: no valid header there")

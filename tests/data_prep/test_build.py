@@ -183,7 +183,7 @@ def test_a_second_build_leaves_every_file_untouched(tmp_path: Path) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 5, "bee": 5}), tmp_path / "out"
     assert build(source, out) == 0
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
-    assert len(before) == 4
+    assert len(before) == 5
     assert build(source, out, "num_workers=2") == 0
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
@@ -428,9 +428,9 @@ def _empty_split(root: Path) -> None:
     [
         (_no_source, "is not a directory; give the folder that holds the classes"),
         (_empty_folder, "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
-        (_empty_class, "1 class folders in {source} hold no files (bee); remove them, or complete the archive"),
-        (_empty_classes, "the class folders of split train in {source} hold no files"),
-        (_empty_split, "the class folders of split val in {source} hold no files"),
+        (_empty_class, "1 classes of this folder source hold no pictures (bee); remove them, or complete the archive"),
+        (_empty_classes, "split train of this folder source holds no pictures"),
+        (_empty_split, "{source}/val holds no class folders"),
     ],
 )
 def test_a_source_without_pictures_is_one_clear_line(

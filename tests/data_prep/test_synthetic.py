@@ -5,6 +5,7 @@ every attribute, and drawing goes on after an interruption to the same files.
 import hashlib
 import io
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def draw(root: Path, *, num_workers: int = 1, **changes: Any) -> dict[str, bytes
     """The pictures that are drawn into `root`."""
     fields = {"num_classes": 4, "num_train_per_class": 5, "num_val_per_class": 2, "image_size": 16}
     settings = SyntheticSettings(kind="synthetic", images_dir=str(root), **(fields | changes))
-    SyntheticSource(settings, num_workers=num_workers).listing()
+    SyntheticSource(settings, num_workers=num_workers).layout()
     return pictures(root)
 
 
@@ -125,9 +126,15 @@ def test_other_settings_are_refused_the_same_folder_finished_or_not(tmp_path: Pa
         assert files_of(root) == before
 
 
-def test_two_builders_never_draw_into_one_folder(tmp_path: Path) -> None:
-    with sole_writer(tmp_path / "images"), pytest.raises(ValueError, match="another process is writing here"):
-        draw(tmp_path / "images")
+def test_a_second_builder_waits_for_the_first_to_draw(tmp_path: Path, drawn: Path) -> None:
+    with sole_writer(tmp_path / "images"):
+        second = threading.Thread(target=draw, args=(tmp_path / "images",))
+        second.start()
+        second.join(timeout=1)
+        assert second.is_alive()
+        assert not list((tmp_path / "images").rglob("*.jpg"))
+    second.join(timeout=60)
+    assert pictures(tmp_path / "images") == pictures(drawn)
 
 
 def test_no_validation_pictures_means_no_such_split(tmp_path: Path) -> None:

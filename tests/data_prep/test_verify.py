@@ -230,7 +230,7 @@ def test_a_dataset_that_cannot_be_written_to_can_be_verified(dataset: Path) -> N
         ("{", "not a manifest"),
         ("[]", "not a manifest"),
         ('{"schema_version": 2}', "not a manifest"),
-        ('{"schema_version": 3}', "schema version 3, this tool reads 2"),
+        ('{"schema_version": 1}', "schema version 1, this tool reads 2"),
     ],
 )
 def test_without_a_readable_manifest_there_is_one_clear_line(

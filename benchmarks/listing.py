@@ -1,0 +1,96 @@
+"""What a listing of ImageNet-21k's size costs: 14 million inputs in 20,000 containers, simulated, through `data_prep build`'s own
+plan (inventory on disk, classes, validation split, shuffled order, shards). Nothing is read but names.
+
+    python benchmarks/listing.py [--quick]
+
+Prints time and peak memory for n and for 10 n inputs: what grows is the columns, and those lie on disk.
+"""
+
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.frame import DATA, arguments, commit, machine
+from data_prep.config import BuildSettings
+from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import load_settings
+from data_prep.sources import Arrangement, Source
+from data_prep.sources.arrange import move_to_val
+from data_prep.sources.base import by_container
+from data_prep.workers import worker_pool
+from data_prep.workplan import prepare
+
+PER_CONTAINER = 700
+
+
+class Simulated(Source):
+    """Synset tars that are only said to be there."""
+
+    def __init__(self, num_containers: int):
+        self.num_containers = num_containers
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "simulated", "num_containers": self.num_containers}
+
+    def layout(self) -> Layout:
+        classes = tuple(f"n{number:08d}" for number in range(self.num_containers))
+        containers = (Container(f"{name}.tar", "train", label) for label, name in enumerate(classes))
+        return Layout(classes, tuple(containers))
+
+    def entries(self, container: Container) -> Entries:
+        names = [f"{container.path[:9]}_{number}.JPEG" for number in range(PER_CONTAINER)]
+        offsets = 512 + 110_000 * np.arange(PER_CONTAINER, dtype=np.int64)
+        sizes = np.full(PER_CONTAINER, 109_000, np.int64)
+        assert container.label is not None
+        return Entries(names, offsets, sizes, np.full(PER_CONTAINER, container.label, np.int32))
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        return move_to_val(inventory, by_container(inventory), count=lambda total: 50, seed=0)
+
+    def read(self, entry: Entry) -> bytes:  # noqa: ARG002
+        raise AssertionError("nothing is read here")
+
+
+def plan(num_inputs: int) -> None:
+    """Lists and plans in this process, and prints what it took."""
+    out = DATA / f"listing-{num_inputs}"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    overrides = ["source.kind=folder", "source.path=simulated", f"out={out}"]
+    settings = load_settings(BuildSettings, path=None, overrides=overrides)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.monotonic()
+    with worker_pool(settings.num_workers) as pool:
+        work = prepare(settings, Simulated(num_inputs // PER_CONTAINER), pool)
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    seconds = time.monotonic() - began_s
+    print(
+        f"{num_inputs:>12,} inputs  {len(work.begun.shards):>6,} shards  {seconds:6.1f} s  {num_inputs / seconds:>9,.0f}/s  "
+        f"peak {peak_kb / 1024:6,.0f} MB (of them {before_kb / 1024:,.0f} MB before)  {on_disk / 1e6:6,.0f} MB on disk",
+        flush=True,
+    )
+    shutil.rmtree(out)
+
+
+def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] == "--plan":
+        plan(int(sys.argv[2]))
+        return
+    options = arguments(__doc__.splitlines()[0])
+    largest = 1_400_000 if options.quick else 14_000_000
+    for num_inputs in (largest // 10, largest):
+        subprocess.run([sys.executable, __file__, "--plan", str(num_inputs)], check=True, stderr=subprocess.DEVNULL)
+    print(f"{machine()}, commit {commit()}")
+
+
+if __name__ == "__main__":
+    main()

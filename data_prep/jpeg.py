@@ -1,0 +1,84 @@
+"""The short way through Pillow for the common JPEG: 8 bits, grey or three channels, no metadata that could turn it.
+
+Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python: plugins, tables, buffers. Here
+the header is read just far enough to know the size, and Pillow's own decoder is handed all bytes at once. Invariant: this way
+returns what the long way would return, pixel for pixel, or None; whatever is unusual, or wrong, is left to the long way, which
+alone knows how to word a rejection. (The decoder is not among Pillow's documented names, so a test compares both ways.)
+
+Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
+stays at least `DRAFT_MARGINS` times what is asked for. See `images.py` for what that does to a resized picture.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from PIL import Image
+
+DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
+"""1/4 and 1/8 save little more than 1/2 does, and alias fine stripes more: they wait until there is size to spare."""
+
+_START_OF_SCAN, _APP1 = 0xDA, 0xE1
+_FRAMES: Final = frozenset((0xC0, 0xC1, 0xC2))
+"""Baseline, extended, progressive; the other frames are arithmetic, lossless or hierarchical."""
+_SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, 0xE0, *range(0xE2, 0xF0), 0xFE))
+"""Tables, restart interval, application data and comments: libjpeg reads those that matter."""
+_MODES: Final = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class PlainJpeg:
+    pixels: Image.Image
+    width: int
+    height: int
+    scale: int
+
+
+def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
+    """The coarsest draft that keeps its margin; 1 where there is none."""
+    if smallest_side is not None:
+        for scale, margin in DRAFT_MARGINS.items():
+            if min(width, height) >= scale * margin * smallest_side:
+                return scale
+    return 1
+
+
+def decode_plain(data: bytes, *, smallest_side: int | None, max_pixels: int) -> PlainJpeg | None:
+    """None says: go the long way."""
+    frame = _frame(data)
+    if frame is None:
+        return None
+    width, height, num_channels = frame
+    mode = _MODES.get(num_channels)
+    if mode is None or not 0 < width * height <= max_pixels:
+        return None
+    scale = draft_scale(width, height, smallest_side)
+    core = Image.core.new(mode, (-(-width // scale), -(-height // scale)))
+    decoder = Image._getdecoder(mode, "jpeg", (mode, ""), (scale, 0))
+    decoder.setimage(core, (0, 0, *core.size))
+    try:
+        num_used, fault = decoder.decode(data)
+    finally:
+        decoder.cleanup()
+    if num_used >= 0 or fault < 0:  # it asks for more than there is, or gives up
+        return None
+    return PlainJpeg(Image.Image()._new(core), width, height, scale)
+
+
+def _frame(data: bytes) -> tuple[int, int, int] | None:
+    """(width, height, channels) of a header in which nothing is unusual."""
+    if data[:3] != b"\xff\xd8\xff":
+        return None
+    frame, at, end = None, 2, len(data) - 12
+    while at < end and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == _START_OF_SCAN:
+            return frame
+        if marker in _FRAMES:
+            if frame is not None or data[at + 4] != 8:
+                return None
+            size = data[at + 5 : at + 10]
+            frame = (size[2] << 8 | size[3], size[0] << 8 | size[1], size[4])
+        elif marker not in _SKIPPED:
+            return None
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return None

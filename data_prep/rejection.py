@@ -1,0 +1,44 @@
+"""Why an input did not become a sample: the only error that making one may end in, besides those of the machine.
+
+A rejection's words are a function of the input's bytes (and of the codecs that PIL was built with): rejected.jsonl is the same
+in every run.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from PIL import Image
+
+Reason = Literal["empty", "not_an_image", "truncated", "too_many_pixels", "unsupported", "missing_codec"]
+MAX_DETAIL_CHARACTERS = 200
+
+
+class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
+    """An input that cannot become a sample."""
+
+    def __init__(self, reason: Reason, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+@contextmanager
+def rejecting(reason: Reason) -> Iterator[None]:
+    """Turns whatever goes wrong with the bytes into a rejection."""
+    try:
+        yield
+    except (Rejection, MemoryError):
+        raise  # running out of memory says something of this machine, nothing of the picture
+    except Image.DecompressionBombError as error:
+        raise Rejection("too_many_pixels", _words(error)) from None
+    except Exception as error:  # noqa: BLE001
+        # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one file must not stop a build
+        raise Rejection(reason, _words(error)) from None
+
+
+def _words(error: Exception) -> str:
+    """The message without memory addresses; with the kind of error where the message alone would puzzle (KeyError: 5)."""
+    message = re.sub(r"<[^<>]* at 0x[0-9a-f]+>|0x[0-9a-f]{6,}", "", str(error)).strip()
+    known = isinstance(error, (OSError, SyntaxError, ValueError, Image.DecompressionBombError)) and message
+    return (message if known else f"{type(error).__name__}: {message}")[:MAX_DETAIL_CHARACTERS]

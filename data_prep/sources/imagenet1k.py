@@ -1,0 +1,171 @@
+"""ImageNet-1k (ILSVRC 2012): the folder into which its archives were downloaded, or in which they were unpacked.
+
+    ILSVRC2012_img_train.tar          or  train/  (synset tars or synset folders)
+    ILSVRC2012_img_val.tar            or  val/    (synset folders, or the 50,000 pictures side by side)
+    ILSVRC2012_devkit_t12.tar.gz      or  ILSVRC2012_devkit_t12/   needed where val is not in synset folders
+
+Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done with ImageNet?") the split
+val gets the annotation `real`: a bit for each class that is right, none for the pictures that have no right class.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.sources import devkit
+from data_prep.sources.base import Source, SourceError, check_size
+from data_prep.sources.config import ImageNet1kSettings
+from data_prep.sources.folder import files_below
+from data_prep.sources.synsets import (
+    find_synsets,
+    labelled,
+    list_synset,
+    list_tar,
+    read_synset,
+    refuse_gzip,
+    stamp_of,
+)
+
+TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+PUBLISHED_MD5 = {TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e", VAL_TAR: "29b22e2961454d5413ddabcf34fc5622"}
+_VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
+_WNID_FOLDER = re.compile(r"n\d{8}")
+
+
+class ImageNet1kSource(Source):
+    def __init__(self, settings: ImageNet1kSettings):
+        self.settings, self.root = settings, Path(settings.path)
+        self._val_labels: tuple[int, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        described = self.settings.model_dump(mode="json", exclude={"path", "md5", "real"})
+        if self.settings.real is not None:
+            described["real"] = hashlib.sha256(self._real_file().read_bytes()).hexdigest()
+        return described
+
+    def layout(self) -> Layout:
+        if not self.root.is_dir():
+            raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds {TRAIN_TAR}")
+        classes: tuple[str, ...] | None = None
+        containers: list[Container] = []
+        kit = self._devkit()
+        if "train" in self.settings.splits:
+            synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
+            classes = tuple(sorted(synsets))
+            if kit is not None and classes != kit.wnids:
+                odd = sorted(set(classes) ^ set(kit.wnids))
+                raise SourceError(
+                    f"source.path: train has {len(classes)} synsets, the development kit {len(kit.wnids)} "
+                    f"(for example {odd[0]} is in one only); complete the archive"
+                )
+            containers += labelled(synsets, classes)
+        if "val" in self.settings.splits:
+            place = self._place(VAL_TAR, "val")
+            if self._val_is_flat(place):
+                if kit is None:
+                    raise SourceError(
+                        f"source.path: {self.root / place} has no synset folders, so its labels are in {devkit.NAME}.tar.gz; "
+                        f"download it into {self.root}"
+                    )
+                classes, self._val_labels = kit.wnids, kit.val_labels
+                stamp = stamp_of(self.root / place) if (self.root / place).is_file() else ""
+                containers.append(Container(path=place, split="val", stamp=stamp))
+            else:
+                synsets = find_synsets(self.root, place, split="val")
+                classes = classes or tuple(sorted(synsets))
+                strange = sorted(set(synsets) - set(classes))
+                if strange:
+                    raise SourceError(f"source.path: val has the synset {strange[0]}, which train has not")
+                containers += labelled(synsets, classes)
+        assert classes is not None
+        return Layout(classes=classes, containers=tuple(containers))
+
+    def entries(self, container: Container) -> Entries:
+        if container.label is not None:
+            return list_synset(self.root, container)
+        if container.path == VAL_TAR:
+            rows = [(member.name, member.offset, member.num_bytes) for member in list_tar(self.root, container)]
+        else:
+            rows = [(name, 0, size) for name, size in files_below(self.root / container.path)]
+        return Entries.of(rows, label=[self._val_label(name) for name, _, _ in rows])
+
+    def read(self, entry: Entry) -> bytes:
+        if entry.container.path == "val":
+            return check_size(entry, (self.root / entry.locator).read_bytes())
+        return read_synset(self.root, entry)
+
+    def annotations(self, split: str, locators: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+        if split != "val" or self.settings.real is None:
+            return {}
+        file = self._real_file()
+        try:
+            real = json.loads(file.read_bytes())
+            bits = np.zeros((len(locators), 1000), np.bool_)
+            for row, locator in enumerate(locators):
+                bits[row, real[_val_number(locator) - 1]] = True
+        except (ValueError, IndexError, TypeError, KeyError) as error:
+            raise SourceError(
+                f"source.real: {file} is not a list of label lists, one for each validation picture ({error})"
+            ) from None
+        return {"real": bits}
+
+    def _real_file(self) -> Path:
+        assert self.settings.real is not None
+        file = Path(self.settings.real)
+        if not file.is_file():
+            raise SourceError(f"source.real: no file {file}; leave it out, or download real.json")
+        return file
+
+    def _place(self, tar: str, folder: str) -> str:
+        """The one form of a split that is there."""
+        if (self.root / tar).is_file():
+            refuse_gzip(self.root / tar)
+            if self.settings.md5 == "all":
+                _check_md5(self.root / tar, PUBLISHED_MD5[tar])
+            return tar
+        if (self.root / folder).is_dir():
+            return folder
+        raise SourceError(
+            f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
+        )
+
+    def _devkit(self) -> devkit.Devkit | None:
+        for path in (self.root / f"{devkit.NAME}.tar.gz", self.root / devkit.NAME):
+            if path.exists():
+                return devkit.load_devkit(path, check_md5=self.settings.md5 != "off")
+        return None
+
+    def _val_is_flat(self, place: str) -> bool:
+        if place == VAL_TAR:
+            return True
+        return not any(_WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir())
+
+    def _val_label(self, name: str) -> int:
+        number = _val_number(name)
+        if not 1 <= number <= len(self._val_labels):
+            raise SourceError(
+                f"source.path: {name} is beyond the {len(self._val_labels)} labels of the development kit; "
+                "are val and development kit of the same year?"
+            )
+        return self._val_labels[number - 1]
+
+
+def _val_number(name: str) -> int:
+    match = _VAL_NAME.fullmatch(name)
+    if not match:
+        raise SourceError(f"source.path: {name} is not named like a validation picture, ILSVRC2012_val_00000001.JPEG")
+    return int(match[1])
+
+
+def _check_md5(path: Path, published: str) -> None:
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+    if found != published:
+        raise SourceError(f"source.path: {path} has MD5 {found}, published is {published}; download it again")

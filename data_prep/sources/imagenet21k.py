@@ -1,0 +1,63 @@
+"""ImageNet-21k as it is downloaded (fall11 or winter21), raw or with the processing of Ridnik et al.: classes with more than 500
+images stay, and 50 images of each are held out for validation.
+
+The published processing takes whatever 50 files a directory lists first. Here they are drawn by a seed, for each class from its
+own files alone; the manifest says the seed, and `val-*.paths` names the files.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.sources.arrange import move_to_val
+from data_prep.sources.base import Arrangement, Source, SourceError, by_container
+from data_prep.sources.config import ImageNet21kSettings
+from data_prep.sources.synsets import find_synsets, labelled, list_synset, read_synset
+
+
+class ImageNet21kSource(Source):
+    def __init__(self, settings: ImageNet21kSettings):
+        self.settings = settings
+        path = Path(settings.path)
+        self.root, self.place = (path.parent, path.name) if path.is_file() else (path, "")
+
+    def describe(self) -> dict[str, Any]:
+        excluded = {"path"} if self.settings.processing == "ridnik" else {"path", "min_images", "val_per_class", "seed"}
+        return self.settings.model_dump(mode="json", exclude=excluded)
+
+    def layout(self) -> Layout:
+        if not (self.root / self.place).exists():
+            raise SourceError(
+                f"source.path: no {self.settings.path}; give the whole tar, the folder of synset tars, or of synset folders"
+            )
+        synsets = find_synsets(self.root, self.place, split="train")
+        classes = tuple(sorted(synsets))
+        return Layout(classes=classes, containers=tuple(labelled(synsets, classes)))
+
+    def entries(self, container: Container) -> Entries:
+        return list_synset(self.root, container)
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        everything = by_container(inventory)
+        if self.settings.processing == "raw":
+            return everything
+        counts = np.bincount(inventory.labels, minlength=len(inventory.classes))
+        large = counts > self.settings.min_images
+        if not large.any():
+            raise SourceError(
+                f"source.min_images: no class has more than {self.settings.min_images} images; "
+                "lower it, or take source.processing=raw"
+            )
+        train = everything.splits["train"]
+        staying = train[large[inventory.labels[train]]]
+        chosen = Arrangement(
+            splits={"train": staying},
+            labels=tuple(np.flatnonzero(large).tolist()),
+            left_out={"small classes": len(train) - len(staying)},
+        )
+        return move_to_val(inventory, chosen, count=lambda _total: self.settings.val_per_class, seed=self.settings.seed)
+
+    def read(self, entry: Entry) -> bytes:
+        return read_synset(self.root, entry)

@@ -1,0 +1,141 @@
+"""Finds and reads the pictures of synsets in the three forms in which ImageNet lies about: a tar of one tar per synset (as it is
+downloaded), a folder of those tars, a folder of folders. A synset is named by its wnid: n and eight digits.
+
+Whatever the form, synsets are sorted by wnid and pictures by name, so that all forms make the same samples. Nothing is unpacked:
+a picture is a range of bytes of the outermost file.
+"""
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from data_prep.inventory import Container, Entries, Entry
+from data_prep.sources.base import SourceError, check_size
+from data_prep.sources.folder import files_below, subfolders
+from data_prep.sources.tars import Member, TarError, members, read_checked
+
+_WNID = re.compile(r"n\d{8}")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
+    """The container of every synset in `root/place` (a tar or a folder), by wnid."""
+    path = root / place
+    if path.is_file():
+        return _tar_of_tars(path, place, split)
+    prefix = f"{place}/" if place else ""
+    tars = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(".tar") and entry.is_file())
+    folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in subfolders(path)}
+    if not tars and not folders:
+        raise SourceError(f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders")
+    packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of(path / name)) for name in tars}
+    if packed and folders.keys() - packed.keys():
+        odd = min(folders.keys() - packed.keys())
+        raise SourceError(f"source.path: {path} holds synset tars, but {odd} only as a folder; keep one form of them")
+    return packed or folders
+
+
+def labelled(synsets: dict[str, Container], classes: tuple[str, ...]) -> list[Container]:
+    labels = {name: label for label, name in enumerate(classes)}
+    return [container._replace(label=labels[wnid]) for wnid, container in sorted(synsets.items())]
+
+
+def list_synset(root: Path, container: Container) -> Entries:
+    assert container.label is not None
+    if _is_folder(container):
+        return Entries.of([(name, 0, size) for name, size in files_below(root / container.path)], label=container.label)
+    found = list_tar(root, container)
+    return Entries.of([(member.name, member.offset, member.num_bytes) for member in found], label=container.label)
+
+
+def list_tar(root: Path, container: Container) -> list[Member]:
+    """The members of a container that is a tar, or a range of one; hidden files aside."""
+    file = _file_of(root, container)
+    try:
+        found = list(members(file, start=container.offset, num_bytes=container.num_bytes or None))
+    except TarError as error:
+        raise SourceError(f"source.path: {root / container.path} {error}; download it again") from None
+    return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
+
+
+def read_synset(root: Path, entry: Entry) -> bytes:
+    if _is_folder(entry.container):
+        return check_size(entry, (root / entry.locator).read_bytes())
+    descriptor = _open(root, entry.container)
+    try:
+        return read_checked(descriptor.number, entry.offset, entry.num_bytes)
+    except TarError:
+        raise SourceError(
+            f"{root / entry.container.path}: {entry.name} is not where it was when this tar was listed; it was changed or "
+            "replaced: restore it, or remove the unfinished dataset and build again"
+        ) from None
+
+
+def stamp_of(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def refuse_gzip(path: Path) -> None:
+    with open(path, "rb") as file:
+        if file.read(2) == _GZIP_MAGIC:
+            raise SourceError(
+                f"source.path: {path} is compressed, so its pictures cannot be reached one by one; "
+                f"unpack it once (tar xzf {path.name}) and give the folder of synset tars"
+            )
+
+
+def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
+    refuse_gzip(path)
+    stamp = stamp_of(path)
+    try:
+        outer = [member for member in members(path) if not member.name.rpartition("/")[2].startswith(".")]
+    except TarError as error:
+        raise SourceError(f"source.path: {path} {error}; download it again") from None
+    if not outer:
+        raise SourceError(f"source.path: {path} is an empty tar")
+    return {
+        _wnid(member.name, path): Container(
+            f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp
+        )
+        for member in outer
+    }
+
+
+def _wnid(name: str, place: Path) -> str:
+    stem = name.rpartition("/")[2].removesuffix(".tar")
+    if not _WNID.fullmatch(stem):
+        raise SourceError(
+            f"source.path: {place} holds {name!r}, which is no synset (n and 8 digits); is this ImageNet?"
+        )
+    return stem
+
+
+def _is_folder(container: Container) -> bool:
+    return not container.path.endswith(".tar")
+
+
+def _file_of(root: Path, container: Container) -> Path:
+    """A range of a file is called FILE/MEMBER; members of the published archives may lie in a folder of it."""
+    path = root / container.path
+    while not path.is_file():
+        if path in (root, path.parent):
+            raise SourceError(f"source.path: {root / container.path} has vanished; is its disk still there?")
+        path = path.parent
+    return path
+
+
+class _Descriptor:
+    """An open file that closes when the cache drops it."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+@lru_cache(maxsize=64)
+def _open(root: Path, container: Container) -> _Descriptor:
+    return _Descriptor(_file_of(root, container))

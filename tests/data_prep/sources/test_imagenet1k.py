@@ -1,0 +1,190 @@
+"""ImageNet-1k in every form in which it lies about gives the same labels; ReaL labels follow their pictures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.manifest import load_annotation, load_manifest, load_paths
+from data_prep.shards import read_samples
+from tests.data_prep.sources.archives import (
+    FIRST,
+    devkit_files,
+    tar_of,
+    val_files,
+    write_devkit,
+    write_synset_folders,
+    write_synset_tars,
+    write_whole_tar,
+)
+
+NUMBERS = {1: FIRST[2], 2: FIRST[0], 3: FIRST[1]}
+"""The devkit's numbers are not in the order of the wnids."""
+TRUTH = [3, 1, 2, 2, 1]
+WANTED = [1, 2, 0, 0, 2]
+"""The places of the sorted wnids that TRUTH means."""
+COUNTS = dict.fromkeys(FIRST, 4)
+
+
+def downloaded(root: Path) -> Path:
+    """The three archives as they come."""
+    write_whole_tar(root / "ILSVRC2012_img_train.tar", COUNTS)
+    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(5)))
+    write_devkit(root, devkit_files(NUMBERS, TRUTH))
+    return root
+
+
+def unpacked(root: Path) -> Path:
+    """train as folders, val flat, the development kit unpacked."""
+    write_synset_folders(root / "train", COUNTS)
+    _write(root / "val", val_files(5))
+    _write(root, devkit_files(NUMBERS, TRUTH))
+    return root
+
+
+def sorted_by_hand(root: Path) -> Path:
+    """What the usual shell script makes: val in synset folders; no development kit needed."""
+    write_synset_tars(root / "train", COUNTS)
+    for (name, data), label in zip(val_files(5).items(), WANTED, strict=True):
+        _write(root / "val" / FIRST[label], {name: data})
+    return root
+
+
+FORMS = {"downloaded": downloaded, "unpacked": unpacked, "sorted": sorted_by_hand}
+
+
+def _write(root: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+
+def build(path: Path, out: Path, *overrides: str) -> int:
+    words = [f"source.path={path}", "image_size=16", "num_workers=1", "samples_per_shard=3", *overrides]
+    return main(["build", "--source", "imagenet1k", "--out", str(out), "source.md5=off", *words])
+
+
+def samples_of(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
+    """(bytes, label) by file name."""
+    found = {}
+    for shard in load_manifest(out).split(split).shards:
+        for path, (_, image, label) in zip(load_paths(out, shard), read_samples(out / shard.file), strict=True):
+            found[path.rpartition("/")[2]] = (image, label)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_published_pictures_their_labels(tmp_path: Path, form: str) -> None:
+    out = tmp_path / "out"
+    assert build(FORMS[form](tmp_path / "in"), out, "encoding=keep") == 0
+    assert load_manifest(out).classes == FIRST
+    assert samples_of(out, "val") == {
+        name: (data, label) for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)
+    }
+    train = samples_of(out, "train")
+    assert len(train) == 12
+    assert all(FIRST[label] == name.split("_")[0] for name, (_, label) in train.items())
+
+
+def test_real_labels_follow_their_pictures(tmp_path: Path) -> None:
+    real = [[5, 7], [], [999], [0], [1, 2, 3]]
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    source = downloaded(tmp_path / "in")
+    # one picture is damaged: its row must vanish from the annotation, too
+    data = val_files(5)
+    data["ILSVRC2012_val_00000004.JPEG"] = b"no picture"
+    (source / "ILSVRC2012_img_val.tar").write_bytes(tar_of(data))
+    out = tmp_path / "out"
+    assert build(source, out, f"source.real={tmp_path / 'real.json'}", "max_reject_share=0.5") == 0
+    split = load_manifest(out).split("val")
+    bits = load_annotation(out, split, "real")
+    paths = [path for shard in split.shards for path in load_paths(out, shard)]
+    assert bits.shape == (4, 1000)
+    for path, row in zip(paths, bits, strict=True):
+        number = int(path.removesuffix(".JPEG").rpartition("_")[2])
+        assert np.flatnonzero(row).tolist() == real[number - 1]
+    assert not load_manifest(out).split("train").annotations
+
+
+def test_splits_may_be_asked_for_alone(tmp_path: Path) -> None:
+    source = downloaded(tmp_path / "in")
+    (source / "ILSVRC2012_img_train.tar").unlink()
+    assert build(source, tmp_path / "val", "source.splits=[val]") == 0
+    assert list(load_manifest(tmp_path / "val").splits) == ["val"]
+    assert load_manifest(tmp_path / "val").classes == FIRST
+
+
+def _without_devkit(root: Path) -> None:
+    (root / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+
+
+def _without_val(root: Path) -> None:
+    (root / "ILSVRC2012_img_val.tar").unlink()
+
+
+def _other_year(root: Path) -> None:
+    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(6)))
+
+
+def _odd_name(root: Path) -> None:
+    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of({"picture.JPEG": b"x"}))
+
+
+def _lost_synset(root: Path) -> None:
+    write_whole_tar(root / "ILSVRC2012_img_train.tar", {FIRST[0]: 2, FIRST[1]: 2})
+
+
+def _damaged_devkit(root: Path) -> None:
+    path = root / "ILSVRC2012_devkit_t12.tar.gz"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _bad_truth(root: Path) -> None:
+    write_devkit(root, devkit_files(NUMBERS, [1, 2, 3, 1, 77]))
+
+
+def _bad_meta(root: Path) -> None:
+    files = devkit_files(NUMBERS, TRUTH)
+    name = "ILSVRC2012_devkit_t12/data/meta.mat"
+    write_devkit(root, files | {name: files[name][:300]})
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_without_devkit, "its labels are in ILSVRC2012_devkit_t12.tar.gz; download it into"),
+        (_without_val, "holds neither ILSVRC2012_img_val.tar nor val/"),
+        (_other_year, "is beyond the 5 labels of the development kit"),
+        (_odd_name, "is not named like a validation picture"),
+        (_lost_synset, f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
+        (_damaged_devkit, "is not the development kit"),
+        (_bad_truth, "its ground truth is damaged"),
+        (_bad_meta, "its meta.mat cannot be read"),
+    ],
+)
+def test_what_is_missing_or_damaged_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], message: str
+) -> None:
+    source = downloaded(tmp_path / "in")
+    harm(source)
+    assert build(source, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("data_prep: source.path: ")
+    assert said.count("\n") == 1
+
+
+def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit") == 2
+    assert "published is fa75699e90414af021442c21a62c3abf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[[1], [2]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]'])
+def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "real.json").write_text(content)
+    assert build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}") == 2
+    assert "is not a list of label lists, one for each validation picture" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,0 +1,42 @@
+"""Properties of `ChannelSums`: exact sums over any number of pictures, whatever their order and however they fill the strip."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.channels import ChannelSums
+
+
+@pytest.mark.parametrize(
+    ("size", "num_pictures"), [(16, 3), (64, 150), (700, 2)]
+)  # 64 and 700 fill more than one strip
+def test_the_sums_are_those_of_all_pixels_in_any_order(size: int, num_pictures: int) -> None:
+    pixels = np.random.default_rng(size).integers(0, 256, (num_pictures, size, size, 3), dtype=np.uint8)
+    pixels[0] = 255
+    forward, backward = ChannelSums(), ChannelSums()
+    for number in range(num_pictures):
+        forward.add(Image.fromarray(pixels[number]))
+        backward.add(Image.fromarray(pixels[-1 - number]))
+        assert forward.num_pixels == (number + 1) * size * size
+    as_integers = pixels.reshape(-1, 3).astype(object)  # Python's own integers: they cannot overflow
+    for found in (forward, backward):
+        assert found.sums == tuple(as_integers.sum(axis=0))
+        assert found.square_sums == tuple((as_integers**2).sum(axis=0))
+
+
+def test_reading_the_sums_does_not_end_the_counting() -> None:
+    sums = ChannelSums()
+    assert (sums.sums, sums.square_sums, sums.num_pixels) == ((0, 0, 0), (0, 0, 0), 0)
+    sums.add(Image.new("RGB", (8, 8), (1, 2, 3)))
+    assert sums.sums == (64, 128, 192)
+    sums.add(Image.new("RGB", (8, 8), (1, 0, 255)))
+    assert sums.sums == (128, 128, 64 * 258)
+    assert sums.square_sums == (128, 256, 64 * (9 + 255 * 255))
+
+
+def test_pictures_of_another_size_may_follow() -> None:
+    sums = ChannelSums()
+    for size in (8, 16, 8):
+        sums.add(Image.new("RGB", (size, size), (1, 2, 3)))
+    assert sums.num_pixels == 64 + 256 + 64
+    assert sums.sums == (384, 768, 1152)

@@ -1,0 +1,127 @@
+"""Whatever the bytes: a picture of the asked-for size or a rejection, the same both times, and nothing else ever.
+
+Thousands of damaged files of every format: flipped bits, cuts, splices, headers overwritten. The short way through Pillow is held
+to the long one on every damaged JPEG.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from PIL import Image, features
+
+from data_prep import decoding
+from data_prep.images import ImageSpec, Rejection, convert
+from tests.data_prep.samples import encoded, picture
+
+SIZE = 8
+NUM_PER_SEED = 130
+SPEC = ImageSpec(image_size=SIZE, crop="center", encoding="raw", jpeg_quality=95, draft=True)
+NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF)
+
+Mutation = Callable[[bytearray, np.random.Generator], bytes]
+
+
+def seeds() -> dict[str, bytes]:
+    """One small file of every kind that a build meets; sizes that make drafts of the JPEGs."""
+    image, exif = picture(seed=1, width=43, height=37), Image.Exif()
+    exif[0x0112] = 6
+    frames = [picture(seed=seed, width=19, height=17) for seed in (2, 3)]
+    palette = image.convert("P", palette=Image.Palette.ADAPTIVE)
+    files = {
+        "jpeg": encoded(image, quality=80),
+        "jpeg progressive": encoded(image, progressive=True),
+        "jpeg grey": encoded(image.convert("L")),
+        "jpeg cmyk": encoded(image.convert("CMYK")),
+        "jpeg exif": encoded(image, exif=exif),
+        "mpo": encoded(frames[0], "MPO", save_all=True, append_images=frames[1:]),
+        "png": encoded(image, "PNG", exif=exif),
+        "png palette": encoded(palette, "PNG", transparency=bytes(range(0, 250, 5))),
+        "png 16": encoded(Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100), "PNG"),
+        "apng": encoded(frames[0], "PNG", save_all=True, append_images=frames[1:]),
+        "gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "bmp": encoded(image, "BMP"),
+        "ppm": encoded(image, "PPM"),
+        "tiff": encoded(image, "TIFF"),
+        "tiff float": encoded(Image.new("F", (9, 9), 0.5), "TIFF"),
+        "html": b"<!DOCTYPE html><html><head><title>404 Not Found</title></head></html>",
+    }
+    if features.check("webp"):
+        files["webp"] = encoded(image, "WEBP")
+    if features.check("libtiff"):
+        files["tiff lzw"] = encoded(image, "TIFF", compression="tiff_lzw")
+    return files
+
+
+def flip_bits(data: bytearray, generator: np.random.Generator) -> bytes:
+    for at in generator.integers(0, len(data), int(generator.integers(1, 20))):
+        data[at] ^= 1 << int(generator.integers(8))
+    return bytes(data)
+
+
+def cut(data: bytearray, generator: np.random.Generator) -> bytes:
+    return bytes(data[: int(generator.integers(0, len(data)))])
+
+
+def splice(data: bytearray, generator: np.random.Generator) -> bytes:
+    """A piece is taken out, or repeated elsewhere."""
+    begin, end, to = sorted(generator.integers(0, len(data), 3).tolist())
+    return bytes(data[:begin] + data[end:] if generator.integers(2) else data[:end] + data[begin:to] + data[end:])
+
+
+def edit_header(data: bytearray, generator: np.random.Generator) -> bytes:
+    """Numbers that sizes, counts and offsets take badly, among the first bytes."""
+    for _ in range(int(generator.integers(1, 4))):
+        at, width = int(generator.integers(0, min(len(data), 200))), int(generator.choice((1, 2, 4)))
+        number = int(generator.choice(NUMBERS)) % 256**width
+        data[at : at + width] = number.to_bytes(width, "big" if generator.integers(2) else "little")
+    return bytes(data)
+
+
+def outcome(data: bytes) -> tuple[str, str] | bytes:
+    try:
+        return convert(data, SPEC).data
+    except Rejection as rejection:
+        return rejection.reason, rejection.detail
+
+
+@pytest.fixture(autouse=True)
+def a_low_pixel_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage that claims 100 million pixels is a picture like another, but slow."""
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 300_000)
+
+
+@pytest.mark.parametrize("mutation", [flip_bits, cut, splice, edit_header])
+def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(sum(mutation.__name__.encode()))
+    outcomes: Counter[str] = Counter()
+    for kind, whole in seeds().items():
+        for _ in range(NUM_PER_SEED):
+            damaged = mutation(bytearray(whole), generator)
+            found = outcome(damaged)
+            assert outcome(damaged) == found
+            with monkeypatch.context() as patch:
+                patch.setattr(decoding, "decode_plain", lambda *_, **__: None)
+                assert outcome(damaged) == found, f"{kind}: {damaged[:300]!r}"
+            if isinstance(found, bytes):
+                assert Image.open(io.BytesIO(found)).size == (SIZE, SIZE)
+                assert len(found) == len(b"P6\n8 8\n255\n") + 3 * SIZE * SIZE
+                outcomes["a picture"] += 1
+            else:
+                assert found[1].strip(), found
+                assert " at 0x" not in found[1], found
+                outcomes[found[0]] += 1
+    assert outcomes.total() == NUM_PER_SEED * len(seeds()) > 2000
+    assert outcomes["not_an_image"] > 50
+    assert outcomes["truncated"] > 50
+    assert outcomes["a picture"] > 50
+
+
+def test_every_undamaged_seed_is_a_picture_but_those_that_cannot_be() -> None:
+    found = {kind: outcome(data) for kind, data in seeds().items()}
+    rejected = {kind: reason[0] for kind, reason in found.items() if isinstance(reason, tuple)}
+    assert rejected == {"html": "not_an_image", "tiff float": "unsupported"}

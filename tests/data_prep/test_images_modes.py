@@ -1,0 +1,260 @@
+"""Properties of every pixel mode and of every format's peculiarities, against values worked out by hand: converted rightly, or
+rejected with a reason that says what is the matter, with the same words every time.
+"""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, features
+
+from data_prep import decoding
+from data_prep.images import Rejection, decode
+from tests.data_prep.samples import encoded, picture
+
+Pixels = NDArray[np.uint8]
+CMYK_INK = (200, 100, 50, 30)
+CMYK_AS_RGB = tuple(round((255 - ink) * (255 - CMYK_INK[3]) / 255) for ink in CMYK_INK[:3])
+
+
+def pixels_of(data: bytes) -> Pixels:
+    return np.asarray(decode(data)[0]).astype(int)
+
+
+def rejection_of(data: bytes) -> tuple[str, str]:
+    with pytest.raises(Rejection) as caught:
+        decode(data)
+    with pytest.raises(Rejection) as again:
+        decode(data)
+    assert (again.value.reason, again.value.detail) == (caught.value.reason, caught.value.detail)
+    assert caught.value.detail.strip()
+    assert "object at" not in caught.value.detail
+    return caught.value.reason, caught.value.detail
+
+
+def png(width: int, height: int, rows: bytes, *, bits: int, colour_type: int, transparent: bytes = b"") -> bytes:
+    """Written by hand: Pillow writes neither 16-bit colour nor 2-bit grey."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0))
+    extra = chunk(b"tRNS", transparent) if transparent else b""
+    lines = b"".join(b"\0" + rows[at : at + len(rows) // height] for at in range(0, len(rows), len(rows) // height))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+
+
+def tiff(
+    pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1)
+) -> bytes:
+    """A little-endian TIFF of one uncompressed grey strip."""
+    entries = [(256, 4, size[0]), (257, 4, size[1]), (258, 3, bits), (259, 3, 1), (262, 3, photometric)]
+    entries += [(273, 4, 8), (277, 3, 1), (278, 4, size[1]), (279, 4, len(pixels)), (339, 3, sample_format)]
+    body = pixels + b"\0" * (len(pixels) % 2)
+    table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    return b"II*\0" + struct.pack("<I", 8 + len(body)) + body + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+# ---- JPEG -------------------------------------------------------------------------------------------------------
+
+
+def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
+    data = encoded(Image.new("CMYK", (16, 16), CMYK_INK), quality=100, subsampling=0)
+    assert b"Adobe" in data
+    assert np.abs(pixels_of(data) - CMYK_AS_RGB).max() <= 2
+
+
+def test_ycck_is_turned_back_into_ink() -> None:
+    """Adobe's YCCK: Y, Cb, Cr of the inverted inks beside the inverted black. Pillow writes none, so a CMYK one is relabelled."""
+    r, g, b = CMYK_INK[:3]  # YCCK's "RGB" is the inverse of what an Adobe file stores, which is the inverse of the ink
+    y = 0.299 * r + 0.587 * g + 0.114 * b
+    stored = [round(y), round(128 + (b - y) / 1.772), round(128 + (r - y) / 1.402), 255 - CMYK_INK[3]]
+    plain = encoded(Image.new("CMYK", (16, 16), tuple(255 - value for value in stored)), quality=100, subsampling=0)
+    at = plain.index(b"Adobe") + 11
+    assert plain[at] == 0
+    found = pixels_of(plain[:at] + b"\2" + plain[at + 1 :])
+    assert np.abs(found - CMYK_AS_RGB).max() <= 3
+
+
+def test_a_progressive_jpeg_is_the_picture_of_a_baseline_one() -> None:
+    image = picture(seed=1)
+    np.testing.assert_array_equal(pixels_of(encoded(image, progressive=True)), pixels_of(encoded(image)))
+
+
+def test_of_several_pictures_the_first_is_taken() -> None:
+    first, second = (Image.new("RGB", (16, 16), colour) for colour in ((250, 10, 10), (10, 10, 250)))
+    for kind in ("GIF", "PNG", "MPO", "WEBP"):
+        if kind != "WEBP" or features.check("webp"):
+            data = encoded(
+                first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
+            )
+            with Image.open(io.BytesIO(data)) as opened:
+                assert opened.n_frames == 2, kind
+            assert np.abs(pixels_of(data) - (250, 10, 10)).max() <= 2, kind
+
+
+def test_a_damaged_index_of_further_pictures_does_not_cost_the_first() -> None:
+    data = encoded(picture(seed=1), "MPO", save_all=True, append_images=[picture(seed=2)])
+    at = data.index(b"MPF\0")
+    damaged = data[: at + 12] + b"\xff\xff" + data[at + 14 :]
+    np.testing.assert_array_equal(pixels_of(damaged), pixels_of(data))
+
+
+# ---- PNG --------------------------------------------------------------------------------------------------------
+
+GREY, COLOUR = 0, 2
+
+
+@pytest.mark.parametrize(
+    ("bits", "colour_type", "rows", "transparent", "expected"),
+    [
+        (16, GREY, b"\x12\x34\xff\xff", b"", [(0x12,) * 3, (255,) * 3]),
+        (16, GREY, b"\x12\x34\x12\x35", b"\x12\x34", [(255,) * 3, (0x12,) * 3]),
+        (16, COLOUR, b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3, b"", [(0x12, 0x56, 0x9A), (0, 0, 0)]),
+        (16, COLOUR, b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3, b"\x12\x34\x56\x78\x9a\xbc", [(255,) * 3, (0, 0, 0)]),
+        (8, GREY, b"\x07\x08", b"\0\x07", [(255,) * 3, (8,) * 3]),
+        (4, GREY, b"\x3c", b"", [(51,) * 3, (204,) * 3]),
+        (4, GREY, b"\x3c", b"\0\x03", [(255,) * 3, (204,) * 3]),
+        (2, GREY, b"\x60", b"\0\x01", [(255,) * 3, (170,) * 3]),
+        (1, GREY, b"\x40", b"", [(0,) * 3, (255,) * 3]),
+        (1, GREY, b"\x40", b"\0\x00", [(255,) * 3, (255,) * 3]),
+    ],
+)
+def test_pngs_of_every_depth_with_and_without_a_transparent_colour(
+    bits: int, colour_type: int, rows: bytes, transparent: bytes, expected: list[tuple[int, int, int]]
+) -> None:
+    data = png(2, 1, rows, bits=bits, colour_type=colour_type, transparent=transparent)
+    np.testing.assert_array_equal(pixels_of(data), [expected])
+
+
+@pytest.mark.parametrize("transparency", [0, b"\0\xff", b"\x33"])
+def test_a_palette_may_be_transparent_by_index_or_by_degrees(transparency: int | bytes) -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 200])
+    image.putpixel((1, 0), 1)
+    first = (255, 204, 204) if transparency == b"\x33" else (255, 255, 255)
+    np.testing.assert_array_equal(pixels_of(encoded(image, "PNG", transparency=transparency)), [[first, (0, 0, 200)]])
+
+
+def test_a_transparent_gif_is_white_where_nothing_is_drawn() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 200])
+    image.putpixel((1, 0), 1)
+    np.testing.assert_array_equal(pixels_of(encoded(image, "GIF", transparency=0)), [[(255, 255, 255), (0, 0, 200)]])
+
+
+# ---- TIFF, PGM --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (tiff(b"\x10\xf0", bits=8, photometric=1), (16, 240)),
+        (tiff(b"\x10\xf0", bits=8, photometric=0), (239, 15)),  # white is zero
+        (tiff(b"\x34\x12\xff\xff", bits=16, photometric=1), (0x12, 255)),
+        (tiff(b"\x34\x12\xff\xff", bits=16, photometric=0), (255 - 0x12, 0)),
+        (tiff(b"\x12\x3f\xed", bits=12, photometric=1), (0x12, 0xFE)),
+        (encoded(Image.frombytes("I;16B", (2, 1), b"\x12\x34\xff\xff"), "TIFF"), (0x12, 255)),
+        (b"P5 2 1 65535\n\x12\x34\xff\xff", (0x12, 255)),
+        (b"P5 2 1 255\n\x12\xff", (0x12, 255)),
+        (b"P2 2 1 65535\n4660 65535\n", (0x12, 255)),
+    ],
+)
+def test_grey_of_more_than_8_bits_keeps_the_high_ones(data: bytes, expected: tuple[int, int]) -> None:
+    np.testing.assert_array_equal(pixels_of(data), [[(value,) * 3 for value in expected]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "data"),
+    [
+        ("F", tiff(struct.pack("<2f", 0.0, 1.0), bits=32, photometric=1, sample_format=3)),
+        ("I", tiff(struct.pack("<2i", 0, 1 << 20), bits=32, photometric=1, sample_format=2)),
+        ("I", tiff(struct.pack("<2h", -5, 5), bits=16, photometric=1, sample_format=2)),
+        ("F", b"Pf\n2 1\n-1.0\n" + struct.pack("<2f", 0.0, 1.0)),
+    ],
+)
+def test_numbers_of_unknown_range_are_rejected_as_such(mode: str, data: bytes) -> None:
+    reason, detail = rejection_of(data)
+    assert reason == "unsupported"
+    assert detail.startswith(f"pixel mode {mode} ")
+
+
+# ---- codecs that may be missing -----------------------------------------------------------------------------------
+
+WEBP = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071011118888fe0700")  # one pixel, lossless
+
+
+def test_a_webp_is_read_or_its_rejection_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    if features.check("webp"):
+        assert decode(WEBP)[0].size == (1, 1)
+        assert decode(WEBP)[1] == "webp"
+        half = Image.new("RGBA", (4, 4), (255, 0, 0, 51))
+        np.testing.assert_array_equal(pixels_of(encoded(half, "WEBP", lossless=True))[0, 0], (255, 204, 204))
+        assert rejection_of(WEBP[:-9])[0] in ("not_an_image", "truncated")
+        monkeypatch.setattr(decoding.features, "check", lambda feature: feature != "webp")
+    reason, detail = rejection_of(WEBP)
+    assert reason == "missing_codec"
+    assert "libwebp-dev" in detail
+
+
+def test_a_compressed_tiff_is_read_or_its_rejection_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiff(b"\x10\xf0", bits=8, photometric=1)
+    compressed = plain.replace(struct.pack("<HHII", 259, 3, 1, 1), struct.pack("<HHII", 259, 3, 1, 5))  # LZW, it claims
+    if features.check("libtiff"):
+        image = picture(seed=1)
+        np.testing.assert_array_equal(pixels_of(encoded(image, "TIFF", compression="tiff_lzw")), np.asarray(image))
+        assert rejection_of(compressed)[0] == "truncated"
+        monkeypatch.setattr(decoding.features, "check", lambda feature: feature != "libtiff")
+    reason, detail = rejection_of(compressed)
+    assert reason == "missing_codec"
+    assert "libtiff-dev" in detail
+    np.testing.assert_array_equal(pixels_of(plain)[0, :, 0], [16, 240])
+
+
+# ---- what is none, or not whole -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM"])
+def test_a_file_cut_anywhere_is_rejected_or_whole(kind: str) -> None:
+    whole = encoded(picture(seed=1), kind)
+    expected, num_rejected = pixels_of(whole), 0
+    for length in range(0, len(whole), 10):
+        try:
+            found = pixels_of(whole[:length])
+        except Rejection as rejection:
+            assert rejection.reason == "empty" if not length else rejection.reason in ("not_an_image", "truncated")
+            num_rejected += 1
+        else:
+            np.testing.assert_array_equal(found, expected)  # only what comes after the pixels was missing
+    assert num_rejected >= 0.97 * len(range(0, len(whole), 10))
+
+
+@pytest.mark.parametrize("side", [60_000, 65_500])
+def test_a_bomb_is_known_by_its_header(side: int) -> None:
+    jpeg = encoded(Image.new("RGB", (16, 16)))
+    at = jpeg.index(b"\xff\xc0") + 5
+    for bomb in (
+        jpeg[:at] + struct.pack(">HH", side, side) + jpeg[at + 4 :],
+        png_claiming(side),
+        b"P6 %d %d 255\n" % (side, side),
+    ):
+        reason, detail = rejection_of(bomb)
+        assert reason == "too_many_pixels"
+        assert str(side) in detail or str(side * side) in detail
+
+
+def png_claiming(side: int) -> bytes:
+    data = bytearray(png(1, 1, b"\0\0\0", bits=8, colour_type=COLOUR))
+    data[16:24] = struct.pack(">II", side, side)
+    data[29:33] = struct.pack(">I", zlib.crc32(bytes(data[12:29])))
+    return bytes(data)
+
+
+def test_a_web_page_named_jpg_is_shown_as_what_it_is() -> None:
+    assert rejection_of(b"<!DOCTYPE html><html>gone</html>") == (
+        "not_an_image",
+        "no format that is read here begins with b'<!DOCTYPE html><'",
+    )

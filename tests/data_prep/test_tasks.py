@@ -1,0 +1,326 @@
+"""Array tasks and merge: any number of tasks, at once or in turn, killed or not, make the bytes of one undisturbed build; and a
+merge publishes nothing that is not whole and of this very build.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.publish import sole_writer
+from tests.data_prep.samples import LOCK, build, encoded, files_of, picture, write_classes, write_files
+
+CUT = ("samples_per_shard=4", "max_reject_share=0.2")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_classes(tmp_path_factory.mktemp("array") / "source", {"ant": 15, "bee": 11})
+    return write_files(root, {"ant/zero.jpg": b"", "bee/text.jpg": b"no picture"})
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> dict[str, bytes]:
+    """What one undisturbed build writes: 28 inputs in 7 shards."""
+    out = source.parent / "whole" / "animals"
+    assert build(source, out, *CUT) == 0
+    return files_of(out)
+
+
+def task(source: Path, out: Path, which: str, *overrides: str) -> int:
+    words = [f"source.path={source}", "image_size=16", "num_workers=1", *CUT, *overrides]
+    return main(["build", "--source", "folder", "--out", str(out), "--task", which, *words])
+
+
+def merge(out: Path) -> int:
+    return main(["merge", str(out), "--workers", "1"])
+
+
+@contextmanager
+def running(source: Path, out: Path, which: str) -> Iterator[subprocess.Popen[str]]:
+    words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", *words, "image_size=16", "num_workers=1", *CUT],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("total", [1, 3, 9])
+def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], total: int
+) -> None:
+    out = tmp_path / "animals"
+    for number in random.Random(total).sample(range(total), total):
+        assert task(source, out, f"{number}/{total}") == 0
+        assert not (out / "manifest.json").exists()
+    assert merge(out) == 0
+    assert files_of(out) == whole
+    assert merge(out) == 0  # again: nothing to do
+    assert files_of(out) == whole
+
+
+def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out, numbers, kills = tmp_path / "animals", random.Random(3), 0
+    for _ in range(3):
+        with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
+            time.sleep(numbers.uniform(0.3, 1.2))
+            for process in (first, second):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    kills += 1
+    assert kills >= 3
+    with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
+        for process in (first, second):
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 0, said
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_tasks_continue_what_a_build_began_and_the_other_way_round(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "1/3") == 0
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert len(written) == 2
+    assert task(source, out, "0/2") == 0  # another number of tasks, now that nobody is at work
+    assert build(source, out, *CUT) == 0
+    assert files_of(out) == whole
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+# ---- what a merge refuses ---------------------------------------------------------------------------------------
+
+
+def _lost_record(out: Path, other: Path) -> None:
+    (out / "parts" / "train-000004.json").unlink()
+
+
+def _lost_tar(out: Path, other: Path) -> None:
+    (out / "train-000004.tar").unlink()
+
+
+def _cut_tar(out: Path, other: Path) -> None:
+    os.truncate(out / "train-000004.tar", 1024)
+
+
+def _changed_index(out: Path, other: Path) -> None:
+    data = bytearray((out / "train-000004.npy").read_bytes())
+    data[-1] ^= 1
+    (out / "train-000004.npy").write_bytes(bytes(data))
+
+
+def _lost_paths(out: Path, other: Path) -> None:
+    (out / "train-000004.paths").unlink()
+
+
+def _damaged_record(out: Path, other: Path) -> None:
+    (out / "parts" / "train-000004.json").write_text('{"fingerprint": ')
+
+
+def _foreign_part(out: Path, other: Path) -> None:
+    for name in ("train-000004.tar", "train-000004.npy", "train-000004.paths", "parts/train-000004.json"):
+        shutil.copy(other / name, out / name)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_lost_record, "1 of 7 shards cannot be merged (train-000004 is not written); run the tasks 1/3 again"),
+        (_lost_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
+        (_cut_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
+        (_changed_index, "(train-000004.npy is not as it was written); run the tasks 1/3 again"),
+        (_lost_paths, "(train-000004.paths is not as it was written); run the tasks 1/3 again"),
+        (_damaged_record, "(the record of train-000004 is damaged); run the tasks 1/3 again"),
+        (_foreign_part, "(train-000004 is of another build); run the tasks 1/3 again"),
+    ],
+)
+def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_mends_it(
+    tmp_path: Path,
+    source: Path,
+    whole: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path, Path], None],
+    message: str,
+) -> None:
+    out, other = tmp_path / "animals", tmp_path / "other"
+    for number in range(3):
+        assert task(source, out, f"{number}/3") == 0
+    assert task(source, other, "1/3", "seed=1") == 0
+    harm(out, other)
+    before = files_of(out)
+    capsys.readouterr()
+    assert merge(out) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert files_of(out) == before  # nothing damaged
+    assert task(source, out, "1/3") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_a_stranger_among_the_shards_is_named(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/1") == 0
+    write_files(out, {"train-000099.tar": b"of another dataset"})
+    assert merge(out) == 2
+    assert "train-000099.tar is no part of this build; move it elsewhere" in capsys.readouterr().err
+    (out / "train-000099.tar").unlink()
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge(tmp_path / "nowhere") == 2
+    assert "no such directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert merge(tmp_path / "empty") == 2
+    assert "holds no parts of a build; run data_prep build CONFIG --task i/n first" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "empty").iterdir()] in ([], [LOCK])
+
+
+# ---- several at once --------------------------------------------------------------------------------------------
+
+
+def wait_for(path: Path) -> None:
+    end_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end_s, f"no {path}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def at_work(source: Path, out: Path, which: str) -> Iterator[None]:
+    """A task that has made the plan and is stopped at work."""
+    with running(source, out, which) as process:
+        wait_for(out / "parts" / f"task-{which[0]}" / LOCK)
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield
+        os.killpg(process.pid, signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+
+
+def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "animals"
+    with at_work(source, out, "0/2"):
+        for words, message in (
+            (lambda: task(source, out, "0/2"), "another process is writing here"),
+            (lambda: task(source, out, "1/3"), "2 tasks are at work in"),
+            (lambda: task(source, out, "1/2", "image_size=20"), "tasks of another config are at work in"),
+            (lambda: merge(out), "another process is writing here"),
+            (lambda: build(source, out, *CUT), "another process is writing here"),
+        ):
+            assert words() == 2
+            said = capsys.readouterr().err
+            assert message in said
+        assert task(source, out, "1/2") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_a_source_that_changes_between_tasks_is_refused(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = Path(shutil.copytree(source, tmp_path / "source"))
+    out = tmp_path / "animals"
+    assert task(mine, out, "0/2") == 0
+    before = files_of(out)
+    write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
+    assert task(mine, out, "1/2") == 2
+    assert "holds an unfinished dataset of another config or source" in capsys.readouterr().err
+    assert files_of(out) == before
+
+
+def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
+    with at_work(mine, out, "0/2"):
+        for path in mine.rglob("*.jpg"):
+            path.write_bytes(path.read_bytes() + b"more")
+        assert task(mine, out, "1/2") == 2
+        assert "when it was listed; the source changes while it is read" in capsys.readouterr().err
+        for path in mine.rglob("*.jpg"):
+            path.write_bytes(path.read_bytes()[:-4])
+        assert task(mine, out, "1/2") == 0
+
+
+def test_a_task_after_the_merge_has_nothing_to_do(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/1") == 0
+    assert merge(out) == 0
+    before = files_of(out)
+    assert task(source, out, "0/1") == 2
+    assert "is merged already" in capsys.readouterr().err
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("which", ["1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"])
+def test_a_wrong_task_number_is_one_clear_line(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], which: str
+) -> None:
+    words = ["build", "--source", "folder", "--out", str(tmp_path / "out"), f"source.path={source}", f"--task={which}"]
+    assert main(words) == 2
+    assert "write i/n with 0 <= i < n, such as 0/8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert task(source, tmp_path / "animals", "8/9") == 0
+    assert "task 8/9 has its 0 shards" in capsys.readouterr().out
+
+
+def test_the_lock_of_a_task_is_its_own(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/2") == 0
+    with sole_writer(out / "parts" / "task-0"):
+        assert task(source, out, "0/2") == 2
+        assert task(source, out, "1/2") == 0
+
+
+def test_parts_made_by_another_pillow_are_not_mixed(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/2") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.__version__", "1.1.7")
+        assert task(source, out, "1/2") == 2
+        assert "was begun with Pillow" in capsys.readouterr().err
+        assert build(source, out, *CUT) == 2
+    assert task(source, out, "1/2") == 0
+    assert merge(out) == 0
+    decoder = json.loads((out / "manifest.json").read_text())["decoder"]
+    assert "libjpeg" in decoder
