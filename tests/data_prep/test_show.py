@@ -1,0 +1,94 @@
+"""A contact sheet shows the stored pixels, enlarged without smoothing, each with its own label; the same every time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+
+from data_prep.__main__ import main
+from data_prep.contact_sheet import CELL, contact_sheet, shortened
+from tests.data_prep.samples import build, encoded, files_of, write_files
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 128, 0), "red": (255, 0, 0)}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each class is one colour, in 4 pictures of 40 x 20 with a black left half."""
+    files = {}
+    for name, colour in COLOURS.items():
+        flag = Image.new("RGB", (40, 20), colour)
+        flag.paste("black", (0, 0, 20, 20))
+        files |= {f"{name}/{number}.png": encoded(flag, "PNG") for number in range(4)}
+    root = tmp_path_factory.mktemp("flags")
+    source = write_files(root / "source", files)
+    for encoding in ("raw", "keep"):
+        assert build(source, root / encoding, f"encoding={encoding}", "samples_per_shard=6") == 0
+    return root
+
+
+@pytest.mark.parametrize("encoding", ["raw", "keep"])
+def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(flags: Path, encoding: str) -> None:
+    sheet = np.asarray(contact_sheet(flags / encoding, count=12))
+    assert CELL == 112  # seven times the 16 pixels of a picture
+    seen = []
+    for top in range(sheet.shape[0] - CELL):
+        for left in range(sheet.shape[1] - CELL):
+            if (
+                not sheet[top, left].any()
+                and (sheet[top - 1, left] == 255).all()
+                and (sheet[top, left - 1] == 255).all()
+            ):
+                cell = sheet[top : top + CELL, left : left + CELL]
+                small = cell[::7, ::7]
+                if (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all() and not small[:, 0].any():
+                    seen.append(tuple(small[8, 14].tolist()))
+    assert seen == [COLOURS["blue"]] * 4 + [COLOURS["green"]] * 4 + [COLOURS["red"]] * 4
+
+
+def test_a_sheet_is_the_same_every_time_and_another_with_another_seed(shapes: Path) -> None:
+    first = contact_sheet(shapes, count=20).tobytes()
+    assert contact_sheet(shapes, count=20).tobytes() == first
+    assert contact_sheet(shapes, count=20, seed=1).tobytes() != first
+    assert contact_sheet(shapes, count=20, shard=1).tobytes() != first
+
+
+def test_the_command_writes_the_picture_and_leaves_the_dataset_alone(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(shapes)
+    out = tmp_path / "deep" / "sheet.png"
+    assert main(["show", str(shapes), "--split", "val", "--count", "500", "--out", str(out)]) == 0
+    with Image.open(out) as sheet:
+        assert f"{out}: {sheet.width} x {sheet.height} pixels" in capsys.readouterr().out
+        assert sheet.width < 10 * (CELL + 20) + 60
+    assert files_of(shapes) == before
+
+
+def test_long_names_keep_both_ends_and_fit() -> None:
+    font = ImageFont.load_default(13)
+    name = "Tyrannus tyrannus, the eastern kingbird, in flight"
+    short = shortened(name, font, width=CELL)
+    assert font.getlength(short) <= CELL
+    assert short.startswith("Tyran")
+    assert short.endswith("ight")
+    assert shortened("ant", font, width=CELL) == "ant"
+    assert shortened(name, font, width=3) == "…"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard", "4"], "shard: 4, but train has the shards 0 to 3"),
+        (["--count", "0"], "count: 0; choose at least 1"),
+        (["--split", "vla"], "has no split 'vla'; did you mean 'val'?"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    capsys.readouterr()
+    assert main(["show", str(shapes), "--out", str(tmp_path / "sheet.png"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "sheet.png").exists()
