@@ -181,4 +181,4 @@ def _sorted_columns(number: int, entries: Entries, names_end: int) -> tuple[dict
 def _map(path: Path, dtype: str) -> NDArray[Any]:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, mode="r")
+    return np.asarray(np.memmap(path, dtype, mode="r"))  # a memmap's own indexing is slow

@@ -52,7 +52,9 @@ class FolderSource(Source):
         return arrangement
 
     def read(self, entry: Entry) -> bytes:
-        return check_size(entry, (self.root / entry.locator).read_bytes())
+        # unbuffered, and no Path: half the time of read_bytes() on small files
+        with open(f"{self.root}/{entry.locator}", "rb", buffering=0) as file:
+            return check_size(entry, file.read())
 
 
 def subfolders(root: Path) -> list[str]:
