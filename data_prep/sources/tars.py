@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 BLOCK = 512
-_REGULAR, _LONG_NAME, _PAX = (b"0", b"\0", b"7"), b"L", b"x"
-_SKIPPED = b"5gK"  # folders, global pax headers, long link names
+_REGULAR = (b"0", b"\0", b"7")
+_FOLDER, _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX = b"5", b"L", b"K", (b"x", b"X"), b"g"
+_EXTENDED = (_LONG_NAME, _LONG_LINK, _GLOBAL_PAX, *_PAX)
 _MAX_HEADER_BYTES = 1 << 20
 _PAX_RECORD = re.compile(rb"(\d{1,7}) ")
+_OCTAL = re.compile(rb" *([0-7]*) *")
+_MAX_DIGITS = 20
 
 
 class TarError(ValueError):
@@ -59,37 +62,58 @@ def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
     return block_and_data[BLOCK:]
 
 
+class _Announced:
+    """What extended headers say of the member that follows them."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self.name: str | None = None
+        self.size: int | None = None
+
+    def take(self, kind: bytes, body: bytes, *, place: int) -> None:
+        self.any = True
+        if kind == _LONG_NAME:
+            self.name = _text(body)
+        elif kind in _PAX:
+            self.name, self.size = _pax(body, self.name, self.size, place=place)
+        elif kind == _GLOBAL_PAX and _pax(body, None, None, place=place) != (None, None):
+            raise TarError(f"gives all members one name or size, in a global header at byte {place:,}; repack it")
+
+
 def _walk(descriptor: int, start: int, end: int) -> Iterator[Member]:
-    offset, name, size = start, None, None
+    offset, announced = start, _Announced()
     while True:
+        here = offset - start
         block = os.pread(descriptor, BLOCK, offset)
         if len(block) < BLOCK or offset + BLOCK > end:
-            raise TarError(f"is cut at byte {offset - start:,}: no end-of-archive mark")
+            raise TarError(f"is cut at byte {here:,}: no end-of-archive mark")
         if block.count(0) == BLOCK:
+            if announced.any:
+                raise TarError(f"ends at byte {here:,}, after an extended header whose member is not there")
             return
-        kind, stored = _checked(block, offset - start)
-        num_bytes = size if size is not None and kind in _REGULAR else stored
+        kind, num_bytes = _checked(block, here)
+        if kind == b"\0" and _name(block).endswith("/"):
+            kind = _FOLDER  # as tars of before 1988 have it
+        if kind in _REGULAR and announced.size is not None:
+            num_bytes = announced.size
+        elif kind == _FOLDER:
+            num_bytes = 0  # whatever it says: POSIX lets it tell the room set aside, and no data follows
         data = offset + BLOCK
         if data + num_bytes > end:
-            raise TarError(f"is cut: the member at byte {offset - start:,} needs {num_bytes:,} bytes")
+            raise TarError(f"is cut: the member at byte {here:,} needs {num_bytes:,} bytes")
         offset = data + -(-num_bytes // BLOCK) * BLOCK
-        if kind in (_LONG_NAME, _PAX):
+        if kind in _EXTENDED:
             if num_bytes > _MAX_HEADER_BYTES:
-                raise TarError(f"has a header of {num_bytes:,} bytes at byte {data - BLOCK - start:,}")
-            body = read_member(descriptor, data, num_bytes)
-            if kind == _LONG_NAME:
-                name = _text(body)
-            else:
-                name, size = _pax(body, name, size)
+                raise TarError(f"has a header of {num_bytes:,} bytes at byte {here:,}")
+            announced.take(kind, read_member(descriptor, data, num_bytes), place=here)
             continue
         if kind in _REGULAR:
-            yield Member(name if name is not None else _name(block), data, num_bytes)
-        elif kind not in _SKIPPED:
+            yield Member(announced.name if announced.name is not None else _name(block), data, num_bytes)
+        elif kind != _FOLDER:
             raise TarError(
                 f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only"
             )
-        if kind not in b"gK":
-            name, size = None, None
+        announced = _Announced()
 
 
 def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
@@ -97,7 +121,8 @@ def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
     if len(block) < BLOCK:
         raise TarError(f"is cut at byte {offset:,}")
     checksum = _number(block[148:156])
-    if checksum != sum(block) - sum(block[148:156]) + 8 * 32:
+    expected = sum(block) - sum(block[148:156]) + 8 * 32
+    if checksum != expected and checksum != expected - _signed_excess(block):
         raise TarError(f"is damaged at byte {offset:,}: no valid header there")
     size = _number(block[124:136])
     if size is None:
@@ -105,14 +130,17 @@ def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
     return block[156:157], size
 
 
+def _signed_excess(block: bytes) -> int:
+    """What the sum of the header is too large by, for tars of old that add up signed bytes."""
+    return 256 * sum(byte > 127 for byte in block[:148] + block[156:])
+
+
 def _number(field: bytes) -> int | None:
+    """Never negative: a size below zero would lead the walk backwards, for ever."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    digits = field.strip(b" \0")
-    try:
-        return int(digits or b"0", 8)
-    except ValueError:
-        return None
+    match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
+    return int(match[1] or b"0", 8) if match else None
 
 
 def _name(block: bytes) -> str:
@@ -125,23 +153,23 @@ def _text(field: bytes) -> str:
     return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
-def _pax(body: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """`name` and `size` as the pax records of `body` change them."""
-    place = 0
-    while place < len(body) and body[place] != 0:
-        match = _PAX_RECORD.match(body, place)
+def _pax(body: bytes, name: str | None, size: int | None, *, place: int) -> tuple[str | None, int | None]:
+    """`name` and `size` as the pax records of `body` change them; an empty value takes back what was said before."""
+    at = 0
+    while at < len(body) and body[at] != 0:
+        match = _PAX_RECORD.match(body, at)
         length = int(match[1]) if match else 0
-        record = body[match.end() : place + length - 1] if match else b""
-        if not match or length <= match.end() - place or place + length > len(body) or b"=" not in record:
-            raise TarError("has a damaged pax header")
+        record = body[match.end() : at + length - 1] if match else b""
+        if not match or length <= match.end() - at or at + length > len(body) or b"=" not in record:
+            raise TarError(f"has a damaged pax header at byte {place:,}")
         key, _, value = record.partition(b"=")
         if key == b"path":
-            name = value.decode("utf-8", "surrogateescape")
+            name = value.decode("utf-8", "surrogateescape") or None
         elif key == b"size":
-            if not value.isdigit():
-                raise TarError("has a pax header with a wrong size")
-            size = int(value)
+            if value and not (value.isdigit() and len(value) <= _MAX_DIGITS):
+                raise TarError(f"has a pax header with a wrong size at byte {place:,}")
+            size = int(value) if value else None
         elif key.startswith(b"GNU.sparse"):
             raise TarError("holds a sparse file; repack it without --sparse")
-        place += length
+        at += length
     return name, size
