@@ -1,0 +1,157 @@
+"""`data_prep index`: a dataset out of shards that others have written. They are read where they are, and stay as they are.
+
+Steps, under the sole lock of OUT:
+
+1. the patterns become a list of shards; another list or config has begun or finished here: refuse;
+2. ask for the version of every shard (size and time of change, or what the server says), so that a missing one is found at once;
+3. the manifest stands: a shard of another version must still have the content it had, or it is refused; nothing else to do;
+4. every shard without a record of this version is read (stock.py; a remote one is copied into OUT/parts meanwhile), and leaves
+   OUT/parts/NAME.npy, OUT/NAME.paths, then its record OUT/parts/NAME.json;
+5. the classes are known now: OUT/NAME.npy of every shard, rejected.jsonl, versions.json, then manifest.json; the parts go.
+
+Shards are named SPLIT-NUMBER in their sorted order. The fingerprint hashes config and contents, not places: the same shards on
+disk, behind http or in s3 make the same dataset, but for `file`.
+"""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_prep.indexing.config import IndexSettings
+from data_prep.indexing.places import StockShard, list_shards, version_of
+from data_prep.indexing.publishing import VERSIONS_NAME, content_hash, described, hash_of_json, publish
+from data_prep.indexing.reading import Plan, hash_of, read_or_known
+from data_prep.indexing.stock import Rule
+from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_prep.merge import check_reject_share, forget_parts
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
+from data_prep.settings import Settings, UserError
+from data_prep.shards import PARTS
+from data_prep.workers import Tally, worker_pool
+from data_prep.workplan import BEGUN_NAME
+
+T = TypeVar("T")
+
+
+class Begun(Settings):
+    """Whose unfinished index this is."""
+
+    kind: str = "index"
+    plan_hash: str
+
+
+def index(settings: IndexSettings) -> Manifest:
+    """The finished dataset of `settings.out`; safe to call again after any interruption."""
+    directory, names = Path(settings.out), settings.class_names()
+    shards = list_shards(settings)
+    plan = _plan(settings, shards, names)
+    with sole_writer(directory):
+        _claim(plan)
+        _tidy(directory)
+        if (directory / MANIFEST_NAME).exists():
+            manifest = load_manifest(directory)
+            _refuse_another(plan, shards, manifest)
+            _refuse_changed(plan, shards, manifest)
+        else:
+            write_json(directory / PARTS / BEGUN_NAME, Begun(plan_hash=plan.hash).model_dump())
+            _in_workers("looking at", version_of, [(shard, settings) for shard in shards], settings)
+            records = _in_workers("indexing", read_or_known, [(shard, plan) for shard in shards], settings)
+            manifest = publish(plan, shards, records, names)
+        forget_parts(directory)
+    check_reject_share(directory, manifest, settings.max_reject_share)
+    return manifest
+
+
+def _plan(settings: IndexSettings, shards: list[StockShard], names: tuple[str, ...] | None) -> Plan:
+    rule = Rule(
+        image_size=settings.image_size,
+        crop=settings.crop,
+        label=settings.label,
+        image_member=settings.image_member,
+        check=settings.check,
+        classes=None if names is None else {name: number for number, name in enumerate(names)},
+        seed=settings.seed,
+    )
+    config_hash = hash_of_json([settings.dataset_name, described(settings), settings.image_size, settings.seed, names])
+    plan_hash = hash_of_json([config_hash, [[shard.name, shard.file] for shard in shards]])
+    return Plan(Path(settings.out), settings, rule, config_hash, plan_hash)
+
+
+# ---- whose directory --------------------------------------------------------------------------------------------
+
+
+def _claim(plan: Plan) -> None:
+    try:
+        begun = Begun.model_validate_json((plan.directory / PARTS / BEGUN_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except ValueError:
+        begun = None
+    if begun is None or begun.plan_hash != plan.hash:
+        raise _foreign(plan.directory, "an unfinished")
+
+
+def _refuse_another(plan: Plan, shards: list[StockShard], manifest: Manifest) -> None:
+    stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
+    same = [(shard.name, shard.file) for shard in stored] == [(shard.name, shard.file) for shard in shards]
+    if not same or content_hash(plan, shards, stored) != manifest.fingerprint:
+        raise _foreign(plan.directory, "a")
+
+
+def _foreign(directory: Path, state: str) -> UserError:
+    return UserError(
+        f"out: {directory} holds {state} dataset of another config or of other shards; remove it or name another directory"
+    )
+
+
+def _refuse_changed(plan: Plan, shards: list[StockShard], manifest: Manifest) -> None:
+    """A shard of another version than it was may still be the same (a copy, a touch): then its content says so."""
+    path = plan.directory / VERSIONS_NAME
+    try:
+        known = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    versions = _in_workers("looking at", version_of, [(shard, plan.settings) for shard in shards], plan.settings)
+    stamps = {shard.name: version.stamp for shard, version in zip(shards, versions, strict=True)}
+    doubtful = [shard for shard in shards if stamps[shard.name] is None or known.get(shard.name) != stamps[shard.name]]
+    if not doubtful:
+        return
+    stored = {shard.name: shard for split in manifest.splits.values() for shard in split.shards}
+    hashes = _in_workers("reading again", hash_of, [(shard, plan) for shard in doubtful], plan.settings)
+    for shard, sha256 in zip(doubtful, hashes, strict=True):
+        if sha256 != stored[shard.name].sha256:
+            raise UserError(
+                f"{shard.place}: has changed since it was indexed; remove {plan.directory} and index again, or put it back"
+            )
+    write_json(path, stamps)
+
+
+def _tidy(directory: Path) -> None:
+    """Removes what a killed index has left half-written."""
+    for place in (directory, directory / PARTS):
+        for leftover in place.glob(TEMPORARY_PREFIX + "*"):
+            leftover.unlink()
+    (directory / PARTS).mkdir(parents=True, exist_ok=True)
+
+
+def _in_workers(title: str, action: Callable[..., T], jobs: list[tuple[Any, ...]], settings: IndexSettings) -> list[T]:
+    """The results in the order of the jobs; the first failure ends all."""
+    tally = Tally()
+    with (
+        worker_pool(min(settings.num_workers, len(jobs)), tally=tally) as pool,
+        progress(title, total=len(jobs), unit="shards") as line,
+    ):
+        futures = [pool.submit(action, *job) for job in jobs]
+        num_images = 0
+        try:
+            for future in as_completed(futures):
+                future.result()
+                num_images += tally.taken()
+                line.advance(note=f"{num_images:,} images" if num_images else "")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]

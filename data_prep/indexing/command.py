@@ -1,0 +1,60 @@
+"""The command line of `data_prep index`."""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from data_prep.settings import dump, load_settings
+
+if TYPE_CHECKING:
+    from data_prep.manifest import Manifest
+
+Published = Callable[..., int]
+"""(work, out, as_json=...) -> exit code: prints the summary of the manifest that `work` returns."""
+
+
+def add_index_parser(verbs: Any, *, published: Published) -> None:
+    parser = verbs.add_parser(
+        "index", help="make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
+    )
+    parser.add_argument("config", nargs="?", help="a YAML file with the settings")
+    parser.add_argument("overrides", nargs="*", help="key.path=value, such as label=json:class image_size=224")
+    for split in ("train", "val"):
+        parser.add_argument(
+            f"--{split}",
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help=f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])",
+        )
+    parser.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
+    parser.add_argument("--show", action="store_true", help="print the resolved settings and stop")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(run=lambda options: _index(options, published))
+
+
+def _index(options: argparse.Namespace, published: Published) -> int:
+    from data_prep.indexing.config import IndexSettings
+
+    config, overrides = options.config, list(options.overrides)
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    for split in ("train", "val"):
+        patterns = getattr(options, split)
+        if patterns:
+            overrides.append(f"splits.{split}={json.dumps(patterns)}")
+    if options.out:
+        overrides.append(f"out={json.dumps(options.out)}")
+    settings = load_settings(IndexSettings, path=config, overrides=overrides)
+    if options.show:
+        shown = settings.model_copy(update={"storage": dict.fromkeys(settings.storage, "...")})
+        print(dump(shown), end="")
+        return 0
+
+    def work() -> "Manifest":
+        from data_prep.index import index
+
+        return index(settings)
+
+    return published(work, settings.out, as_json=options.json)

@@ -1,0 +1,86 @@
+"""Settings of `data_prep index`: which shards, what is their label, and what a reader makes of their pictures."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from data_prep.images import CropPolicy
+from data_prep.settings import Settings, SettingsError
+
+
+def _several(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+
+
+class IndexSettings(Settings):
+    splits: dict[str, Patterns] = Field(min_length=1)
+    """Of each split: local paths, http(s):// or s3:// URLs, with {000..146}, {a,b} and (but for http) *."""
+    out: str
+    """The dataset directory. The shards stay where they are."""
+    name: str | None = None
+    """What the dataset is called in manifests and reports; by default the last part of `out`."""
+    storage: dict[str, Any] = Field(default_factory=dict)
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3; they are written nowhere."""
+    num_attempts: int = Field(4, ge=1)
+    """Of reading from a server, with growing pauses."""
+    image_size: int = Field(64, ge=8, le=1024)
+    """To what pictures are resized when they are read, unless the reader asks for another size."""
+    crop: CropPolicy = "center"
+    """center: the central square, resized; squash: the whole picture, resized to a square."""
+    label: str = "cls"
+    """cls: the integer in KEY.cls; json:FIELD.SUBFIELD: an integer or a class name in KEY.json; none: no labels."""
+    classes_file: str | None = None
+    """A text file with the name of class 0, 1, ... on each line; by default "0".."max", or the names of the labels, sorted."""
+    image_member: str | None = None
+    """The ending of the picture's member, where a sample holds several; by default the one that is of a picture format."""
+    check: Literal["decode", "header"] = "decode"
+    """decode: every picture is decoded; header: it is only opened, and the channel statistics are those of a seeded sample."""
+    seed: int = Field(0, ge=0)
+    max_reject_share: float = Field(0.01, ge=0, le=1)
+    """An index that leaves out a larger share of the samples keeps them listed in rejected.jsonl, and fails."""
+    num_workers: int = Field(0, ge=0)
+    """Worker processes; 0 means one per core."""
+
+    @field_validator("num_workers")
+    @classmethod
+    def _all_cores(cls, value: int) -> int:
+        return value or len(os.sched_getaffinity(0))
+
+    @field_validator("splits")
+    @classmethod
+    def _names_are_words(cls, value: dict[str, Patterns]) -> dict[str, Patterns]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+                raise ValueError(f"splits: {name!r} will not do; a split is called with letters, digits and _")
+        return value
+
+    @field_validator("label")
+    @classmethod
+    def _label_is_known(cls, value: str) -> str:
+        if value not in ("cls", "none") and not re.fullmatch(r"json:[^.]+(\.[^.]+)*", value):
+            raise ValueError(f"label: {value!r} will not do; write cls, none, or json:FIELD such as json:meta.class")
+        return value
+
+    @property
+    def dataset_name(self) -> str:
+        return self.name or Path(self.out).name
+
+    def class_names(self) -> tuple[str, ...] | None:
+        if self.classes_file is None:
+            return None
+        try:
+            lines = Path(self.classes_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"classes_file: {self.classes_file} cannot be read ({error})") from None
+        names = tuple(line.strip() for line in lines if line.strip())
+        doubles = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if doubles or not names:
+            what = f"names {doubles[0]!r} twice" if doubles else "names no class"
+            raise SettingsError(f"classes_file: {self.classes_file} {what}; write every class once, one on each line")
+        return names

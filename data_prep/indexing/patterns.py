@@ -1,0 +1,138 @@
+"""Shard patterns: `a/{000..146}.tar`, `a/*.tar`, `https://host/{train,val}-{0..9}.tar`, `s3://bucket/*.tar` -> what they name.
+
+Braces are expanded as the shell does it, before anything is looked up; `*`, `?` and `[...]` are looked up where files can be listed
+(locally and in s3; a web server has no listing). What a pattern names is sorted, so the same files give the same dataset.
+"""
+
+import glob
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from data_prep.indexing import remote
+from data_prep.settings import UserError
+
+MAX_SHARDS = 1_000_000
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
+_SIGNATURES = ("signature", "sig", "token", "access_token", "x-amz-signature", "x-goog-signature", "awsaccesskeyid")
+
+
+def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
+    """The local paths or the URLs that `pattern` names, sorted."""
+    if "://" in pattern:
+        _check_url(pattern)
+        found = [file for part in braces(pattern) for file in _listed(part, storage)]
+    else:
+        found = [file for part in braces(pattern) for file in _local(part)]
+    if len(set(found)) != len(found):
+        double = next(file for file in found if found.count(file) > 1)
+        raise UserError(f"{pattern}: names {double} twice; name every shard once")
+    for file in found:
+        if urlsplit(file).path.lower().endswith(COMPRESSED):
+            raise UserError(
+                f"{file}: is compressed, so its pictures cannot be reached one by one; decompress it to a plain .tar"
+            )
+    return sorted(found)
+
+
+def braces(pattern: str) -> list[str]:
+    """Every word that the braces of `pattern` stand for, in their order; a range keeps its leading zeros."""
+    start = _first_brace(pattern)
+    if start is None:
+        return [pattern]
+    stop, commas = _closing(pattern, start)
+    inner = pattern[start + 1 : stop]
+    if commas:
+        places = [start, *commas, stop]
+        parts = [word for a, b in itertools.pairwise(places) for word in braces(pattern[a + 1 : b])]
+    elif found := _RANGE.fullmatch(inner):
+        parts = _range(pattern, found)
+    else:
+        parts = [f"{{{word}}}" for word in braces(inner)]  # not for us, as in the shell
+    rest = braces(pattern[stop + 1 :])
+    if len(parts) * len(rest) > MAX_SHARDS:
+        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+    return [pattern[:start] + part + tail for part in parts for tail in rest]
+
+
+def _first_brace(pattern: str) -> int | None:
+    opening, closing = pattern.find("{"), pattern.find("}")
+    if closing >= 0 and (opening < 0 or closing < opening):
+        raise UserError(f"{pattern}: a brace is closed that was not opened")
+    return opening if opening >= 0 else None
+
+
+def _closing(pattern: str, start: int) -> tuple[int, list[int]]:
+    """Where the brace that opens at `start` is closed, and the commas between that are its own."""
+    depth = 0
+    commas: list[int] = []
+    for place in range(start, len(pattern)):
+        character = pattern[place]
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return place, commas
+        if character == "," and depth == 1:
+            commas.append(place)
+    raise UserError(f"{pattern}: a brace is not closed; write ranges as {{000..146}} and choices as {{a,b}}")
+
+
+def _range(pattern: str, found: re.Match[str]) -> list[str]:
+    first, last, step, from_letter, to_letter, letter_step = found.groups()
+    if from_letter:
+        numbers = _steps(ord(from_letter), ord(to_letter), letter_step)
+        return [chr(number) for number in numbers]
+    words = (first, last)
+    padded = any(re.match(r"-?0\d", word) for word in words)
+    width = max(map(len, words)) if padded else 0
+    numbers = _steps(int(first), int(last), step)
+    if len(numbers) > MAX_SHARDS:
+        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+    return [f"{number:0{width}d}" for number in numbers]
+
+
+def _steps(first: int, last: int, step: str | None) -> range:
+    by = max(1, abs(int(step or 1)))
+    return range(first, last + 1, by) if first <= last else range(first, last - 1, -by)
+
+
+def _local(path: str) -> list[str]:
+    if Path(path).is_file():
+        return [path]
+    if Path(path).is_dir():
+        raise UserError(f"{path}: is a folder; name its shards, such as {path.rstrip('/')}/*.tar")
+    if not glob.has_magic(path):
+        raise UserError(f"{path}: no such file; a pattern may hold *, {{000..146}} or {{a,b}}, and is best quoted")
+    found = [name for name in glob.glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207 (** and absolute patterns)
+    if not found:
+        raise UserError(f"{path}: no file has such a name")
+    return found
+
+
+def _listed(url: str, storage: dict[str, Any]) -> list[str]:
+    if url.startswith("file://"):
+        return _local(url.removeprefix("file://"))
+    if "*" not in url:
+        return [url]
+    if not url.startswith("s3://"):
+        raise UserError(f"{url}: a web server cannot be asked for its files; name them, such as shard-{{000..146}}.tar")
+    found = remote.listing(url, storage=storage)
+    if not found:
+        raise UserError(f"{url}: no object has such a name")
+    return found
+
+
+def _check_url(url: str) -> None:
+    """A manifest is for everybody to read: it must hold no password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https", "s3", "file"):
+        raise UserError(f"{url}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://")
+    secret = [name for name, _ in parse_qsl(parts.query) if name.lower() in _SIGNATURES]
+    if secret or "@" in parts.netloc:
+        what = secret[0] if secret else "a password"
+        raise UserError(
+            f"{parts.scheme}://{parts.hostname}{parts.path}: holds {what}, which would stand in the manifest; "
+            "give it through storage (or ~/.netrc, or AWS_*) instead"
+        )
