@@ -6,7 +6,6 @@ The true format counts, never the file's name. The size is read off the header, 
 """
 
 import io
-import warnings
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from data_prep.colour import rawmode_of, to_rgb
 from data_prep.jpeg import decode_plain, draft_scale
+from data_prep.quiet import without_warnings
 from data_prep.rejection import Rejection, rejecting
 
 MAX_PIXELS = 178_956_970
@@ -74,8 +74,7 @@ def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
     plain = decode_plain(data, smallest_side=smallest_side, max_pixels=MAX_PIXELS)
     if plain is not None:
         return Picture(plain.pixels, (plain.width / plain.scale, plain.height / plain.scale), 1, "jpg")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Pillow warns of is a rejection below, or metadata that is dropped
+    with without_warnings():  # what Pillow warns of is a rejection below, or metadata that is dropped
         image = _open(data)
         width, height = image.size
         if width * height > MAX_PIXELS:
@@ -88,6 +87,17 @@ def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
             rgb = to_rgb(image, rawmode=rawmode)
         extent = rgb.size if scale == 1 else (width / scale, height / scale)
         return Picture(rgb, extent, orientation, EXTENSIONS[image.format or ""])
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height as the header says; nothing is decoded. Raises `Rejection`."""
+    if not data:
+        raise Rejection("empty", "zero bytes")
+    with without_warnings():
+        width, height = _open(data).size
+    if width * height > MAX_PIXELS:
+        raise Rejection("too_many_pixels", f"{width} x {height}")
+    return width, height
 
 
 def _open(data: bytes) -> Image.Image:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.indexing.config import IndexSettings
-from data_prep.indexing.places import StockShard, list_shards, version_of
+from data_prep.indexing.places import StockShard, list_shards, versions_of
 from data_prep.indexing.publishing import VERSIONS_NAME, content_hash, described, hash_of_json, publish
 from data_prep.indexing.reading import Plan, hash_of, read_or_known
 from data_prep.indexing.stock import Rule
@@ -56,8 +56,9 @@ def index(settings: IndexSettings) -> Manifest:
             _refuse_another(plan, shards, manifest)
             _refuse_changed(plan, shards, manifest)
         else:
+            versions_of(shards, settings)
+            (directory / PARTS).mkdir(exist_ok=True)
             write_json(directory / PARTS / BEGUN_NAME, Begun(plan_hash=plan.hash).model_dump())
-            _in_workers("looking at", version_of, [(shard, settings) for shard in shards], settings)
             records = _in_workers("indexing", read_or_known, [(shard, plan) for shard in shards], settings)
             manifest = publish(plan, shards, records, names)
         forget_parts(directory)
@@ -75,7 +76,8 @@ def _plan(settings: IndexSettings, shards: list[StockShard], names: tuple[str, .
         classes=None if names is None else {name: number for number, name in enumerate(names)},
         seed=settings.seed,
     )
-    config_hash = hash_of_json([settings.dataset_name, described(settings), settings.image_size, settings.seed, names])
+    made = settings.model_dump(mode="json", include={"image_size", "crop", "seed"})
+    config_hash = hash_of_json([settings.dataset_name, described(settings), made, names])
     plan_hash = hash_of_json([config_hash, [[shard.name, shard.file] for shard in shards]])
     return Plan(Path(settings.out), settings, rule, config_hash, plan_hash)
 
@@ -114,13 +116,16 @@ def _refuse_changed(plan: Plan, shards: list[StockShard], manifest: Manifest) ->
         known = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
-    versions = _in_workers("looking at", version_of, [(shard, plan.settings) for shard in shards], plan.settings)
-    stamps = {shard.name: version.stamp for shard, version in zip(shards, versions, strict=True)}
+    stamps = {name: version.stamp for name, version in versions_of(shards, plan.settings).items()}
     doubtful = [shard for shard in shards if stamps[shard.name] is None or known.get(shard.name) != stamps[shard.name]]
     if not doubtful:
         return
     stored = {shard.name: shard for split in manifest.splits.values() for shard in split.shards}
-    hashes = _in_workers("reading again", hash_of, [(shard, plan) for shard in doubtful], plan.settings)
+    (plan.directory / PARTS).mkdir(exist_ok=True)
+    try:
+        hashes = _in_workers("reading again", hash_of, [(shard, plan) for shard in doubtful], plan.settings)
+    finally:
+        forget_parts(plan.directory)
     for shard, sha256 in zip(doubtful, hashes, strict=True):
         if sha256 != stored[shard.name].sha256:
             raise UserError(
@@ -134,7 +139,6 @@ def _tidy(directory: Path) -> None:
     for place in (directory, directory / PARTS):
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             leftover.unlink()
-    (directory / PARTS).mkdir(parents=True, exist_ok=True)
 
 
 def _in_workers(title: str, action: Callable[..., T], jobs: list[tuple[Any, ...]], settings: IndexSettings) -> list[T]:

@@ -97,6 +97,8 @@ class Manifest(Settings):
     seed: int
     encoding: Encoding
     image_size: int
+    crop: Literal["center", "squash"] = "center"
+    """What readers make of pictures that are not squares of `image_size` (those of encoding keep)."""
     classes: tuple[str, ...]
     splits: dict[str, Split]
     channel_mean: tuple[float, float, float]
@@ -112,6 +114,15 @@ class Manifest(Settings):
     @cached_property
     def hash(self) -> str:
         return hashlib.sha256(canonical_json(self.model_dump(mode="json"))).hexdigest()
+
+    def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
+        split = self.split(name, directory=directory)
+        if split.num_unlabelled:
+            raise DatasetError(
+                f"{directory}: {split.num_unlabelled:,} of {split.num_samples:,} samples of split {name!r} have no label; "
+                "choose a split with labels"
+            )
+        return split
 
     def split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         if name not in self.splits:

@@ -148,6 +148,7 @@ def summarise(settings: BuildSettings, source: Source, begun: Begun, records: li
         seed=settings.seed,
         encoding=settings.encoding,
         image_size=settings.image_size,
+        crop=settings.crop,
         classes=begun.classes,
         splits=splits,
         channel_mean=mean,

@@ -63,7 +63,7 @@ def _probe(options: argparse.Namespace) -> int:
     check_settings(run_dir, settings)
     manifest = load_manifest(settings.dataset)
     for split in (settings.train_split, settings.test_split):
-        manifest.split(split, directory=settings.dataset)
+        manifest.labelled_split(split, directory=settings.dataset)
     if settings.pretrained is not None:
         read_card(Path(settings.pretrained))
     if options.ranks:
@@ -114,7 +114,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.show:
         return _print(settings)
     manifest = load_manifest(settings.dataset)
-    manifest.split(settings.split, directory=settings.dataset)
+    manifest.labelled_split(settings.split, directory=settings.dataset)
     check_classes(read_card(Path(settings.pretrained)), manifest, dataset=settings.dataset)
     world = world_of(options)
     if options.ranks:

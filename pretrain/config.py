@@ -169,7 +169,7 @@ def check_against_data(
     for field, split in (("train_split", data.train_split), ("eval_split", data.eval_split)):
         if split is not None:
             try:
-                found = manifest.split(split, directory=data.dataset)
+                found = manifest.labelled_split(split, directory=data.dataset)
             except DatasetError as error:
                 raise ValueError(f"data.{field}: {error}") from None
             if found.num_samples == 0:

@@ -1,19 +1,19 @@
 """Reads samples by number out of a split's memory-mapped shards.
 
 Raw shards have one stride throughout, so a shard is a (samples, pixels) view of the file and a batch is one gather per shard at
-memory speed. Anything else is decoded picture by picture. Pixels come out as uint8 (B, H, W, 3).
+memory speed. Anything else is decoded picture by picture, by the code that the dataset was checked with. Pixels come out as uint8
+(B, H, W, 3).
 """
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
+from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 
 Ids = NDArray[np.int64]
@@ -68,14 +68,12 @@ class SplitReader:
     def _decode(self, shard: OpenShard, row: int) -> Tensor:
         start, length = int(shard.offsets[row]), int(shard.lengths[row])
         try:
-            with Image.open(io.BytesIO(shard.content[start : start + length].tobytes())) as image:
-                square = image.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
+            picture, _ = decode(shard.content[start : start + length].tobytes())
+        except Rejection as error:
             raise DatasetError(
                 f"{shard.name}: sample {row} does not decode ({error}); run data_prep verify {self.directory}"
             ) from None
-        if square.size != (self.stored_size, self.stored_size):
-            square = square.resize((self.stored_size, self.stored_size), Image.Resampling.BICUBIC)
+        square = resize(picture, size=self.stored_size, crop=self.manifest.crop)
         return torch.from_numpy(np.array(square))
 
     def _open(self, shard: Shard) -> OpenShard:

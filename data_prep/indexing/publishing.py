@@ -39,7 +39,7 @@ def publish(plan: Plan, shards: list[StockShard], found: list[StockRecord], name
 
 def described(settings: IndexSettings) -> dict[str, Any]:
     """For the manifest: how the shards were read."""
-    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "crop", "image_member", "check"})}
+    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "check"})}
 
 
 def content_hash(plan: Plan, shards: list[StockShard], stored: list[Shard]) -> str:
@@ -115,6 +115,7 @@ def _manifest(
         seed=settings.seed,
         encoding="raw" if is_raw else "keep",
         image_size=settings.image_size,
+        crop=settings.crop,
         classes=classes,
         splits=splits,
         channel_mean=mean,

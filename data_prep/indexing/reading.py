@@ -47,7 +47,6 @@ class Plan:
 
 
 def hash_of(shard: StockShard, plan: Plan) -> str:
-    plan.directory.joinpath(PARTS).mkdir(exist_ok=True)
     with opened(shard, plan.directory, plan.settings) as (path, _):
         return sha256_of(path)
 

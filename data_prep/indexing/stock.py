@@ -9,7 +9,6 @@ import hashlib
 import io
 import os
 import re
-import warnings
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from PIL import Image
 
 from data_prep.images import MAX_PIXELS, CropPolicy, Rejection, decode, resize
 from data_prep.indexing.labels import UNLABELLED, BadSample, label_of
+from data_prep.quiet import without_warnings
 from data_prep.shards import Rejected
 from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
 from data_prep.workers import Tally
@@ -207,8 +207,7 @@ def _raw(head: bytes, num_bytes: int) -> int | None:
 def _check_header(data: bytes) -> None:
     if not data:
         raise BadSample("empty", "zero bytes")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         try:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         except Exception as error:  # noqa: BLE001

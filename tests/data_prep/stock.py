@@ -1,0 +1,133 @@
+"""Stock shards, written by webdataset itself, and servers that hold them."""
+
+import hashlib
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+
+from data_prep.__main__ import main
+from tests.data_prep.samples import encoded, picture
+
+Members = dict[str, bytes]
+
+
+def sample(number: int, *, kind: str = "JPEG", **more: Any) -> dict[str, Any]:
+    """A picture of 40 x 30 pixels, of class `number % 3`."""
+    suffix = {"JPEG": "jpg", "PNG": "png"}[kind]
+    return {"__key__": f"{number:05d}", suffix: encoded(picture(seed=number), kind), "cls": number % 3, **more}
+
+
+def write_stock(path: Path, samples: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path), encoder=True, mtime=0.0) as writer:
+        for each in samples:
+            writer.write(each)
+    return path
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def index(out: Path, train: list[Path | str] | Path | str, *words: str) -> int:
+    """The exit code of the real command."""
+    patterns = train if isinstance(train, list) else [train]
+    flags = [word for pattern in patterns for word in ("--train", str(pattern))]
+    return main(["index", "--out", str(out), *flags, "image_size=16", "num_workers=1", "name=stock", *words])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said at the end: on a slow machine lines of progress come before it, and nothing else does."""
+    *before, last = capsys.readouterr().err.splitlines()
+    assert all("/s " in line for line in before), before
+    return last
+
+
+def rejects(out: Path) -> dict[str, str]:
+    """Path -> reason."""
+    lines = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert all(len(line["sha256"]) == 64 and line["detail"] for line in lines)
+    return {line["path"]: line["reason"] for line in lines}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.tar"))}
+    assert found
+    return found
+
+
+class Web:
+    """A folder behind http, with faults: `faults[name]` are answers to give to the first GETs of a file, before good ones."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
+        self.marks = True
+
+    def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
+        name = request.path.lstrip("/")
+        path = self.folder / name
+        if not path.is_file():
+            return self._status(request, 404)
+        data = path.read_bytes()
+        fault: Any = None
+        if with_body:
+            self.gets[name] = self.gets.get(name, 0) + 1
+            fault = self.faults[name].pop(0) if self.faults.get(name) else None
+        elif self.faults.get(name) and isinstance(self.faults[name][0], int):
+            fault = self.faults[name].pop(0)
+        if isinstance(fault, int):
+            return self._status(request, fault)
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(data)))
+        if self.marks:
+            request.send_header("ETag", hashlib.md5(data, usedforsecurity=False).hexdigest())
+        request.end_headers()
+        if with_body:
+            request.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        return None
+
+    def _status(self, request: BaseHTTPRequestHandler, status: int) -> None:
+        request.send_response(status)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+
+@contextmanager
+def web(folder: Path) -> Iterator[tuple[str, Web]]:
+    """(address, the server's state)."""
+    state = Web(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.answer(self, with_body=True)
+
+        def do_HEAD(self) -> None:
+            state.answer(self, with_body=False)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

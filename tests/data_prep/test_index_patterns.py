@@ -1,0 +1,104 @@
+"""Brace patterns mean what they mean to stock webdataset (package braceexpand), and every mistake in one is one clear line."""
+
+from pathlib import Path
+
+import braceexpand
+import pytest
+
+from data_prep.indexing.patterns import braces, expand
+from data_prep.settings import UserError
+from tests.data_prep.stock import index, last_line, sample, write_stock
+
+PATTERNS = [
+    "plain.tar",
+    "s-{000..011}.tar",
+    "s-{8..11}.tar",
+    "s-{08..11}.tar",
+    "s-{3..1}.tar",
+    "{0..10..5}-{a,b}.tar",
+    "{a..e..2}",
+    "{-1..1}",
+    "x{a,b{1..3},}y",
+    "{train,val}/{00..01}.tar",
+    "{single}/{}",
+    "{a{1,2}}",
+    "https://host/{a,b}?x={1..2}",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_braces_are_expanded_as_stock_webdataset_does(pattern: str) -> None:
+    assert braces(pattern) == list(braceexpand.braceexpand(pattern))
+
+
+def test_a_literal_range() -> None:
+    assert braces("s-{098..101}.tar") == ["s-098.tar", "s-099.tar", "s-100.tar", "s-101.tar"]
+
+
+def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tar", "[c].tar", "d.txt"):
+        (tmp_path / name).touch()
+    found = [str(tmp_path / name) for name in ("[c].tar", "a.tar", "b.tar")]
+    assert expand(f"{tmp_path}/*.tar", storage={}) == found
+    assert expand(f"{tmp_path}/[c].tar", storage={}) == found[:1]
+    assert expand(f"file://{tmp_path}/a.tar", storage={}) == found[1:2]
+    assert expand("https://host/{1,0}.tar?download=true", storage={}) == [
+        "https://host/0.tar?download=true",
+        "https://host/1.tar?download=true",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("no-such.tar", "no-such.tar: no such file; a pattern may hold"),
+        ("{tmp}/*.zip", "/*.zip: no file has such a name"),
+        ("{tmp}", ": is a folder; name its shards, such as {tmp}/*.tar"),
+        ("s-{{0..3.tar", "a brace is not closed; write ranges as {{000..146}}"),
+        ("s-0..3}}.tar", "a brace is closed that was not opened"),
+        ("s-{{0..99999999999}}.tar", "stands for more than 1,000,000 shards; is a range wrong?"),
+        ("s-{{0..9999}}{{0..9999}}.tar", "stands for more than 1,000,000 shards; is a range wrong?"),
+        ("https://host/{{a,a}}.tar", "names https://host/a.tar twice; name every shard once"),
+        ("https://host/*.tar", "a web server cannot be asked for its files; name them"),
+        ("https://host/a.tar.gz", "is compressed, so its pictures cannot be reached one by one; decompress it"),
+        ("gs://bucket/a.tar", "gs:// is not read; copy the shards here, or use http(s):// or s3://"),
+        ("https://me:word@host/a.tar", "https://host/a.tar: holds a password, which would stand in the manifest"),
+        (
+            "https://host/a.tar?X-Amz-Signature=ab",
+            "https://host/a.tar: holds X-Amz-Signature, which would stand in the",
+        ),
+    ],
+)
+def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        expand(pattern.format(tmp=tmp_path), storage={})
+    assert words.format(tmp=tmp_path) in str(caught.value)
+    assert "word@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--val", "SHARD"], "data_prep: splits: SHARD is named 2 times; every shard belongs to one split, once"),
+        (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times; every shard belongs to one split, once"),
+        (["label=jpg"], "data_prep: label: 'jpg' will not do; write cls, none, or json:FIELD such as json:meta.class"),
+        (
+            ["label=json:"],
+            "data_prep: label: 'json:' will not do; write cls, none, or json:FIELD such as json:meta.class",
+        ),
+        (
+            ["splits.te-st=SHARD"],
+            "data_prep: splits: 'te-st' will not do; a split is called with letters, digits and _",
+        ),
+        (["splits.test=[]"], "data_prep: splits.test: [] has the wrong number of entries"),
+        (["crop=centre"], "data_prep: crop: 'centre' is not one of its values; did you mean 'center'?"),
+        (["classes_file=SHARD"], "data_prep: classes_file: SHARD cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_one_line(
+    tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = str(write_stock(tmp_path / "a.tar", [sample(1)]))
+    assert index(tmp_path / "out", shard, *(word.replace("SHARD", shard) for word in words)) == 2
+    assert last_line(capsys).startswith(complaint.replace("SHARD", shard))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,175 @@
+"""Shards behind http and in s3 make the dataset that they make on disk; a server's faults are tried again or said in one line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.manifest import load_manifest
+from pretrain.shards import SplitReader
+from tests.data_prep.samples import files_of
+from tests.data_prep.stock import Web, index, last_line, sample, web, write_stock
+
+NAMES = [f"s-{number:03d}.tar" for number in range(3)]
+PATTERN = "s-{000..002}.tar"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    for number, name in enumerate(NAMES):
+        write_stock(tmp_path / "in" / name, [sample(10 * number + row) for row in range(4)])
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def server(shards: Path) -> Iterator[tuple[str, Web]]:
+    with web(shards) as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The storage options of an s3 server whose bucket `pictures` holds the shards."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    address = f"http://{host}:{port}"
+    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "secret-word", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=address, **keys)
+    client.create_bucket(Bucket="pictures")
+    for name in NAMES:
+        client.put_object(Bucket="pictures", Key=f"some/{name}", Body=(shards / name).read_bytes())
+    client.close()
+    yield json.dumps({"endpoint_url": address, "key": "me", "secret": "secret-word"})
+    moto.stop()
+
+
+def without_places(directory: Path) -> dict[str, Any]:
+    tree = load_manifest(directory).model_dump(mode="json")
+    for split in tree["splits"].values():
+        for shard in split["shards"]:
+            shard["file"] = Path(shard["file"]).name
+    return tree
+
+
+def same_but_for_places(one: Path, two: Path) -> None:
+    assert without_places(one) == without_places(two)
+    ours, theirs = files_of(one), files_of(two)
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"manifest.json", "versions.json"}:
+        assert ours[name] == theirs[name], name
+
+
+def test_http_and_s3_give_the_dataset_that_local_files_give(
+    tmp_path: Path, shards: Path, server: tuple[str, Web], bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = server
+    assert index(tmp_path / "local", shards / PATTERN) == 0
+    assert index(tmp_path / "http", f"{address}/{PATTERN}", "num_workers=2") == 0
+    assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
+    for kind in ("http", "s3"):
+        same_but_for_places(tmp_path / "local", tmp_path / kind)
+    files = [[shard.file for shard in load_manifest(tmp_path / kind).splits["train"].shards] for kind in ("http", "s3")]
+    assert files == [[f"{address}/{name}" for name in NAMES], [f"s3://pictures/some/{name}" for name in NAMES]]
+    assert not any(b"secret-word" in data for data in files_of(tmp_path / "s3").values())
+    gets = dict(state.gets)
+    assert gets == dict.fromkeys(NAMES, 1)
+    assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
+    assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
+    assert state.gets == gets
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="is remote, and training reads local shards"):
+        SplitReader(tmp_path / "http", load_manifest(tmp_path / "http"), "train")
+
+
+def test_a_missing_bucket_object_or_right_is_one_line(
+    tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pattern, words in [
+        ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: no object has such a name"),
+        ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: there is no such file; mend the pattern"),
+        ("s3://nowhere/a.tar", "s3://nowhere/a.tar: there is no such file; mend the pattern"),
+    ]:
+        capsys.readouterr()
+        assert index(tmp_path / "out", pattern, f"storage={bucket}") == 2
+        assert last_line(capsys) == f"data_prep: {words}"
+    assert index(tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}") == 2
+    assert "data_prep: storage: s3 does not take these options" in capsys.readouterr().err
+
+
+def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: tuple[str, Web]) -> None:
+    address, state = server
+    state.faults = {NAMES[0]: ["cut", "cut"], NAMES[1]: [500, 503], NAMES[2]: [None, "cut"]}
+    assert index(tmp_path / "local", shards / PATTERN) == 0
+    assert index(tmp_path / "http", f"{address}/{PATTERN}", "num_workers=3") == 0
+    same_but_for_places(tmp_path / "local", tmp_path / "http")
+    assert state.gets[NAMES[0]] == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("cut", 1, "cannot be read after 2 attempts ("),
+        (500, 1, "cannot be read after 2 attempts (500"),
+        (404, 2, "there is no such file; mend the pattern"),
+        (403, 2, "access is refused; give credentials"),
+    ],
+)
+def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
+    tmp_path: Path,
+    server: tuple[str, Web],
+    fault: str | int,
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address, state = server
+    state.faults = {NAMES[2]: [fault] * 20}
+    out = tmp_path / "out"
+    assert index(out, f"{address}/{PATTERN}", "num_attempts=2") == code
+    assert last_line(capsys).startswith(f"data_prep: {address}/{NAMES[2]}: {words}")
+    assert not (out / "manifest.json").exists()
+    assert not [name for name in files_of(out) if ".tmp-" in name]
+    before = state.gets.get(NAMES[0], 0)
+    assert before == (1 if fault == "cut" else 0)
+    state.faults = {}
+    assert index(out, f"{address}/{PATTERN}") == 0
+    assert state.gets[NAMES[0]] == 1
+
+
+def test_what_is_no_tar_is_named(tmp_path: Path, shards: Path, server: tuple[str, Web], capsys: Any) -> None:
+    address, _ = server
+    (shards / NAMES[1]).write_bytes(b"<html>please sign in</html>" * 50)
+    assert index(tmp_path / "out", f"{address}/{PATTERN}") == 2
+    assert last_line(capsys).startswith(f"data_prep: {address}/{NAMES[1]}: is damaged at byte 0: no valid header there")
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_changed_object_is_refused_even_where_the_server_says_nothing_of_versions(
+    tmp_path: Path, shards: Path, server: tuple[str, Web], marks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = server
+    state.marks = marks
+    out = tmp_path / "out"
+    assert index(out, f"{address}/{PATTERN}") == 0
+    write_stock(shards / NAMES[1], [sample(90 + row) for row in range(4)])
+    assert index(out, f"{address}/{PATTERN}") == 2
+    assert f"{address}/{NAMES[1]}: has changed since it was indexed" in capsys.readouterr().err
+    assert state.gets == ({**dict.fromkeys(NAMES, 1), NAMES[1]: 2} if marks else dict.fromkeys(NAMES, 2))
+
+
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert index(tmp_path / "out", "http://127.0.0.1:9/a.tar", "num_attempts=2") == 1
+    assert last_line(capsys).startswith("data_prep: http://127.0.0.1:9/a.tar: cannot be read after 2 attempts (")
