@@ -82,6 +82,8 @@ def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):  # s3fs takes any option until it is used
+        raise _wrong_options(url, error) from None
     statuses = [getattr(found, "status", None) for found in _chain(error)]
     status = next((status for status in statuses if isinstance(status, int)), None)
     names = {type(found).__name__ for found in _chain(error)}
@@ -117,7 +119,11 @@ def _file_system(url: str, storage: dict[str, Any]) -> Any:
     try:
         return fsspec.filesystem(protocol, use_listings_cache=False, **options)
     except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"storage: {protocol} does not take these options ({error})") from None
+        raise _wrong_options(url, error) from None
+
+
+def _wrong_options(url: str, error: Exception) -> UserError:
+    return UserError(f"storage: {url.partition('://')[0]} does not take these options ({error})")
 
 
 def _http_client() -> dict[str, Any]:

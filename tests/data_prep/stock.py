@@ -1,4 +1,4 @@
-"""Stock shards, written by webdataset itself, and servers that hold them."""
+"""Stock shards, written by webdataset itself, what is made of them, and servers that hold them."""
 
 import hashlib
 import io
@@ -11,10 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import webdataset
+from PIL import Image
 
 from data_prep.__main__ import main
+from data_prep.manifest import load_manifest, load_paths
+from pretrain.shards import SplitReader
 from tests.data_prep.samples import encoded, picture
 
 Members = dict[str, bytes]
@@ -69,6 +73,22 @@ def hashes(folder: Path) -> dict[str, str]:
     found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.tar"))}
     assert found
     return found
+
+
+def read(directory: Path, split: str = "train") -> tuple[np.ndarray[Any, Any], list[int]]:
+    reader = SplitReader(directory, load_manifest(directory), split)
+    return reader.images(np.arange(reader.num_samples)).numpy(), reader.labels.tolist()
+
+
+def seen(data: bytes, *, size: int = 16) -> np.ndarray[Any, Any]:
+    """The central square, by Pillow alone."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    side, left = min(image.size), (image.width - min(image.size)) / 2
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=(left, 0, left + side, side)))
+
+
+def paths(directory: Path, split: str = "train") -> list[str]:
+    return [path for shard in load_manifest(directory).splits[split].shards for path in load_paths(directory, shard)]
 
 
 class Web:

@@ -1,15 +1,5 @@
 """`data_prep index` makes stock shards a dataset that our reader reads, and leaves them as they are; no bad sample goes unsaid."""
 
-import io
-import json
-import os
-import pickle
-import random
-import signal
-import subprocess
-import sys
-import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +8,15 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data_prep.__main__ import main
 from data_prep.images import encode_ppm
-from data_prep.manifest import load_manifest, load_paths
+from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, check_against_data
 from pretrain.models.spec import MlpSpec
-from pretrain.shards import SplitReader
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
-from tests.data_prep.stock import hashes, index, last_line, rejects, sample, write_stock, write_tar
+from tests.data_prep.samples import build, encoded, picture, write_classes
+from tests.data_prep.stock import hashes, index, paths, read, rejects, sample, seen, write_stock, write_tar
 
 # stock webdataset leaves the files that it has read to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-
-def read(directory: Path, split: str = "train") -> tuple[np.ndarray[Any, Any], list[int]]:
-    reader = SplitReader(directory, load_manifest(directory), split)
-    return reader.images(np.arange(reader.num_samples)).numpy(), reader.labels.tolist()
-
-
-def seen(data: bytes, *, size: int = 16) -> np.ndarray[Any, Any]:
-    """The central square, by Pillow alone."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    side, left = min(image.size), (image.width - min(image.size)) / 2
-    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=(left, 0, left + side, side)))
-
-
-def paths(directory: Path, split: str = "train") -> list[str]:
-    return [path for shard in load_manifest(directory).splits[split].shards for path in load_paths(directory, shard)]
 
 
 # ---- good shards ------------------------------------------------------------------------------------------------
@@ -160,93 +132,6 @@ def test_headers_alone_give_the_same_index_and_near_statistics(tmp_path: Path) -
     np.testing.assert_allclose(one.channel_mean, two.channel_mean, atol=0.01)
 
 
-# ---- bad samples ------------------------------------------------------------------------------------------------
-
-
-class Trap:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (os.environ["TRAP"],)
-
-
-def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
-    jpg = encoded(picture(seed=1))
-    huge = b"P6\n99999 99999\n255\n"
-    members = [
-        ("README", b"no key"),
-        ("__index__", b"meta"), ("__all__/a.jpg", b"meta"),
-        ("good.jpg", jpg), ("good.cls", b" 2\n"), ("good.pyd", pickle.dumps(Trap())), ("good.PTH", b"x"),
-        ("two.jpg", jpg), ("two.PNG", encoded(picture(seed=2), "PNG")), ("two.cls", b"1"),
-        ("same.jpg", jpg), ("same.cls", b"1"), ("same.cls", b"2"),
-        ("unlabelled.jpg", jpg),
-        ("blind.cls", b"1"),
-        ("only.pkl", pickle.dumps(Trap())), ("only.cls", b"0"),
-        ("a.jpg", jpg), ("b.jpg", jpg), ("a.cls", b"0"), ("b.cls", b"0"),
-        ("cut.jpg", jpg[:-60]), ("cut.cls", b"1"),
-        ("empty.jpg", b""), ("empty.cls", b"1"),
-        ("text.jpg", b"no picture"), ("text.cls", b"1"),
-        ("huge.ppm", huge), ("huge.cls", b"1"),
-        ("word.jpg", jpg), ("word.cls", b"cat"),
-        ("real.jpg", jpg), ("real.cls", b"1.0"),
-        ("minus.jpg", jpg), ("minus.cls", b"-1"),
-        ("giant.jpg", jpg), ("giant.cls", b"99999999"),
-        ("last.Jpeg", jpg), ("last.cls", b"0"),
-    ]  # fmt: skip
-    shard = write_tar(tmp_path / "in" / "s.tar", members)
-    before = hashes(tmp_path / "in")
-    assert index(tmp_path / "out", shard) == 1
-    assert index(tmp_path / "out", shard, "max_reject_share=1") == 0
-    assert rejects(tmp_path / "out") == {
-        f"s.tar/{key}": reason
-        for key, reason in {
-            "two": "several_images", "same": "doubled_member", "unlabelled": "no_label", "blind": "no_image",
-            "only": "no_image", "a": "interleaved", "b": "interleaved", "cut": "truncated", "empty": "empty",
-            "text": "not_an_image", "huge": "too_many_pixels", "word": "bad_label", "real": "bad_label",
-            "minus": "label_out_of_range", "giant": "label_out_of_range",
-        }.items()
-    }  # fmt: skip
-    manifest = load_manifest(tmp_path / "out")
-    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (17, 2, 15)
-    assert manifest.num_left_out == {"without_key": 1}
-    assert read(tmp_path / "out")[1] == [2, 0]
-    assert hashes(tmp_path / "in") == before
-    assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"{", "bad_label"),
-        (b"[" * 100_000, "bad_label"),
-        (b"\xff\xfe", "bad_label"),
-        (b"[1]", "no_label"),
-        (b"{}", "no_label"),
-        (b'{"label": null}', "bad_label"),
-        (b'{"label": true}', "bad_label"),
-        (b'{"label": 1.5}', "bad_label"),
-        (b'{"label": [1]}', "bad_label"),
-        (b'{"label": -3}', "label_out_of_range"),
-        (b'{"label": ' + b"9" * 400 + b"}", "label_out_of_range"),
-        (b'{"label": ' + b"9" * 5000 + b"}", "bad_label"),
-    ],
-)
-def test_json_that_holds_no_label_is_a_line(tmp_path: Path, data: bytes, reason: str) -> None:
-    good = [("a.jpg", encoded(picture(seed=1))), ("a.json", b'{"label": 1}')]
-    shard = write_tar(tmp_path / "s.tar", [*good, ("b.jpg", encoded(picture(seed=2))), ("b.json", data)])
-    assert index(tmp_path / "out", shard, "label=json:label", "max_reject_share=1") == 0
-    assert rejects(tmp_path / "out") == {"s.tar/b": reason}
-    assert read(tmp_path / "out")[1] == [1]
-
-
-def test_a_key_that_is_no_utf_8_and_one_of_two_pictures_that_is_chosen(tmp_path: Path) -> None:
-    jpg, other = encoded(picture(seed=1)), encoded(picture(seed=2))
-    members = [("\udcff\udcfe.in.jpg", jpg), ("\udcff\udcfe.out.jpg", other), ("\udcff\udcfe.cls", b"0")]
-    out = tmp_path / "out"
-    assert index(out, write_tar(tmp_path / "s.tar", members), "image_member=.out.JPG") == 0
-    np.testing.assert_array_equal(read(out)[0][0], seen(other))
-    assert paths(out) == ["s.tar/\\xff\\xfe"]
-
-
 # ---- unlabelled -------------------------------------------------------------------------------------------------
 
 
@@ -267,145 +152,3 @@ def test_an_unlabelled_split_is_refused_by_training_in_one_line(tmp_path: Path) 
     assert str(caught.value) == (
         f"data.train_split: {out}: 1 of 1 samples of split 'train' have no label; choose a split with labels"
     )
-
-
-# ---- whole or not at all ----------------------------------------------------------------------------------------
-
-
-def _cut(path: Path) -> None:
-    """All members are whole, but the end mark is missing."""
-    content = path.read_bytes().rstrip(b"\0")
-    path.write_bytes(content.ljust(-(-len(content) // 512) * 512, b"\0"))
-
-
-def _short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:700])
-
-
-def _zipped(path: Path) -> None:
-    import gzip
-
-    path.write_bytes(gzip.compress(path.read_bytes()))
-
-
-def _page(path: Path) -> None:
-    path.write_bytes(b"<html>sign in</html>" * 100)
-
-
-def _linked(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        info = tarfile.TarInfo("a.jpg")
-        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(info)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_cut, "is cut at byte"),
-        (_short, "is cut at byte 1,024: no end-of-archive mark; fetch or write it again"),
-        (_zipped, "is compressed (gzip), so its pictures cannot be reached one by one; decompress it to a plain .tar"),
-        (_page, "is damaged at byte 0: no valid header there; fetch or write it again"),
-        (_linked, "holds 'a.jpg', which is a link or device"),
-    ],
-)
-def test_a_damaged_shard_is_one_line_and_no_dataset(
-    tmp_path: Path, damage: Any, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_stock(tmp_path / "in" / "1.tar", [sample(4)])
-    write_stock(tmp_path / "in" / "0.tar", [sample(1)])
-    whole = path.read_bytes()
-    damage(path)
-    assert index(tmp_path / "out", tmp_path / "in" / "*.tar") == 2
-    assert last_line(capsys).startswith(f"data_prep: {path}: {words}")
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    path.write_bytes(whole)
-    assert index(tmp_path / "out", tmp_path / "in" / "*.tar") == 0
-    assert read(tmp_path / "out")[1] == [1, 1]
-
-
-def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(tmp_path: Path) -> None:
-    for shard in range(4):
-        write_stock(tmp_path / "in" / f"{shard}.tar", [sample(10 * shard + number) for number in range(5)])
-    for workers in (1, 3):
-        assert index(tmp_path / f"{workers}" / "out", tmp_path / "in" / "*.tar", f"num_workers={workers}") == 0
-    before = files_of(tmp_path / "1")
-    assert len(before) == 1 + 2 * 4 + 3
-    assert before == files_of(tmp_path / "3")
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")}
-    assert index(tmp_path / "1" / "out", tmp_path / "in" / "*.tar") == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")} == times
-
-
-def test_an_index_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
-    for shard in range(12):
-        write_stock(tmp_path / "in" / f"{shard:02d}.tar", [sample(100 * shard + number) for number in range(60)])
-    write_tar(tmp_path / "in" / "12.tar", [("a.jpg", encoded(picture(seed=1)))])
-    words = ["image_size=16", "num_workers=2", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
-    assert main(["index", *words, f"--out={tmp_path}/whole/out"]) == 0
-    out, num_kills, numbers = tmp_path / "killed" / "out", 0, random.Random(7)
-    while num_kills < 3:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "data_prep", "index", *words, f"--out={out}"],
-            start_new_session=True,
-            stderr=subprocess.DEVNULL,
-        )
-        wanted = num_records(out) + numbers.randint(1, 3)
-        while process.poll() is None and num_records(out) < wanted:
-            time.sleep(0.005)
-        assert process.poll() is None, "it ended before it could be killed"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        num_kills += 1
-    kept = {path: path.stat().st_mtime_ns for path in (out / "parts").glob("train-*.json")}
-    assert len(kept) >= 3 and not (out / "manifest.json").exists()
-    paths_before = {path: path.with_suffix("").name for path in kept}
-    times = {name: (out / f"{name}.paths").stat().st_mtime_ns for name in paths_before.values()}
-    assert main(["index", *words, f"--out={out}"]) == 0
-    assert {name: (out / f"{name}.paths").stat().st_mtime_ns for name in times} == times
-    assert files_of(out) == files_of(tmp_path / "whole" / "out")
-
-
-def num_records(out: Path) -> int:
-    return len(list((out / "parts").glob("train-*.json")))
-
-
-def test_a_changed_shard_is_refused_but_a_touched_one_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_stock(tmp_path / "in.tar", [sample(1), sample(2)])
-    out = tmp_path / "out"
-    assert index(out, path) == 0
-    os.utime(path, ns=(1, 1))
-    assert index(out, path) == 0
-    versions = json.loads((out / "versions.json").read_text())
-    assert versions == {"train-000000": f"{path.stat().st_size} 1"}
-    write_stock(path, [sample(1), sample(3)])
-    before = files_of(out)
-    capsys.readouterr()
-    assert index(out, path) == 2
-    assert last_line(capsys) == (
-        f"data_prep: {path}: has changed since it was indexed; remove {out} and index again, or put it back"
-    )
-    assert files_of(out) == before
-
-
-def test_another_config_or_other_shards_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_stock(tmp_path / "0.tar", [sample(1), sample(2)])
-    other = write_stock(tmp_path / "1.tar", [sample(3)])
-    out = tmp_path / "out"
-    assert index(out, path) == 0
-    before = files_of(out)
-    capsys.readouterr()
-    attempts = [([path], "crop=squash"), ([path], "name=other"), ([path, other], ""), ([other], "")]
-    for shards, word in attempts:
-        assert index(out, shards, *([word] if word else [])) == 2  # type: ignore[arg-type]
-        assert f"out: {out} holds a dataset of another config or of other shards" in capsys.readouterr().err
-    assert files_of(out) == before
-    assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
-    write_stock(path, [])
-    broken = tmp_path / "broken"
-    assert index(broken, path) == 2
-    assert "splits.train: its shards hold no samples" in capsys.readouterr().err
-    assert index(broken, path, "crop=squash") == 2
-    assert "holds an unfinished dataset of another config" in capsys.readouterr().err

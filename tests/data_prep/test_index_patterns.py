@@ -83,8 +83,8 @@ def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, words:
         (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times; every shard belongs to one split, once"),
         (["label=jpg"], "data_prep: label: 'jpg' will not do; write cls, none, or json:FIELD such as json:meta.class"),
         (
-            ["label=json:"],
-            "data_prep: label: 'json:' will not do; write cls, none, or json:FIELD such as json:meta.class",
+            ["label=json:.a"],
+            "data_prep: label: 'json:.a' will not do; write cls, none, or json:FIELD such as json:meta.class",
         ),
         (
             ["splits.te-st=SHARD"],

@@ -141,7 +141,7 @@ def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
     assert index(out, f"{address}/{PATTERN}", "num_attempts=2") == code
     assert last_line(capsys).startswith(f"data_prep: {address}/{NAMES[2]}: {words}")
     assert not (out / "manifest.json").exists()
-    assert not [name for name in files_of(out) if ".tmp-" in name]
+    assert not list(out.rglob(".tmp-*"))
     before = state.gets.get(NAMES[0], 0)
     assert before == (1 if fault == "cut" else 0)
     state.faults = {}

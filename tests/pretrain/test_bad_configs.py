@@ -162,6 +162,7 @@ def test_a_bad_build_is_one_line_with_its_remedy(
         ("finetune", ["probe", "bad.yaml"]),
         ("finetune", ["tune", "bad.yaml"]),
         ("data_prep", ["build", "bad.yaml"]),
+        ("data_prep", ["index", "bad.yaml"]),
     ],
 )
 def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(
