@@ -63,18 +63,18 @@ def _build(options: argparse.Namespace) -> int:
         return OK
     from data_prep.build import build
 
-    return _published(lambda: build(settings), settings.out, as_json=options.json)
+    return published(lambda: build(settings), settings.out, as_json=options.json)
 
 
 def _merge(options: argparse.Namespace) -> int:
     from data_prep.merge import merge
 
-    return _published(
+    return published(
         lambda: merge(options.dataset, num_workers=options.workers), str(options.dataset), as_json=options.json
     )
 
 
-def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
+def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
     from data_prep.merge import TooManyRejected
 
     try:

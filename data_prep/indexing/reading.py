@@ -18,8 +18,6 @@ from data_prep.settings import Settings, UserError
 from data_prep.shards import PARTS, ShardRecord, record_path, write_index, write_paths
 from data_prep.sources.tars import TarError
 
-_LEVELS = np.arange(256, dtype=np.int64)
-
 
 class StockRecord(Settings):
     """What is known of a shard before the classes are: its labels are still numbered as in stock.py."""
@@ -109,16 +107,13 @@ def _read(shard: StockShard, plan: Plan) -> StockRecord:
 
 
 def _record(contents: Contents, *, fingerprint: str, shard: Shard) -> ShardRecord:
-    levels = contents.levels.reshape(3, 256)
-    r, g, b = (levels @ _LEVELS).tolist()
-    rr, gg, bb = (levels @ _LEVELS**2).tolist()
     return ShardRecord(
         fingerprint=fingerprint,
         num_inputs=len(contents.rows) + len(contents.rejected),
         shard=shard,
         class_counts={},
-        channel_sums=(r, g, b),
-        channel_square_sums=(rr, gg, bb),
-        num_pixels=int(levels[0].sum()),
+        channel_sums=contents.channels.sums,
+        channel_square_sums=contents.channels.square_sums,
+        num_pixels=contents.channels.num_pixels,
         rejected=tuple(contents.rejected),
     )

@@ -6,7 +6,6 @@ and nothing else is opened (stock webdataset would unpickle `.pyd`). Invariant: 
 """
 
 import hashlib
-import io
 import os
 import re
 import zlib
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
-from data_prep.images import MAX_PIXELS, CropPolicy, Rejection, decode, resize
+from data_prep.channels import ChannelSums
+from data_prep.decoding import size_of
+from data_prep.images import CropPolicy, Rejection, decode, resize
 from data_prep.indexing.labels import UNLABELLED, BadSample, label_of
-from data_prep.quiet import without_warnings
 from data_prep.shards import Rejected
 from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
 from data_prep.workers import Tally
@@ -28,7 +26,6 @@ from data_prep.workers import Tally
 PICTURES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")
 )
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
 """Of a shard, where not every picture is decoded."""
@@ -75,8 +72,7 @@ class Contents:
     names: dict[str, int] = field(default_factory=dict)
     """The labels that are words, numbered as they came; `rows` has these numbers."""
     has_numbers: bool = False
-    levels: NDArray[np.int64] = field(default_factory=lambda: np.zeros(768, np.int64))
-    """How many pixels of each channel have each of 256 levels."""
+    channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
     """Where every picture is a raw one of this size, at the places that a shard of ours has."""
 
@@ -189,11 +185,11 @@ def _label(descriptor: int, sample: StockSample, rule: Rule) -> int | str:
 def _look(data: bytes, rule: Rule, found: Contents, *, decoded: bool) -> int | None:
     """The size of the picture where it is a raw one; raises Rejection."""
     if not decoded:
-        _check_header(data)
+        size_of(data)
         return _raw(data[:32], len(data))
     image, _ = decode(data)
     small = resize(image, size=rule.image_size, crop=rule.crop)
-    found.levels += np.array(small.histogram(), np.int64)
+    found.channels.add(small)
     return _raw(data[:32], len(data))
 
 
@@ -202,19 +198,6 @@ def _raw(head: bytes, num_bytes: int) -> int | None:
     if header is None or header[1] != header[2]:
         return None
     return int(header[1]) if num_bytes == len(header[0]) + 3 * int(header[1]) ** 2 else None
-
-
-def _check_header(data: bytes) -> None:
-    if not data:
-        raise BadSample("empty", "zero bytes")
-    with without_warnings():
-        try:
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        except Exception as error:  # noqa: BLE001
-            # as in images.py: damage makes Pillow raise anything, and one picture must not stop the rest
-            raise BadSample("not_an_image", str(error).split("<")[0].strip() or type(error).__name__) from None
-    if image.width * image.height > MAX_PIXELS:
-        raise BadSample("too_many_pixels", f"{image.width} x {image.height}")
 
 
 def _raw_size(rows: list[Row], sizes: set[int | None]) -> int | None:

@@ -2,19 +2,18 @@
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from data_prep.commands import OK
+from data_prep.commands.building import GOES_ON, published
 from data_prep.settings import dump, load_settings
 
 if TYPE_CHECKING:
+    from data_prep.commands import Verbs
     from data_prep.manifest import Manifest
 
-Published = Callable[..., int]
-"""(work, out, as_json=...) -> exit code: prints the summary of the manifest that `work` returns."""
 
-
-def add_index_parser(verbs: Any, *, published: Published) -> None:
+def add_verbs(verbs: "Verbs") -> None:
     parser = verbs.add_parser(
         "index", help="make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
     )
@@ -31,10 +30,10 @@ def add_index_parser(verbs: Any, *, published: Published) -> None:
     parser.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
     parser.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.set_defaults(run=lambda options: _index(options, published))
+    parser.set_defaults(run=_index, after_a_stop=GOES_ON)
 
 
-def _index(options: argparse.Namespace, published: Published) -> int:
+def _index(options: argparse.Namespace) -> int:
     from data_prep.indexing.config import IndexSettings
 
     config, overrides = options.config, list(options.overrides)
@@ -50,7 +49,7 @@ def _index(options: argparse.Namespace, published: Published) -> int:
     if options.show:
         shown = settings.model_copy(update={"storage": dict.fromkeys(settings.storage, "...")})
         print(dump(shown), end="")
-        return 0
+        return OK
 
     def work() -> "Manifest":
         from data_prep.index import index
