@@ -81,9 +81,7 @@ def _seen(directory: Path, manifest: Manifest, shard: Shard, data: bytes) -> Ima
         raise DatasetError(
             f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
         ) from None
-    return resize(
-        picture, size=manifest.image_size, crop="squash"
-    )  # as pretrain.shards does with pictures that are kept
+    return resize(picture, size=manifest.image_size, crop=manifest.crop)  # as pretrain.shards does
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.images import Rejection, decode, resize
+from data_prep.images import CropPolicy, Rejection, decode, resize
 from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
 from data_prep.stored import sweep, tar_content
 from data_prep.workers import Tally
@@ -121,7 +121,7 @@ def _shard_sizes(directory: Path, shard: Shard) -> Counter[tuple[int, int]]:
 
 def _channel_statistics(directory: Path, manifest: Manifest, *, num_workers: int) -> tuple[list[float], list[float]]:
     shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
-    work = partial(_shard_sums, directory, manifest.image_size)
+    work = partial(_shard_sums, directory, manifest.image_size, manifest.crop)
     sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
     for some, some_squares, some_pixels in sweep(work, shards, title="adding up pixels", num_workers=num_workers):
         sums, squares, num_pixels = sums + some, squares + some_squares, num_pixels + some_pixels
@@ -130,7 +130,7 @@ def _channel_statistics(directory: Path, manifest: Manifest, *, num_workers: int
     return (mean / 255).tolist(), (std / 255).tolist()
 
 
-def _shard_sums(directory: Path, image_size: int, shard: Shard) -> Sums:
+def _shard_sums(directory: Path, image_size: int, crop: CropPolicy, shard: Shard) -> Sums:
     """Integers, so that the order of addition is of no account."""
     sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
     with tar_content(directory, shard) as content:
@@ -139,7 +139,7 @@ def _shard_sums(directory: Path, image_size: int, shard: Shard) -> Sums:
                 picture, _ = decode(content[offset : offset + length])
             except Rejection as rejection:
                 raise _damaged(directory, shard, rejection) from None
-            pixels = np.asarray(resize(picture, size=image_size, crop="center")).reshape(-1, 3).astype(np.int64)
+            pixels = np.asarray(resize(picture, size=image_size, crop=crop)).reshape(-1, 3).astype(np.int64)
             sums += pixels.sum(axis=0)
             squares += (pixels * pixels).sum(axis=0)
             num_pixels += len(pixels)
