@@ -40,7 +40,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from data_prep.config import BuildSettings
+    from data_prep.building.config import BuildSettings
 
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
@@ -54,20 +54,20 @@ def _build(options: argparse.Namespace) -> int:
         print(dump(settings), end="")
         return OK
     if options.task:
-        from data_prep.tasks import Task, build_task
+        from data_prep.building.tasks import Task, build_task
 
         num_shards = build_task(settings, Task.parse(options.task))
         print(
             f"{settings.out}: task {options.task} has its {num_shards} shards; after the last task: data_prep merge {settings.out}"
         )
         return OK
-    from data_prep.build import build
+    from data_prep.building.build import build
 
     return published(lambda: build(settings), settings.out, as_json=options.json)
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from data_prep.merge import merge
+    from data_prep.building.merge import merge
 
     return published(
         lambda: merge(options.dataset, num_workers=options.workers), str(options.dataset), as_json=options.json
@@ -75,7 +75,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
-    from data_prep.merge import TooManyRejected
+    from data_prep.building.merge import TooManyRejected
 
     try:
         manifest = publish()

@@ -37,7 +37,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from data_prep.verify import verify
+    from data_prep.checking.verify import verify
 
     found = verify(options.dataset, num_workers=options.workers)
     if options.json:
@@ -56,7 +56,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    from data_prep.stats import stats
+    from data_prep.checking.stats import stats
 
     found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers)
     if options.json:
@@ -108,7 +108,7 @@ def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, s
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_prep.contact_sheet import contact_sheet, save_sheet
+    from data_prep.checking.contact_sheet import contact_sheet, save_sheet
 
     sheet = contact_sheet(
         options.dataset, split=options.split, shard=options.shard, count=options.count, seed=options.seed

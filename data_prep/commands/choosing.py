@@ -52,7 +52,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _subset(options: argparse.Namespace) -> int:
-    from data_prep.subset import Selection, subset
+    from data_prep.choosing.subset import Selection, subset
 
     names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
     selection = validate(Selection, {name: getattr(options, name) for name in names})
@@ -70,7 +70,7 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _dedup(options: argparse.Namespace) -> int:
-    from data_prep.dedup import exclusion_lines, find_duplicates, summary, write_list
+    from data_prep.choosing.dedup import exclusion_lines, find_duplicates, summary, write_list
 
     found = find_duplicates(
         options.dataset,

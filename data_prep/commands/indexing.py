@@ -52,7 +52,7 @@ def _index(options: argparse.Namespace) -> int:
         return OK
 
     def work() -> "Manifest":
-        from data_prep.index import index
+        from data_prep.indexing.index import index
 
         return index(settings)
 

@@ -10,6 +10,7 @@ from itertools import repeat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data_prep.building.shards import PARTS
 from data_prep.indexing import remote
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.patterns import expand
@@ -17,7 +18,6 @@ from data_prep.indexing.remote import Version
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.settings import UserError
-from data_prep.shards import PARTS
 
 NUM_QUESTIONS = 8
 """To servers at a time."""

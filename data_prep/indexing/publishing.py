@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
+from data_prep.building.merge import channel_statistics, split_records
+from data_prep.building.shards import PARTS, ShardRecord, count_labels, write_index
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.labels import MAX_CLASSES
 from data_prep.indexing.places import StockShard
 from data_prep.indexing.reading import Plan, StockRecord
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, save_manifest
-from data_prep.merge import channel_statistics, split_records
 from data_prep.publish import canonical_json, write_atomic, write_json
 from data_prep.settings import UserError
-from data_prep.shards import PARTS, ShardRecord, count_labels, write_index
 
 VERSIONS_NAME = "versions.json"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.building.shards import PARTS, ShardRecord, record_path, write_index, write_paths
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.places import StockShard, opened, version_of
 from data_prep.indexing.stock import Contents, Rule, printable, read_shard
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import sha256_of, write_json
 from data_prep.settings import Settings, UserError
-from data_prep.shards import PARTS, ShardRecord, record_path, write_index, write_paths
 from data_prep.sources.tars import TarError
 
 

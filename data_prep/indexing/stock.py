@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from data_prep.channels import ChannelSums
-from data_prep.decoding import size_of
+from data_prep.building.shards import Rejected
+from data_prep.building.workers import Tally
 from data_prep.images import CropPolicy, Rejection, decode, resize
+from data_prep.images.channels import ChannelSums
+from data_prep.images.decoding import size_of
 from data_prep.indexing.labels import UNLABELLED, BadSample, label_of
-from data_prep.shards import Rejected
 from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
-from data_prep.workers import Tally
 
 PICTURES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Inventory
+from data_prep.building.inventory import Inventory
 from data_prep.sources.base import Arrangement
 
 

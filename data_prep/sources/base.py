@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.settings import UserError
 
 UNLABELLED = -1

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError
 from data_prep.sources.config import DatasetSettings
 from data_prep.sources.pictures import pgm, ppm

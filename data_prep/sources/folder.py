@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.arrange import hold_out
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container, check_size
 from data_prep.sources.config import FolderSettings

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from data_prep.inventory import Entry
+from data_prep.building.inventory import Entry
 from data_prep.sources.base import SourceError
 
 _CHUNK_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources import devkit
 from data_prep.sources.base import Source, SourceError, check_size
 from data_prep.sources.config import ImageNet1kSettings

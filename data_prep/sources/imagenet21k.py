@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.arrange import move_to_val
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import ImageNet21kSettings

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.settings import Settings
 from data_prep.sources.base import Source, SourceError, check_size
 from data_prep.sources.guard import check_unchanged, stamp_of

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import Stl10Settings
 from data_prep.sources.guard import check_md5, check_unchanged, refusing, stamp_of

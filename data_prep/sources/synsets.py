@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.inventory import Container, Entries, Entry
+from data_prep.building.inventory import Container, Entries, Entry
 from data_prep.sources.base import SourceError, check_size
 from data_prep.sources.folder import files_below, subfolders
 from data_prep.sources.guard import stamp_of

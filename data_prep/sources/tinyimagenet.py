@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import TinyImageNetSettings
 from data_prep.sources.guard import check_unchanged, refusing, stamp_of

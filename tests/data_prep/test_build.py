@@ -86,7 +86,7 @@ def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.build.publish", interrupt)
+        patch.setattr("data_prep.building.build.publish", interrupt)
         assert build(source, out, "samples_per_shard=2") == 130
 
 

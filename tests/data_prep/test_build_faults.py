@@ -121,7 +121,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
     out = tmp_path / "out" / "animals"
     assert build(source, tmp_path / "whole" / "animals", "samples_per_shard=3") == 0
 
-    from data_prep import workplan
+    from data_prep.building import workplan
 
     real = workplan.prepare
 
@@ -130,7 +130,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
         source.rename(tmp_path / "gone")  # as when its disk is unmounted
         return work
 
-    monkeypatch.setattr("data_prep.build.prepare", prepare)
+    monkeypatch.setattr("data_prep.building.build.prepare", prepare)
     assert build(source, out, "samples_per_shard=3") == 1
     said = capfd.readouterr().err.splitlines()[-1]
     assert "No such file or directory" in said

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.channels import ChannelSums
+from data_prep.images.channels import ChannelSums
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image, ImageEnhance
 
 from data_prep.__main__ import main
-from data_prep.dedup import compare
-from data_prep.hashes import DTYPE, picture_hashes, same_colours
+from data_prep.choosing.dedup import compare
+from data_prep.choosing.hashes import DTYPE, picture_hashes, same_colours
+from data_prep.choosing.neighbours import near_pairs, plan
 from data_prep.manifest import load_manifest, load_paths
-from data_prep.neighbours import near_pairs, plan
 from tests.data_prep.samples import build, encoded, files_of, write_files
 
 
@@ -241,7 +241,7 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
         hashed.append(len(pictures))
         return picture_hashes(pictures)
 
-    monkeypatch.setattr("data_prep.hashes.picture_hashes", counted)
+    monkeypatch.setattr("data_prep.choosing.hashes.picture_hashes", counted)
     assert dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "b") == lines
     assert hashed == []
     other = pack(source, tmp_path / "other", "samples_per_shard=12")

@@ -238,7 +238,7 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     def load(_: ImageFile.ImageFile) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("data_prep.decoding.MAX_PIXELS", 100)
+    monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
     assert decode(encoded(Image.new("RGB", (10, 10)), "PNG"))[0].size == (10, 10)
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     assert reason_of(encoded(Image.new("RGB", (11, 10)), "PNG")) == "too_many_pixels"

@@ -10,11 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep import decoding
-from data_prep.config import BuildSettings
-from data_prep.decoding import Picture, read_picture
-from data_prep.images import ImageSpec, convert
-from data_prep.jpeg import decode_plain
+from data_prep.building.config import BuildSettings
+from data_prep.images import ImageSpec, convert, decoding
+from data_prep.images.decoding import Picture, read_picture
+from data_prep.images.jpeg import decode_plain
 from tests.data_prep.samples import encoded, picture
 
 Pixels = NDArray[np.uint8]

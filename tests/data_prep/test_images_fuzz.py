@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from data_prep import decoding
-from data_prep.images import ImageSpec, Rejection, convert
+from data_prep.images import ImageSpec, Rejection, convert, decoding
 from tests.data_prep.samples import encoded, picture
 
 SIZE = 8

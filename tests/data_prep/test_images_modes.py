@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, features
 
-from data_prep import decoding
-from data_prep.images import Rejection, decode
+from data_prep.images import Rejection, decode, decoding
 from tests.data_prep.samples import encoded, picture
 
 Pixels = NDArray[np.uint8]

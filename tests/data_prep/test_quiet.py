@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from data_prep.quiet import without_warnings
+from data_prep.images.quiet import without_warnings
 
 
 def test_overlapping_blocks_of_two_threads_leave_the_filters_as_they_were() -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import Field
 
 from data_prep.__main__ import main
-from data_prep.config import BuildSettings
+from data_prep.building.config import BuildSettings
 from data_prep.settings import Settings, SettingsError, dump, load_settings, read_yaml, validate
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.stats import stats
+from data_prep.checking.stats import stats
 from tests.data_prep.samples import build, encoded, files_of, picture, write_files
 
 

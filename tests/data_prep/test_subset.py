@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from data_prep.__main__ import main
+from data_prep.building.merge import write_annotation
+from data_prep.checking.verify import verify
+from data_prep.choosing.selection import ranking
 from data_prep.manifest import load_annotation, load_index, load_manifest, load_paths
-from data_prep.merge import write_annotation
 from data_prep.publish import sha256_of
-from data_prep.selection import ranking
-from data_prep.verify import verify
 from pretrain.shards import SplitReader
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.data_prep.test_verify import change_manifest

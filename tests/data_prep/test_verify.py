@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.verify import verify
+from data_prep.checking.verify import verify
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.merge import write_annotation
-from data_prep.verify import verify
+from data_prep.building.merge import write_annotation
+from data_prep.checking.verify import verify
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.data_prep.test_verify import change_manifest, flip_byte
 

@@ -182,7 +182,7 @@ def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(
 
 def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a delta of at most 40 lines under a header that says command, hardware and result."""
-    from data_prep.config import BuildSettings
+    from data_prep.building.config import BuildSettings
     from data_prep.settings import load_settings
     from finetune.config import ProbeSettings, TuneSettings
     from pretrain.config import PretrainSettings

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.__main__ import main
-from data_prep.inventory import Entries, Entry, Layout
+from data_prep.building.inventory import Entries, Entry, Layout
 from data_prep.manifest import load_index, load_manifest, load_paths
 from data_prep.sources.base import Source, SourceError
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from data_prep.build import write_shards
-from data_prep.config import BuildSettings
+from data_prep.building.build import write_shards
+from data_prep.building.config import BuildSettings
+from data_prep.building.shards import PARTS
+from data_prep.building.workers import Tally, worker_pool
+from data_prep.building.workplan import Workplan, begun_by_others, prepare
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.publish import sole_writer
 from data_prep.settings import UserError
-from data_prep.shards import PARTS
 from data_prep.sources import Source, open_source
-from data_prep.workers import Tally, worker_pool
-from data_prep.workplan import Workplan, begun_by_others, prepare
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.config import BuildSettings
+from data_prep.building.config import BuildSettings
+from data_prep.building.inventory import Inventory
+from data_prep.building.merge import check_reject_share, forget_parts, publish
+from data_prep.building.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
+from data_prep.building.workers import Tally, worker_pool
+from data_prep.building.workplan import ShardPlan, Workplan, prepare
 from data_prep.images import ImageSpec, Rejection, convert
-from data_prep.inventory import Inventory
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_prep.merge import check_reject_share, forget_parts, publish
 from data_prep.progress import progress
 from data_prep.publish import sole_writer
-from data_prep.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.sources import Source, open_source
-from data_prep.workers import Tally, worker_pool
-from data_prep.workplan import ShardPlan, Workplan, prepare
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from data_prep.checking.stored import tar_content
 from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_manifest
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
-from data_prep.stored import tar_content
 
 CELL = 112
 """Pixels that a picture is enlarged to at least, by a whole number."""

@@ -19,19 +19,19 @@ from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_prep.building.merge import check_reject_share, forget_parts
+from data_prep.building.shards import PARTS
+from data_prep.building.workers import Tally, worker_pool
+from data_prep.building.workplan import BEGUN_NAME
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.places import StockShard, list_shards, versions_of
 from data_prep.indexing.publishing import VERSIONS_NAME, content_hash, described, hash_of_json, publish
 from data_prep.indexing.reading import Plan, hash_of, read_or_known
 from data_prep.indexing.stock import Rule
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_prep.merge import check_reject_share, forget_parts
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings, UserError
-from data_prep.shards import PARTS
-from data_prep.workers import Tally, worker_pool
-from data_prep.workplan import BEGUN_NAME
 
 T = TypeVar("T")
 

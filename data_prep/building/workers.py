@@ -13,7 +13,9 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import ClassVar
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["data_prep.build"])  # imported once, by the process that workers are forked from
+_CONTEXT.set_forkserver_preload(
+    ["data_prep.building.build"]
+)  # imported once, by the process that workers are forked from
 
 
 class Tally:

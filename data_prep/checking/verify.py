@@ -12,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.building.shards import PARTS
+from data_prep.checking.shard_check import BORROWED, Expected, Faults, ShardFindings, check_shard
+from data_prep.checking.stored import sweep
 from data_prep.manifest import (
     MANIFEST_NAME,
     REJECTED_NAME,
@@ -22,9 +25,6 @@ from data_prep.manifest import (
     load_manifest,
 )
 from data_prep.publish import TEMPORARY_PREFIX, sha256_of
-from data_prep.shard_check import BORROWED, Expected, Faults, ShardFindings, check_shard
-from data_prep.shards import PARTS
-from data_prep.stored import sweep
 
 REJECT_FIELDS = ("key", "path", "reason", "sha256")
 

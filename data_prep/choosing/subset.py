@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from data_prep.borrow import Chosen, write_dataset
-from data_prep.exclusions import Exclusions, load_exclusions
+from data_prep.building.exclusions import Exclusions, load_exclusions
+from data_prep.checking.shard_check import stored_labels
+from data_prep.choosing.borrow import Chosen, write_dataset
+from data_prep.choosing.selection import Ids, per_class, ranking
 from data_prep.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -31,9 +33,7 @@ from data_prep.manifest import (
 )
 from data_prep.progress import progress
 from data_prep.publish import atomic_directory, canonical_json, sole_writer
-from data_prep.selection import Ids, per_class, ranking
 from data_prep.settings import Settings, UserError, nearest
-from data_prep.shard_check import stored_labels
 
 KIND = "subset"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.inventory import Inventory
+from data_prep.building.inventory import Inventory
 from data_prep.publish import canonical_json
 from data_prep.settings import UserError
 

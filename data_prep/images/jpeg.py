@@ -6,7 +6,7 @@ PIL takes that memory as it is. Invariant: this way returns what the long way wo
 unusual, or wrong, is left to the long way, which alone knows how to word a rejection. (A test compares both ways.)
 
 Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
-stays at least `DRAFT_MARGINS` times what is asked for. See `images.py` for what that does to a resized picture.
+stays at least `DRAFT_MARGINS` times what is asked for. See `images/__init__.py` for what that does to a resized picture.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class BuildSettings(Settings):
     exclude: tuple[str, ...] = ()
     """Exclusion lists, as `data_prep dedup` writes them."""
     draft: bool = True
-    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see images.py)."""
+    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see data_prep/images)."""
     samples_per_shard: int = Field(8192, ge=1)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""

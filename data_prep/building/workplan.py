@@ -26,15 +26,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.config import BuildSettings
-from data_prep.decoding import decoder_version
-from data_prep.exclusions import Exclusions, load_exclusions
-from data_prep.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
+from data_prep.building.config import BuildSettings
+from data_prep.building.exclusions import Exclusions, load_exclusions
+from data_prep.building.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
+from data_prep.building.shards import PARTS
+from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, atomic_file, canonical_json, write_json
 from data_prep.settings import Settings, UserError
-from data_prep.shards import PARTS
 from data_prep.sources import Arrangement, Source, SourceError
 
 BEGUN_NAME, SETTINGS_NAME, INVENTORY_NAME = "begun.json", "settings.json", "inventory"

@@ -7,7 +7,7 @@ profile. Integers of 32 bits and floats are rejected: nothing in the file says w
 import numpy as np
 from PIL import Image
 
-from data_prep.rejection import Rejection
+from data_prep.images.rejection import Rejection
 
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 258, 262, 0
 _PLAIN = ("RGB", "L", "1", "P", "CMYK", "YCbCr", "RGBX")

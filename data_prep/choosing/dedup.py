@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.hashes import DTYPE, Hashes, same_colours, shard_hashes
+from data_prep.checking.stored import stored_key, sweep, tar_content
+from data_prep.choosing.hashes import DTYPE, Hashes, same_colours, shard_hashes
+from data_prep.choosing.neighbours import MAX_NEAR, near_pairs
 from data_prep.manifest import Manifest, Shard, load_index, load_manifest, load_paths
-from data_prep.neighbours import MAX_NEAR, near_pairs
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
-from data_prep.stored import stored_key, sweep, tar_content
 
 Ids = NDArray[np.int64]
 PRIORITY = {"test": 0, "val": 1}

@@ -13,10 +13,10 @@ import PIL
 from PIL import Image, features
 from PIL.JpegImagePlugin import JpegImageFile
 
-from data_prep.colour import rawmode_of, to_rgb
-from data_prep.jpeg import decode_plain, draft_scale
-from data_prep.quiet import without_warnings
-from data_prep.rejection import Rejection, rejecting
+from data_prep.images.colour import rawmode_of, to_rgb
+from data_prep.images.jpeg import decode_plain, draft_scale
+from data_prep.images.quiet import without_warnings
+from data_prep.images.rejection import Rejection, rejecting
 
 MAX_PIXELS = 178_956_970
 """Pixel cap (Pillow's own limit for a decompression bomb)."""

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from data_prep.building.workers import Tally
+from data_prep.checking.stored import sweep, tar_content
 from data_prep.images import CropPolicy, Rejection, decode, resize
 from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
-from data_prep.stored import sweep, tar_content
-from data_prep.workers import Tally
 
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""

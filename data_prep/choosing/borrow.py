@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
+from data_prep.building.merge import write_annotation
+from data_prep.building.shards import write_index, write_paths
+from data_prep.choosing.selection import Ids
 from data_prep.manifest import (
     REJECTED_NAME,
     Annotation,
@@ -22,11 +25,8 @@ from data_prep.manifest import (
     load_paths,
     save_manifest,
 )
-from data_prep.merge import write_annotation
 from data_prep.progress import progress
 from data_prep.publish import write_atomic
-from data_prep.selection import Ids
-from data_prep.shards import write_index, write_paths
 
 
 @dataclass(frozen=True)

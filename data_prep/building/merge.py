@@ -15,7 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
-from data_prep.config import BuildSettings
+from data_prep.building.config import BuildSettings
+from data_prep.building.shards import PARTS, ShardRecord, changed_files, load_record
+from data_prep.building.workers import worker_pool
+from data_prep.building.workplan import SETTINGS_NAME, Begun, load_begun
 from data_prep.manifest import (
     MANIFEST_NAME,
     REJECTED_NAME,
@@ -29,10 +32,7 @@ from data_prep.manifest import (
 from data_prep.progress import progress
 from data_prep.publish import sole_writer, write_atomic
 from data_prep.settings import UserError
-from data_prep.shards import PARTS, ShardRecord, changed_files, load_record
 from data_prep.sources import Source, open_source
-from data_prep.workers import worker_pool
-from data_prep.workplan import SETTINGS_NAME, Begun, load_begun
 
 Triple = tuple[float, float, float]
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.channels import ChannelSums
+from data_prep.building.tar_writer import TarWriter
 from data_prep.images import EncodedImage
+from data_prep.images.channels import ChannelSums
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import atomic_file, sha256_of, write_atomic, write_json
 from data_prep.settings import Settings
-from data_prep.tar_writer import TarWriter
 
 PARTS = "parts"
 

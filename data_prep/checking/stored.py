@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
+from data_prep.building.workers import Tally, worker_pool
 from data_prep.manifest import DatasetError, Shard
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
-from data_prep.workers import Tally, worker_pool
 
 R = TypeVar("R")
 

@@ -15,9 +15,9 @@ from typing import Literal
 
 from PIL import Image
 
-from data_prep.decoding import MAX_PIXELS, read_picture
+from data_prep.images.decoding import MAX_PIXELS, read_picture
+from data_prep.images.rejection import Reason, Rejection
 from data_prep.manifest import Encoding
-from data_prep.rejection import Reason, Rejection
 from data_prep.settings import Settings
 
 __all__ = ["MAX_PIXELS", "CropPolicy", "EncodedImage", "ImageSpec", "Reason", "Rejection", "convert", "decode"]

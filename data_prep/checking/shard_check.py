@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.building.workers import Tally
+from data_prep.checking.stored import key_of, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
-from data_prep.stored import key_of, local_tar, tar_content
-from data_prep.workers import Tally
 
 BORROWED = ("subset", "index")
 """The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""

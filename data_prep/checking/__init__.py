@@ -1,0 +1,1 @@
+"""What a finished dataset is: verified, counted, shown."""
