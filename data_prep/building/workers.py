@@ -9,13 +9,13 @@ import os
 import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context, parent_process
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.sharedctypes import Synchronized
 from typing import ClassVar
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["data_prep.building.build"]
-)  # imported once, by the process that workers are forked from
+_CONTEXT.set_forkserver_preload(["data_prep.building.build"])
+"""Imported once, by the process that workers are forked from."""
 
 
 class Tally:
@@ -42,6 +42,11 @@ class Tally:
     @classmethod
     def connect(cls, counter: "Synchronized[int] | None") -> None:
         cls._mine = counter
+
+
+def warm_up() -> None:
+    """Starts the process that workers are forked from, which then imports what they need while this one does the same."""
+    ensure_running()
 
 
 def worker_pool(num_workers: int, *, tally: Tally | None = None) -> Executor:

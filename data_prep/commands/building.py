@@ -40,6 +40,9 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
+    from data_prep.building.workers import warm_up
+
+    warm_up()
     from data_prep.building.config import BuildSettings
 
     config, overrides = options.config, list(options.overrides)
