@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import BrokenExecutor
 
 from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
-from data_prep.settings import parse_command_line
+from data_prep.settings import UserError, parse_command_line
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_command_line(parser, arguments)
     try:
         return int(options.run(options))
-    except ValueError as error:
+    except UserError as error:
         print(f"data_prep: {error}", file=sys.stderr)
         return BAD_INPUT
     except (OSError, BrokenExecutor) as error:

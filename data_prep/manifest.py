@@ -19,11 +19,11 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from data_prep.publish import canonical_json, write_json
 from data_prep.settings import Settings, UserError, nearest
@@ -40,17 +40,29 @@ class DatasetError(UserError):
     """A dataset that is missing, unfinished or damaged; the text names the file and the remedy."""
 
 
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+"""What names files: a manifest of others must not lead out of its directory."""
+
+
 class Shard(Settings):
-    name: str
+    name: Word
     """Of the index and the paths in the dataset directory, without their endings; unique in the dataset."""
     file: str
-    """The tar: relative to the dataset directory, or a URL."""
+    """The tar: relative to the dataset directory, or a URL of http, https or s3."""
     num_samples: int
     num_bytes: int
     """Of the whole tar."""
     sha256: str
     index_sha256: str
     paths_sha256: str
+
+    @field_validator("file")
+    @classmethod
+    def _no_other_schemes(cls, value: str) -> str:
+        """What is fetched for a manifest of others comes from a web server or an object store, or lies on this disk."""
+        if "://" in value and not value.startswith(("http://", "https://", "s3://")):
+            raise ValueError(f"{value!r} is neither a path nor a URL of http, https or s3")
+        return value
 
     @property
     def index_file(self) -> str:
@@ -68,7 +80,7 @@ class Shard(Settings):
 class Annotation(Settings):
     """A fact of every sample of a split as bits: membership of folds, several true labels."""
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.npy$")]
     sha256: str
     num_columns: int
 
@@ -76,7 +88,7 @@ class Annotation(Settings):
 class Split(Settings):
     shards: tuple[Shard, ...]
     class_counts: tuple[int, ...]
-    annotations: dict[str, Annotation] = Field(default_factory=dict)
+    annotations: dict[Word, Annotation] = Field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -100,7 +112,7 @@ class Manifest(Settings):
     crop: Literal["center", "squash"] = "center"
     """What readers make of pictures that are not squares of `image_size` (those of encoding keep)."""
     classes: tuple[str, ...]
-    splits: dict[str, Split]
+    splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
     channel_std: tuple[float, float, float]
     num_read: int

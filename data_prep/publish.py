@@ -44,8 +44,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, replaced = (path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}") for kind in ("", "replaced-"))
+    if replaced.exists() and not path.exists():  # a crash between the two renames below
+        os.rename(replaced, path)
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -53,12 +56,13 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             _sync(file)
         _sync(temporary)
         if path.exists():
-            shutil.rmtree(path)
+            os.rename(path, replaced)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -88,10 +92,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{directory}: cannot be made, for a file is in its place; name another directory") from None
+
+
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False) -> Iterator[None]:
     """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with open(directory / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -92,6 +92,8 @@ class SplitReader:
             )
         index = load_index(self.directory, shard)
         offsets, lengths = np.ascontiguousarray(index[:, 0]), np.ascontiguousarray(index[:, 1])
+        if len(index) and (offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > len(content)):
+            raise DatasetError(f"{path}: its index leads out of it; run data_prep verify {self.directory}")
         rows, places = None, np.zeros(0, np.int64)
         if self.manifest.encoding == "raw":
             rows, places = self._rows(path, content, offsets, lengths)

@@ -32,6 +32,9 @@ from data_prep.progress import progress
 from data_prep.publish import sole_writer
 from data_prep.sources import Source, open_source
 
+MAX_INPUT_BYTES = 1 << 30
+"""A larger file is no picture, and is not read."""
+
 
 @dataclass(frozen=True)
 class ShardJob:
@@ -80,7 +83,7 @@ def write_shards(
 
 
 def write_job(job: ShardJob) -> ShardRecord:
-    done = finished_record(job.work.directory, job.plan.name, fingerprint=job.work.begun.fingerprint)
+    done = finished_record(job.work.directory, job.plan.name, fingerprint=job.work.begun.parts_id)
     if done is not None:
         Tally.add(job.plan.stop - job.plan.start)
         return done
@@ -89,20 +92,23 @@ def write_job(job: ShardJob) -> ShardRecord:
         job.work.directory,
         job.plan.name,
         _samples(job, rejected),
-        fingerprint=job.work.begun.fingerprint,
+        fingerprint=job.work.begun.parts_id,
         rejected=rejected,
     )
 
 
 def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
-    inventory = _inventory(job.work.inventory_directory)
+    inventory = _inventory(job.work.inventory_directory, job.work.begun.stamp)
     order = np.load(job.work.order_path(job.plan.split), mmap_mode="r")
     for number, row in enumerate(order[job.plan.start : job.plan.stop].tolist()):
         Tally.add(1)
         entry = inventory.entry(row)
         key, path = f"{job.plan.name}-{number:06d}", entry.locator
-        data = job.source.read(entry)
+        data = b""
         try:
+            if entry.num_bytes > MAX_INPUT_BYTES:
+                raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
+            data = job.source.read(entry)
             image = convert(data, job.spec)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
@@ -115,6 +121,6 @@ def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
 
 
 @lru_cache(maxsize=2)
-def _inventory(directory: Path) -> Inventory:
+def _inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
     """One copy for each worker process; its columns are shared with all others by the page cache."""
     return Inventory(directory)

@@ -24,7 +24,7 @@ class BuildSettings(Settings):
     encoding: Encoding = "raw"
     """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
     jpeg_quality: int = Field(95, ge=1, le=100)
-    classes: tuple[str, ...] | None = None
+    classes: tuple[str, ...] | None = Field(None, min_length=1)
     """The classes to keep, by name; all by default."""
     classes_file: str | None = None
     """A text file with the class to keep on each line, instead of `classes`."""
@@ -32,7 +32,7 @@ class BuildSettings(Settings):
     """Exclusion lists, as `data_prep dedup` writes them."""
     draft: bool = True
     """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see data_prep/images)."""
-    samples_per_shard: int = Field(8192, ge=1)
+    samples_per_shard: int = Field(8192, ge=1, le=1_000_000)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)
@@ -60,8 +60,8 @@ class BuildSettings(Settings):
         path = (
             self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
         )
-        if path is not None and Path(path).resolve() == Path(self.out).resolve():
-            raise ValueError(f"out: {self.out!r} is the source itself; name another directory")
+        if path is not None and Path(self.out).resolve().is_relative_to(Path(path).resolve()):
+            raise ValueError(f"out: {self.out!r} is the source itself, or in it; name another directory")
         return self
 
     @model_validator(mode="after")
@@ -82,7 +82,14 @@ class BuildSettings(Settings):
 
     @property
     def dataset_name(self) -> str:
-        return self.name or Path(self.out).name
+        return self.name or Path(self.out).resolve().name
+
+    def settled(self) -> "BuildSettings":
+        """The same, wherever and under whatever name `merge` finds it."""
+        paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir")}
+        settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
+        source = self.source.model_copy(update=settled)
+        return self.model_copy(update={"name": self.dataset_name, "source": source})
 
     @property
     def image_spec(self) -> ImageSpec:

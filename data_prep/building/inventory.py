@@ -1,6 +1,6 @@
 """Every input of an archive, in one sorted order, as columns on disk.
 
-    parts/inventory/containers.json   classes and containers (with their stamps), and the digest of the columns
+    parts/inventory/containers.json   classes and containers; the digest of what is listed; the stamp: what changes with the files
     parts/inventory/*.bin             container, label (int32), offset, size, name_end (int64) of each input; the names
 
 Columns are memory-mapped: a listing of 14 million images costs 28 bytes an image and its name, on disk, and every worker and
@@ -88,7 +88,7 @@ class Inventory:
 
     def __init__(self, directory: Path):
         head = json.loads((directory / HEAD_NAME).read_text(encoding="utf-8"))
-        self.directory, self.digest = directory, str(head["digest"])
+        self.directory, self.digest, self.stamp = directory, str(head["digest"]), str(head["stamp"])
         self.classes: tuple[str, ...] = tuple(head["classes"])
         self.containers = tuple(Container(*fields) for fields in head["containers"])
 
@@ -119,10 +119,6 @@ class Inventory:
         begin = int(self._name_ends[row - 1]) if row else 0
         return self._names[begin : int(self._name_ends[row])].tobytes().decode("utf-8", "surrogateescape")
 
-    def locator(self, row: int) -> str:
-        path = self.containers[self.container_numbers[row]].path
-        return f"{path}/{self.name(row)}" if path else self.name(row)
-
     def rows_of_container(self, number: int) -> range:
         """Rows of a container are consecutive."""
         first, last = np.searchsorted(self.container_numbers, [number, number + 1])
@@ -147,7 +143,7 @@ class Inventory:
 def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) -> Inventory:
     """Spills what the containers of `layout` list, in their order, into `directory`."""
     with atomic_directory(directory) as temporary:
-        digest = hashlib.sha256(canonical_json(layout.classes))
+        digest, stamp = hashlib.sha256(canonical_json(layout.classes)), hashlib.sha256()
         names_end = 0
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in [*_COLUMNS, "names"]}
@@ -159,7 +155,9 @@ def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) 
                 names_end += sum(map(len, names))
                 digest.update(canonical_json([container.path, container.split, len(names)]) + b"\0".join(names))
                 digest.update(columns["label"].tobytes() + columns["size"].tobytes())
-        head = {"classes": layout.classes, "containers": layout.containers, "digest": digest.hexdigest()}
+                stamp.update(container.stamp.encode() + columns["offset"].tobytes())
+        hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest()}
+        head = {"classes": layout.classes, "containers": layout.containers, **hashes}
         write_json(temporary / HEAD_NAME, head)
     return Inventory(directory)
 

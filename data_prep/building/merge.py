@@ -40,6 +40,10 @@ Triple = tuple[float, float, float]
 class TooManyRejected(ValueError):  # noqa: N818
     """The dataset is written and whole, but lost more inputs than the config allows."""
 
+    def __init__(self, manifest: Manifest, message: str):
+        super().__init__(message)
+        self.manifest = manifest
+
 
 class IncompleteParts(UserError):  # noqa: N818
     """Array tasks that have not ended, or parts that are not theirs; nothing has been changed."""
@@ -49,11 +53,11 @@ def merge(directory: Path, *, num_workers: int) -> Manifest:
     """Publishes the dataset that array tasks have written into `directory`."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; name the one that the tasks wrote to")
+    if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
+        raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
     with sole_writer(directory):
         begun = load_begun(directory)
         if begun is None:
-            if not (directory / MANIFEST_NAME).exists():
-                raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
             return load_manifest(directory)
         settings = BuildSettings.model_validate_json((directory / PARTS / SETTINGS_NAME).read_text(encoding="utf-8"))
         if (directory / MANIFEST_NAME).exists():
@@ -82,7 +86,7 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int) -> lis
             unfinished.add(number % begun.num_tasks)
             faults.append(f"the record of {plan.name} is damaged")
             continue
-        if record.fingerprint != begun.fingerprint or record.num_inputs != plan.stop - plan.start:
+        if record.fingerprint != begun.parts_id or record.num_inputs != plan.stop - plan.start:
             unfinished.add(number % begun.num_tasks)
             faults.append(f"{plan.name} is of another build")
         records.append(record)
@@ -123,7 +127,9 @@ def publish(settings: BuildSettings, source: Source, begun: Begun, records: list
     directory = Path(settings.out)
     manifest = summarise(settings, source, begun, records)
     splits = {
-        name: split.model_copy(update={"annotations": _annotations(directory, source, name, split)})
+        name: split.model_copy(update={"annotations": _annotations(directory, source, name, split, begun.labels)})
+        if name in source.annotated_splits()
+        else split
         for name, split in manifest.splits.items()
     }
     manifest = manifest.model_copy(update={"splits": splits})
@@ -188,9 +194,11 @@ def channel_statistics(records: list[ShardRecord]) -> tuple[Triple, Triple]:
     return (m[0], m[1], m[2]), (s[0], s[1], s[2])
 
 
-def _annotations(directory: Path, source: Source, name: str, split: Split) -> dict[str, Annotation]:
+def _annotations(
+    directory: Path, source: Source, name: str, split: Split, labels: tuple[int, ...]
+) -> dict[str, Annotation]:
     paths = [path for shard in split.shards for path in load_paths(directory, shard)]
-    found = source.annotations(name, paths)
+    found = source.annotations(name, paths, labels)
     return {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in sorted(found.items())}
 
 
@@ -212,6 +220,7 @@ def check_reject_share(directory: Path, manifest: Manifest, allowed: float) -> N
     share = manifest.num_rejected / max(1, manifest.num_read)
     if share > allowed:
         raise TooManyRejected(
+            manifest,
             f"{directory}: {manifest.num_rejected:,} of {manifest.num_read:,} inputs were rejected ({share:.1%}, allowed "
-            f"{allowed:.1%}); read {directory / REJECTED_NAME}, then mend the source or raise max_reject_share"
+            f"{allowed:.1%}); read {directory / REJECTED_NAME}, then mend the source or raise max_reject_share",
         )

@@ -25,7 +25,7 @@ from data_prep.building.shards import PARTS
 from data_prep.building.workers import Tally, worker_pool
 from data_prep.building.workplan import Workplan, begun_by_others, prepare
 from data_prep.manifest import MANIFEST_NAME
-from data_prep.publish import sole_writer
+from data_prep.publish import make_directory, sole_writer
 from data_prep.settings import UserError
 from data_prep.sources import Source, open_source
 
@@ -40,7 +40,7 @@ class Task:
     @classmethod
     def parse(cls, text: str) -> "Task":
         number, slash, total = text.partition("/")
-        if not (slash and number.isdigit() and total.isdigit() and int(number) < int(total)):
+        if not (slash and text.isascii() and number.isdigit() and total.isdigit() and int(number) < int(total)):
             raise UserError(
                 f"--task: {text!r} will not do; write i/n with 0 <= i < n, such as 0/8 (tasks count from 0)"
             )
@@ -65,7 +65,7 @@ def build_task(settings: BuildSettings, task: Task) -> int:
 @contextmanager
 def _work_together(settings: BuildSettings, source: Source, pool: Executor, task: Task) -> Iterator[Workplan]:
     directory = Path(settings.out)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with open(directory / ".lock", "w") as lock:
         if _try_lock(lock):
             _refuse_merged(directory)

@@ -53,6 +53,8 @@ class ShardPlan(Settings):
 class Begun(Settings):
     config_hash: str
     fingerprint: str
+    stamp: str
+    """Of the source's files: shards that were made before they were touched are made anew."""
     decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
@@ -60,6 +62,11 @@ class Begun(Settings):
     num_left_out: dict[str, int]
     shards: tuple[ShardPlan, ...]
     num_tasks: int
+
+    @property
+    def parts_id(self) -> str:
+        """What the record of a finished shard must say for the shard to be a part of this dataset."""
+        return f"{self.fingerprint}-{self.stamp[:16]}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
         inventory = _adopted(inventory)
     finally:
         _tidy(directory)
-    if before is not None and before.num_tasks == num_tasks and before.config_hash == config_hash:
+    if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
         return Workplan(directory, before)
     return _write_plan(settings, source, inventory, exclusions, config_hash, fingerprint, num_tasks)
 
@@ -118,7 +125,8 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         )
     if Inventory(directory / PARTS / INVENTORY_NAME).layout != _layout(settings, source):
         raise SourceError(
-            f"source: has changed since the first task listed it; stop the tasks, remove {directory} and begin again"
+            "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
+            f"stop the tasks, remove {directory} and begin again"
         )
     return Workplan(directory, begun)
 
@@ -238,6 +246,11 @@ def _write_plan(
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     directory, shards = Path(settings.out), []
     dropped = exclusions.rows(inventory)
+    if exclusions.paths and not len(dropped):
+        raise UserError(
+            f"exclude: none of the {len(exclusions.paths):,} listed paths is in this source (such as {min(exclusions.paths)}); "
+            "was the list made from another dataset?"
+        )
     for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
         stored = inventory.labels[chosen]
         rows = chosen[(stored < 0) | (labels[stored] >= 0)]
@@ -249,15 +262,18 @@ def _write_plan(
         if settings.order == "shuffled":
             generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
             rows = generator.permutation(rows)
+        if not len(rows):
+            raise UserError(f"classes, exclude: they leave nothing of the split {split}; leave out less")
         with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
             np.save(file, rows)
         for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
             stop = min(start + settings.samples_per_shard, len(rows))
             shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
-    write_json(directory / PARTS / SETTINGS_NAME, settings.model_dump(mode="json"))
+    write_json(directory / PARTS / SETTINGS_NAME, settings.settled().model_dump(mode="json"))
     begun = Begun(
         config_hash=config_hash,
         fingerprint=fingerprint,
+        stamp=inventory.stamp,
         decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
@@ -298,7 +314,10 @@ def _renumber(
         if label in staying and (kept is None or name in kept):
             labels[label] = len(classes)
             classes.append(name)
-    return labels, tuple(classes), dict(arrangement.left_out or {})
+    left_out = {reason: count for reason, count in (arrangement.left_out or {}).items() if count}
+    if kept is not None:
+        left_out["whole classes"] = len(staying) - len(classes)
+    return labels, tuple(classes), {reason: count for reason, count in left_out.items() if count}
 
 
 def _count(left_out: dict[str, int], reason: str, number: int) -> None:

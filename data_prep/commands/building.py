@@ -51,15 +51,18 @@ def _build(options: argparse.Namespace) -> int:
     if options.source:
         overrides.append(f"source.kind={options.source}")
     if options.out:
-        overrides.append(f"out={options.out}")
+        overrides.append(f"out={json.dumps(options.out)}")
     settings = load_settings(BuildSettings, path=config, overrides=overrides)
     if options.show:
         print(dump(settings), end="")
         return OK
-    if options.task:
+    if options.task is not None:
         from data_prep.building.tasks import Task, build_task
 
         num_shards = build_task(settings, Task.parse(options.task))
+        if options.json:
+            print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
+            return OK
         print(
             f"{settings.out}: task {options.task} has its {num_shards} shards; after the last task: data_prep merge {settings.out}"
         )
@@ -80,21 +83,22 @@ def _merge(options: argparse.Namespace) -> int:
 def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
     from data_prep.building.merge import TooManyRejected
 
+    code = OK
     try:
         manifest = publish()
     except TooManyRejected as error:
         print(f"data_prep: {error}", file=sys.stderr)
-        return FAULTY
+        manifest, code = error.manifest, FAULTY
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
         counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}
         left_out = {"left_out": manifest.num_left_out}
         print(json.dumps({"dataset": out, "splits": splits, "hash": manifest.hash, **counts, **left_out}))
-        return OK
+        return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
     print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}")
     if manifest.num_left_out:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items())
         print(f"left out by the config, not read: {reasons}")
-    return OK
+    return code

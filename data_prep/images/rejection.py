@@ -11,7 +11,9 @@ from typing import Literal
 
 from PIL import Image
 
-Reason = Literal["empty", "not_an_image", "truncated", "too_many_pixels", "unsupported", "missing_codec"]
+Reason = Literal[
+    "empty", "not_a_file", "too_large", "not_an_image", "truncated", "too_many_pixels", "unsupported", "missing_codec"
+]
 MAX_DETAIL_CHARACTERS = 200
 
 

@@ -56,9 +56,14 @@ class Source(ABC):
         """The splits, each a sorted array of rows: here, every input into the split of its container."""
         return by_container(inventory)
 
-    def annotations(self, split: str, locators: Sequence[str]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
-        """Further facts of the samples of a split, each as a (samples, columns) matrix of bits: folds, several labels."""
-        return {}
+    def annotated_splits(self) -> tuple[str, ...]:
+        """The splits of whose samples more is known than a label."""
+        return ()
+
+    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+        """Such facts, each as a (samples, columns) matrix of bits: folds, several labels. `labels` says what each class of the
+        layout is called in the dataset, -1 where it is left out."""
+        raise NotImplementedError
 
 
 def by_container(inventory: Inventory) -> Arrangement:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from data_prep.settings import Settings
 
@@ -47,6 +47,15 @@ class ImageNet21kSettings(Settings):
     val_per_class: int = Field(50, ge=1)
     seed: int = Field(0, ge=0)
     """Draws the validation images."""
+
+    @model_validator(mode="after")
+    def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":
+        if self.processing == "ridnik" and self.min_images < self.val_per_class:
+            raise ValueError(
+                f"source.min_images: {self.min_images} is less than val_per_class, {self.val_per_class}; a class could lose all "
+                "its images to validation"
+            )
+        return self
 
 
 class ImageNet1kSettings(Settings):

@@ -12,16 +12,17 @@ import importlib
 import io
 import json
 import operator
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.building.inventory import Container, Entries, Entry, Layout
+from data_prep.publish import canonical_json
 from data_prep.sources.base import UNLABELLED, Source, SourceError
 from data_prep.sources.config import DatasetSettings
 from data_prep.sources.pictures import pgm, ppm
@@ -35,8 +36,9 @@ class DatasetSource(Source):
         self.settings = settings
 
     def describe(self) -> dict[str, Any]:
-        splits = {name: _without_paths(arguments) for name, arguments in self.settings.splits.items()}
-        return self.settings.model_dump(mode="json", exclude={"splits"}) | {"splits": splits}
+        """The arguments are hashed: they decide the pictures, but may hold paths of this machine, or secrets."""
+        arguments = {name: sha256(canonical_json(given)).hexdigest() for name, given in self.settings.splits.items()}
+        return self.settings.model_dump(mode="json", exclude={"splits"}) | {"arguments_sha256": arguments}
 
     def layout(self) -> Layout:
         counts = {split: self._len(split) for split in self.settings.splits}
@@ -202,8 +204,3 @@ def _to_uint8(pixels: NDArray[Any]) -> NDArray[np.uint8]:
             raise ValueError("floats beyond 0 to 1; take normalisation out of the transform")
         return np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
     raise ValueError(f"pixels of the type {pixels.dtype}; uint8, or floats from 0 to 1, can be used")
-
-
-def _without_paths(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Such as root=, which differs from machine to machine for the same pictures."""
-    return {key: value for key, value in arguments.items() if not (isinstance(value, str) and os.sep in value)}

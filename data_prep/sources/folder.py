@@ -6,8 +6,9 @@ from typing import Any
 
 from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.arrange import hold_out
-from data_prep.sources.base import Arrangement, Source, SourceError, by_container, check_size
+from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import FolderSettings
+from data_prep.sources.files import list_files, loose_pictures, read_file
 
 SPLIT_NAMES = ("train", "val", "test")
 
@@ -25,6 +26,7 @@ class FolderSource(Source):
         splits = [name for name in SPLIT_NAMES if (self.root / name).is_dir()]
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {split: subfolders(self.root / prefix) for split, prefix in prefixes.items()}
+        self._check_levels(splits, prefixes)
         for split, found in names.items():
             if not found:
                 raise SourceError(
@@ -42,8 +44,7 @@ class FolderSource(Source):
 
     def entries(self, container: Container) -> Entries:
         assert container.label is not None
-        rows = [(name, 0, size) for name, size in files_below(self.root / container.path)]
-        return Entries.of(rows, label=container.label)
+        return Entries.of(list_files(self.root / container.path), label=container.label)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         arrangement = by_container(inventory)
@@ -52,32 +53,24 @@ class FolderSource(Source):
         return arrangement
 
     def read(self, entry: Entry) -> bytes:
-        # unbuffered, and no Path: half the time of read_bytes() on small files
-        with open(f"{self.root}/{entry.locator}", "rb", buffering=0) as file:
-            return check_size(entry, file.read())
+        return read_file(self.root, entry)
+
+    def _check_levels(self, splits: list[str], prefixes: dict[str, str]) -> None:
+        """Nothing that looks like data may lie where it would not be read."""
+        others = [name for name in subfolders(self.root) if name not in splits] if splits else []
+        if others:
+            raise SourceError(
+                f"source.path: {self.root} holds {' and '.join(splits)}, so it has split folders, but also {others[0]}/, which is "
+                f"none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
+            )
+        for folder in {self.root, *(self.root / prefix for prefix in prefixes.values())}:
+            loose = loose_pictures(folder)
+            if loose:
+                raise SourceError(
+                    f"source.path: {len(loose)} pictures lie in {folder} itself, in no class ({loose[0]}); move them"
+                )
 
 
 def subfolders(root: Path) -> list[str]:
     with os.scandir(root) as found:
         return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
-
-
-def files_below(root: Path) -> list[tuple[str, int]]:
-    """(relative path, bytes) of every file; what is not an image is found out, and recorded, when it is decoded."""
-    found, seen = [], set()
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
-        status = Path(folder).stat()
-        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        relative = os.path.relpath(folder, root)
-        prefix = "" if relative == "." else f"{relative}/"
-        paths = [(f"{prefix}{name}", os.path.join(folder, name)) for name in files if not name.startswith(".")]  # noqa: PTH118
-        found += [(name, Path(path).stat().st_size) for name, path in paths]
-    return found
-
-
-def _raise(error: OSError) -> None:
-    raise error

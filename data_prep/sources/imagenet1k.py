@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources import devkit
-from data_prep.sources.base import Source, SourceError, check_size
+from data_prep.sources.base import Source, SourceError
 from data_prep.sources.config import ImageNet1kSettings
-from data_prep.sources.folder import files_below
+from data_prep.sources.files import list_files, read_file
 from data_prep.sources.guard import check_md5, stamp_of
 from data_prep.sources.synsets import (
     find_synsets,
@@ -35,6 +35,7 @@ from data_prep.sources.synsets import (
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 PUBLISHED_MD5 = {TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e", VAL_TAR: "29b22e2961454d5413ddabcf34fc5622"}
+NUM_CLASSES = 1000
 _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 _WNID_FOLDER = re.compile(r"n\d{8}")
 
@@ -56,6 +57,8 @@ class ImageNet1kSource(Source):
         classes: tuple[str, ...] | None = None
         containers: list[Container] = []
         kit = self._devkit()
+        if self.settings.real is not None:
+            self._real_labels()  # a mistake in it is told now, not after the packing
         if "train" in self.settings.splits:
             synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
             classes = tuple(sorted(synsets))
@@ -93,28 +96,39 @@ class ImageNet1kSource(Source):
         if container.path == VAL_TAR:
             rows = [(member.name, member.offset, member.num_bytes) for member in list_tar(self.root, container)]
         else:
-            rows = [(name, 0, size) for name, size in files_below(self.root / container.path)]
+            rows = list_files(self.root / container.path)
         return Entries.of(rows, label=[self._val_label(name) for name, _, _ in rows])
 
     def read(self, entry: Entry) -> bytes:
         if entry.container.path == "val":
-            return check_size(entry, (self.root / entry.locator).read_bytes())
+            return read_file(self.root, entry)
         return read_synset(self.root, entry)
 
-    def annotations(self, split: str, locators: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-        if split != "val" or self.settings.real is None:
-            return {}
+    def annotated_splits(self) -> tuple[str, ...]:
+        return () if self.settings.real is None else ("val",)
+
+    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+        assert split == "val", split
+        real = self._real_labels()
+        bits = np.zeros((len(locators), max(NUM_CLASSES, len(labels))), np.bool_)
+        for row, locator in enumerate(locators):
+            number = _val_number(locator)
+            if number > len(real):
+                raise SourceError(f"source.real: {self.settings.real} has {len(real)} lists, none for {locator}")
+            bits[row, real[number - 1]] = True
+        everything = list(labels) == list(range(len(labels)))
+        return {"real": bits if everything else bits[:, [old for old, new in enumerate(labels) if new >= 0]]}
+
+    def _real_labels(self) -> list[list[int]]:
         file = self._real_file()
         try:
-            real = json.loads(file.read_bytes())
-            bits = np.zeros((len(locators), 1000), np.bool_)
-            for row, locator in enumerate(locators):
-                bits[row, real[_val_number(locator) - 1]] = True
-        except (ValueError, IndexError, TypeError, KeyError) as error:
-            raise SourceError(
-                f"source.real: {file} is not a list of label lists, one for each validation picture ({error})"
-            ) from None
-        return {"real": bits}
+            real: Any = json.loads(file.read_bytes())
+        except ValueError:
+            real = None
+        lists = isinstance(real, list) and all(isinstance(row, list) for row in real)
+        if not lists or not all(type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row):
+            raise SourceError(f"source.real: {file} is not a list of label lists, one for each validation picture")
+        return list(real)
 
     def _real_file(self) -> Path:
         assert self.settings.real is not None

@@ -74,9 +74,11 @@ class Stl10Source(Source):
             data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
         return check_size(entry, data)
 
-    def annotations(self, split: str, locators: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-        if split != "train":
-            return {}
+    def annotated_splits(self) -> tuple[str, ...]:
+        return ("train",)
+
+    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
+        assert split == "train", split
         bits = self._folds(self._stamp())
         return {"folds": bits[[int(locator.rpartition("/")[2]) for locator in locators]]}
 

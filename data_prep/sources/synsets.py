@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_prep.building.inventory import Container, Entries, Entry
-from data_prep.sources.base import SourceError, check_size
-from data_prep.sources.folder import files_below, subfolders
+from data_prep.sources.base import SourceError
+from data_prep.sources.files import list_files, read_file
+from data_prep.sources.folder import subfolders
 from data_prep.sources.guard import stamp_of
 from data_prep.sources.tars import Member, TarError, members, read_checked
 
@@ -27,14 +28,18 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
         return _tar_of_tars(path, place, split)
     prefix = f"{place}/" if place else ""
     with os.scandir(path) as found:
-        tars = sorted(entry.name for entry in found if entry.name.endswith(".tar") and entry.is_file())
+        files = sorted(entry.name for entry in found if entry.is_file() and not entry.name.startswith("."))
+    tars = [name for name in files if name.endswith(".tar")]
+    odd = [name for name in files if _WNID.match(name) and name not in tars]
+    if odd:
+        raise SourceError(f"source.path: {path} holds {odd[0]}, which is no finished synset tar; complete or remove it")
     folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in subfolders(path)}
     if not tars and not folders:
         raise SourceError(f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders")
     packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name])) for name in tars}
     if packed and folders.keys() - packed.keys():
-        odd = min(folders.keys() - packed.keys())
-        raise SourceError(f"source.path: {path} holds synset tars, but {odd} only as a folder; keep one form of them")
+        alone = min(folders.keys() - packed.keys())
+        raise SourceError(f"source.path: {path} holds synset tars, but {alone} only as a folder; keep one form of them")
     return packed or folders
 
 
@@ -46,7 +51,7 @@ def labelled(synsets: dict[str, Container], classes: tuple[str, ...]) -> list[Co
 def list_synset(root: Path, container: Container) -> Entries:
     assert container.label is not None
     if _is_folder(container):
-        return Entries.of([(name, 0, size) for name, size in files_below(root / container.path)], label=container.label)
+        return Entries.of(list_files(root / container.path), label=container.label)
     found = list_tar(root, container)
     return Entries.of([(member.name, member.offset, member.num_bytes) for member in found], label=container.label)
 
@@ -58,12 +63,15 @@ def list_tar(root: Path, container: Container) -> list[Member]:
         found = list(members(file, start=container.offset, num_bytes=container.num_bytes or None))
     except TarError as error:
         raise SourceError(f"source.path: {root / container.path} {error}; download it again") from None
-    return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
+    seen = [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
+    if len({member.name for member in seen}) < len(seen):
+        raise SourceError(f"source.path: {root / container.path} holds a name twice; download it again")
+    return seen
 
 
 def read_synset(root: Path, entry: Entry) -> bytes:
     if _is_folder(entry.container):
-        return check_size(entry, (root / entry.locator).read_bytes())
+        return read_file(root, entry)
     descriptor = _open(root, entry.container)
     try:
         return read_checked(descriptor.number, entry.offset, entry.num_bytes)
@@ -92,12 +100,15 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
         raise SourceError(f"source.path: {path} {error}; download it again") from None
     if not outer:
         raise SourceError(f"source.path: {path} is an empty tar")
-    return {
-        _wnid(member.name, path): Container(
+    synsets: dict[str, Container] = {}
+    for member in outer:
+        wnid = _wnid(member.name, path)
+        if wnid in synsets:
+            raise SourceError(f"source.path: {path} holds the synset {wnid} twice; download it again")
+        synsets[wnid] = Container(
             f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp
         )
-        for member in outer
-    }
+    return synsets
 
 
 def _wnid(name: str, place: Path) -> str:

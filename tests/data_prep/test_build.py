@@ -450,3 +450,126 @@ def test_a_source_is_never_its_own_dataset(tmp_path: Path, capsys: pytest.Captur
     source = write_classes(tmp_path / "source", {"ant": 2})
     assert build(source, source) == 2
     assert "is the source itself" in capsys.readouterr().err
+
+
+# ---- nothing lies where it would not be read --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("cat/a.jpg", "val/cat/b.jpg"), "also cat/, which is none of train, val, test"),
+        (("train/cat/a.jpg", "validation/cat/b.jpg"), "also validation/, which is none of train, val, test"),
+        (("train/cat/a.jpg", "train/loose.png"), "1 pictures lie in {source}/train itself, in no class (loose.png)"),
+        (("cat/a.jpg", "loose.JPG"), "1 pictures lie in {source} itself, in no class (loose.JPG)"),
+    ],
+)
+def test_what_would_be_left_out_of_a_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...], message: str
+) -> None:
+    source = write_files(tmp_path / "source", {name: encoded(picture(seed=1)) for name in files})
+    assert build(source, tmp_path / "out") == 2
+    assert message.format(source=source) in capsys.readouterr().err
+
+
+def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 3}), tmp_path / "out"
+    (source / "ant" / "nowhere.jpg").symlink_to(tmp_path / "nothing")
+    os.mkfifo(source / "ant" / "pipe.jpg")
+    (source / "ant" / "notes.txt").write_text("kept beside the pictures")
+    monkeypatch.setattr("data_prep.building.build.MAX_INPUT_BYTES", 100_000)
+    with open(source / "ant" / "film.mp4", "wb") as file:
+        file.truncate(200_000)
+    assert build(source, out, "max_reject_share=1") == 0
+    rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert {line["path"]: line["reason"] for line in rejected} == {
+        "ant/nowhere.jpg": "not_a_file",
+        "ant/pipe.jpg": "not_a_file",
+        "ant/notes.txt": "not_an_image",
+        "ant/film.mp4": "too_large",
+    }
+
+
+def test_folders_of_a_class_are_walked_in_order_and_a_link_to_a_folder_above_ends_the_walk(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 2, "ant/more": 2, "ant/more/still": 1})
+    (source / "ant" / "more" / "loop").symlink_to(source / "ant", target_is_directory=True)
+    (source / "ant" / "again").symlink_to(source / "ant" / "more", target_is_directory=True)
+    assert build(source, tmp_path / "out", "order=listed") == 0
+    paths = (tmp_path / "out" / "train-000000.paths").read_text().splitlines()
+    assert [json.loads(path) for path in paths] == [
+        f"ant/{name}"
+        for name in (
+            *("000.jpg", "001.jpg", "again/000.jpg", "again/001.jpg", "again/still/000.jpg"),
+            *("more/000.jpg", "more/001.jpg", "more/still/000.jpg"),
+        )
+    ]
+
+
+def test_shards_made_before_the_source_was_touched_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
+    interrupt_before_the_manifest(source, out, monkeypatch)
+    for path in sorted(source.rglob("*.jpg")):  # other pictures of the same size in bytes
+        os.utime(path, ns=(1, 1))
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert len(before) == 4
+    assert build(source, out, "samples_per_shard=2") == 0
+    assert all(path.stat().st_mtime_ns != changed for path, changed in before.items())
+
+
+def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 4}), tmp_path / "ants"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    assert build(source, Path()) == 0
+    assert load_manifest(out).name == "ants"
+
+
+def test_selections_that_leave_nothing_or_match_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), tmp_path / "out"
+    for name, paths in (
+        ("all", ["ant/000.jpg", "ant/001.jpg", "bee/000.jpg", "bee/001.jpg"]),
+        ("none", ["train/ant/000.jpg"]),
+        ("one", ["ant/001.jpg"]),
+    ):
+        (tmp_path / name).write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
+    for overrides, message in (
+        ((f"exclude=[{tmp_path / 'all'}]",), "they leave nothing of the split train"),
+        ((f"exclude=[{tmp_path / 'none'}]",), "none of the 1 listed paths is in this source"),
+        (("classes=[]",), "classes: [] has the wrong number of entries"),
+        (("classes=[wasp]",), "1 are not in the source (wasp)"),
+    ):
+        assert build(source, out, *overrides) == 2
+        assert message in capsys.readouterr().err
+    assert build(source, out, f"exclude=[{tmp_path / 'one'}]") == 0
+    manifest = load_manifest(out)
+    assert (manifest.num_read, manifest.num_left_out) == (3, {"excluded": 1})
+    assert build(source, tmp_path / "ants", "classes=[ant]") == 0
+    assert load_manifest(tmp_path / "ants").num_left_out == {"whole classes": 1}
+
+
+def test_a_rejecting_build_and_a_task_answer_a_script_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 1})
+    write_files(source, {"ant/zero.jpg": b""})
+    assert build(source, tmp_path / "out", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["rejected"] == 1
+    assert build(source, tmp_path / "parts", "--json", "--task=0/1") == 0
+    assert json.loads(capsys.readouterr().out) == {"dataset": str(tmp_path / "parts"), "task": "0/1", "shards": 1}
+    assert build(source, tmp_path / "none", "--task=") == 2  # an unset variable of a job array
+
+
+def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 1})
+    (tmp_path / "out").write_text("a file")
+    for out in (tmp_path / "out", tmp_path / "out" / "below"):
+        assert build(source, out) == 2
+        assert "cannot be made, for a file is in its place" in capsys.readouterr().err
+    assert build(source, source / "shards") == 2
+    assert "is the source itself, or in it" in capsys.readouterr().err

@@ -77,3 +77,16 @@ def test_an_unfinished_dataset_says_so(shapes: Path, tmp_path: Path) -> None:
     (copy / "manifest.json").unlink()
     with pytest.raises(DatasetError, match="is unfinished; run its data_prep build again"):
         load_manifest(copy)
+
+
+@pytest.mark.parametrize("offset", [-512, 1 << 30])
+def test_an_index_that_leads_out_of_its_shard_is_refused(shapes: Path, tmp_path: Path, offset: int) -> None:
+    directory = tmp_path / "copy"
+    shutil.copytree(shapes, directory)
+    manifest = load_manifest(directory)
+    path = directory / manifest.split("train").shards[0].index_file
+    index = np.load(path)
+    index[-1, 0] = offset
+    np.save(path, index)
+    with pytest.raises(DatasetError, match="its index leads out of it"):
+        SplitReader(directory, manifest, "train")

@@ -95,14 +95,18 @@ def test_targets_spare_the_listing_from_fetching_pictures(monkeypatch: pytest.Mo
     assert made.num_fetched == 10
 
 
-def test_the_manifest_says_what_was_called_but_no_path_of_this_machine() -> None:
-    source = source_of("Pictures", {"train": {"root": "/home/somebody/data", "train": True}})
-    assert source.describe() == {
+def test_the_manifest_says_what_was_called_but_no_path_or_secret_and_other_arguments_are_another_dataset() -> None:
+    given = {"train": {"root": "/home/somebody/data", "token": "SECRET"}}
+    described = source_of("Pictures", given).describe()
+    assert {key: described[key] for key in ("kind", "factory", "class_names")} == {
         "kind": "dataset",
         "factory": f"{HERE}:Pictures",
         "class_names": None,
-        "splits": {"train": {"train": True}},
     }
+    assert "SECRET" not in str(described)
+    assert "somebody" not in str(described)
+    others = [{"train": given["train"] | change} for change in ({"root": "/home/else"}, {"token": "T"}, {"more": 1})]
+    assert all(source_of("Pictures", other).describe() != described for other in others)
 
 
 def test_data_prep_does_not_import_torch_for_it() -> None:

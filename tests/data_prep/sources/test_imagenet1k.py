@@ -182,9 +182,32 @@ def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, capsys: pytes
     assert "published is fa75699e90414af021442c21a62c3abf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["{", "[[1], [2]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[1, 2]", "[[1], [2], [3], [4], [-1]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]'],
+)
 def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "real.json").write_text(content)
     assert build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}") == 2
     assert "is not a list of label lists, one for each validation picture" in capsys.readouterr().err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_real_labels_that_end_too_soon_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "real.json").write_text("[[1], [2]]")
+    assert build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}") == 2
+    assert "has 2 lists, none for ILSVRC2012_img_val.tar/ILSVRC2012_val_0000000" in capsys.readouterr().err
+
+
+def test_real_labels_are_renumbered_with_the_classes_that_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text(json.dumps([[1], [2], [0, 1], [0], [2, 1]]))
+    out, kept = tmp_path / "out", f"classes=[{FIRST[1]}, {FIRST[2]}]"
+    assert build(downloaded(tmp_path / "in"), out, f"source.real={tmp_path / 'real.json'}", kept) == 0
+    split = load_manifest(out).split("val")
+    bits = load_annotation(out, split, "real")
+    found = {}
+    for shard in split.shards:
+        for path, row in zip(load_paths(out, shard), bits, strict=True):
+            found[path.removesuffix(".JPEG").rpartition("_")[2]] = np.flatnonzero(row).tolist()
+    # pictures 1, 2 and 5 are of the kept classes 1 and 2, which are now 0 and 1
+    assert found == {"00000001": [0], "00000002": [1], "00000005": [0, 1]}

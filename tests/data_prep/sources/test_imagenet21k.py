@@ -1,6 +1,7 @@
 """ImageNet-21k in its three forms makes the same samples; the held-out images are a seeded function of each class alone."""
 
 import gzip
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,8 +145,6 @@ def _stranger(source: Path) -> None:
 
 
 def _link(source: Path) -> None:
-    import tarfile
-
     with tarfile.open(source / f"{FIRST[1]}.tar", "w") as archive:
         link = tarfile.TarInfo(f"{FIRST[1]}_1.JPEG")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -207,3 +206,44 @@ def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> Non
     source_path.write_bytes(bytes(data))  # the same file, changed in place
     with pytest.raises(SourceError, match="is not where it was when this tar was listed"):
         source.read(entry)
+
+
+def _twice(root: Path) -> Path:
+    files = synset_files(FIRST[0], 2)
+    inner = {f"a/{FIRST[0]}.tar": tar_of(files), f"b/{FIRST[0]}.tar": tar_of(files)}
+    (root / "whole.tar").write_bytes(tar_of(inner))
+    return root / "whole.tar"
+
+
+def _unfinished(root: Path) -> Path:
+    source = write_synset_tars(root / "in", {FIRST[0]: 2})
+    (source / f"{FIRST[1]}.tar.part").write_bytes(b"half")
+    return source
+
+
+def _name_twice(root: Path) -> Path:
+    source = write_synset_tars(root / "in", {FIRST[0]: 2})
+    with tarfile.open(source / f"{FIRST[0]}.tar", "a") as archive:
+        again = tarfile.TarInfo(next(iter(synset_files(FIRST[0], 1))))
+        archive.addfile(again)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_twice, f"holds the synset {FIRST[0]} twice"),
+        (_unfinished, f"holds {FIRST[1]}.tar.part, which is no finished synset tar"),
+        (_name_twice, f"{FIRST[0]}.tar holds a name twice"),
+    ],
+)
+def test_what_would_be_lost_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[[Path], Path], message: str
+) -> None:
+    assert build(write(tmp_path), tmp_path / "out", "source.processing=raw") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_class_must_not_lose_all_its_images_to_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=1", "source.val_per_class=2") == 2
+    assert "source.min_images: 1 is less than val_per_class, 2" in capsys.readouterr().err
