@@ -21,7 +21,7 @@ arrows:
 	$(BIN)/lint-imports
 
 tests:
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: .venv/.installed
 	$(BIN)/ruff format .

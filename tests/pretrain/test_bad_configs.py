@@ -136,7 +136,7 @@ def test_a_bad_transfer_config_is_one_line_with_its_remedy(
         (["--source", "foldr", "--out", "x"], "source.kind: 'foldr' is not one of its values; did you mean 'folder'?"),
         (["--source", "folder", "--out", "x"], "source.path: missing; set it in the config or as source.path=VALUE"),
         (["--source", "folder", "--out", "x", "source.path=nowhere"], "source.path: nowhere is not a directory"),
-        (["--source", "folder", "--out", ".", "source.path=."], "out: '.' is the source itself; name another directory"),
+        (["--source", "folder", "--out", ".", "source.path=."], "out: '.' is the source itself, or in it; name another directory"),
         (["--source", "synthetic", "--out", "x", "source.num_clases=3"], "source.num_clases: unknown key; did you mean 'num_classes'?"),
         (["--source", "synthetic", "--out", "x", "encoding=png"], "encoding: 'png' is not one of its values"),
     ],
