@@ -26,7 +26,7 @@ class IndexSettings(Settings):
     name: str | None = None
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     storage: dict[str, Any] = Field(default_factory=dict)
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3; they are written nowhere."""
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}} for http; written nowhere."""
     num_attempts: int = Field(4, ge=1)
     """Of reading from a server, with growing pauses."""
     image_size: int = Field(64, ge=8, le=1024)

@@ -97,10 +97,14 @@ class Web:
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
+        self.key = ""
+        """A query without which nothing is given out."""
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
-        name = request.path.lstrip("/")
+        name, _, query = request.path.lstrip("/").partition("?")
         path = self.folder / name
+        if query != self.key:
+            return self._status(request, 403)
         if not path.is_file():
             return self._status(request, 404)
         data = path.read_bytes()

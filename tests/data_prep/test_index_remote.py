@@ -81,6 +81,8 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
     for kind in ("http", "s3"):
         same_but_for_places(tmp_path / "local", tmp_path / kind)
+    assert index(tmp_path / "s3b", "s3://pictures/some/s-[0]?[0-2].tar", f"storage={bucket}") == 0
+    same_but_for_places(tmp_path / "local", tmp_path / "s3b")
     files = [[shard.file for shard in load_manifest(tmp_path / kind).splits["train"].shards] for kind in ("http", "s3")]
     assert files == [[f"{address}/{name}" for name in NAMES], [f"s3://pictures/some/{name}" for name in NAMES]]
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "s3").values())
@@ -168,6 +170,23 @@ def test_a_changed_object_is_refused_even_where_the_server_says_nothing_of_versi
     assert index(out, f"{address}/{PATTERN}") == 2
     assert f"{address}/{NAMES[1]}: has changed since it was indexed" in capsys.readouterr().err
     assert state.gets == ({**dict.fromkeys(NAMES, 1), NAMES[1]: 2} if marks else dict.fromkeys(NAMES, 2))
+
+
+def test_a_key_of_a_web_server_goes_through_storage_and_nowhere_else(
+    tmp_path: Path, server: tuple[str, Web], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = server
+    state.key = "key=secret-word"
+    storage = "storage={params: {key: secret-word}}"
+    assert index(tmp_path / "none", f"{address}/{PATTERN}") == 2
+    assert index(tmp_path / "out", f"{address}/{PATTERN}", storage) == 0
+    assert not any(b"secret-word" in data for data in files_of(tmp_path / "out").values())
+    state.faults = {NAMES[0]: [500] * 9}
+    capsys.readouterr()
+    assert index(tmp_path / "other", f"{address}/{PATTERN}", storage, "num_attempts=1") == 1
+    said = last_line(capsys)
+    assert f"{address}/{NAMES[0]}: cannot be read (500" in said
+    assert "secret-word" not in said
 
 
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
