@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_prep.checking.stored import tar_content
+from data_prep.checking.stored import Storage, tar_content
 from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_manifest
 from data_prep.publish import write_atomic
@@ -30,7 +30,13 @@ class Cell:
 
 
 def contact_sheet(
-    directory: Path, *, split: str = "train", shard: int | None = None, count: int = 64, seed: int = 0
+    directory: Path,
+    *,
+    split: str = "train",
+    shard: int | None = None,
+    count: int = 64,
+    seed: int = 0,
+    storage: Storage | None = None,
 ) -> Image.Image:
     manifest = load_manifest(directory)
     shards = manifest.split(split, directory=directory).shards
@@ -39,7 +45,7 @@ def contact_sheet(
     if shard is not None and not 0 <= shard < len(shards):
         raise UserError(f"shard: {shard}, but {split} has the shards 0 to {len(shards) - 1}")
     chosen = shards if shard is None else (shards[shard],)
-    cells = _cells(directory, manifest, chosen, count=count, seed=seed)
+    cells = _cells(directory, manifest, chosen, count=count, seed=seed, storage=storage or {})
     if not cells:
         raise UserError(f"{directory}: {split} has no samples to show")
     where = f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}" if shard is None else shards[shard].name
@@ -55,7 +61,9 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def _cells(directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int) -> list[Cell]:
+def _cells(
+    directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int, storage: Storage
+) -> list[Cell]:
     num_samples = sum(shard.num_samples for shard in shards)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     positions = np.sort(np.argsort(draws, kind="stable")[:count])
@@ -65,7 +73,7 @@ def _cells(directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, co
         low, high = np.searchsorted(positions, (start, start + shard.num_samples))
         if low < high:
             rows = load_index(directory, shard)[positions[low:high] - start].tolist()
-            with tar_content(directory, shard) as content:
+            with tar_content(directory, shard, storage=storage) as content:
                 for offset, length, label in rows:
                     picture = _seen(directory, manifest, shard, content[offset : offset + length])
                     name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.building.workers import Tally
-from data_prep.checking.stored import key_of, local_tar, tar_content
+from data_prep.checking.stored import Storage, key_of, local_tar, tar_content
 from data_prep.images import Rejection, decode
+from data_prep.indexing.remote import MissingError, RemoteError
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
 
@@ -99,7 +100,7 @@ class ShardFindings:
     num_unlabelled: int = 0
 
 
-def check_shard(directory: Path, expected: Expected, shard: Shard) -> ShardFindings:
+def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Shard) -> ShardFindings:
     findings = ShardFindings(Faults(), np.zeros(expected.num_classes, np.int64))
     faults = findings.faults
     if not shard.is_remote and not (directory / shard.file).is_file():
@@ -113,11 +114,14 @@ def check_shard(directory: Path, expected: Expected, shard: Shard) -> ShardFindi
         in_range = labels[(labels >= 0) & (labels < expected.num_classes)]
         findings.class_counts += np.bincount(in_range, minlength=expected.num_classes)
     try:
-        with local_tar(directory, shard) as path, tar_content(path.parent, _here(shard, path)) as content:
+        with (
+            local_tar(directory, shard, storage=storage) as path,
+            tar_content(path.parent, _here(shard, path), storage={}) as content,
+        ):
             _check_hash(content, shard, faults)
             if index is not None:
                 _Walk(shard, expected, content, index, faults).check(path)
-    except DatasetError as error:
+    except (DatasetError, MissingError, RemoteError) as error:
         faults.add(str(error))
     return findings
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.checking.stored import stored_key, sweep, tar_content
+from data_prep.checking.stored import Storage, stored_key, sweep, tar_content
 from data_prep.choosing.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choosing.neighbours import MAX_NEAR, near_pairs
 from data_prep.manifest import Manifest, Shard, load_index, load_manifest, load_paths
@@ -77,6 +77,7 @@ def find_duplicates(
     near: int | None,
     cache: Path | None = None,
     num_workers: int = 1,
+    storage: Storage | None = None,
 ) -> Duplicates:
     """What `splits` of the dataset have to lose; `near` is None where only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
@@ -86,9 +87,8 @@ def find_duplicates(
     parts = _parts(directory, against, splits)
     if cache is not None:
         cache.mkdir(parents=True, exist_ok=True)
-    hashes = np.concatenate(
-        [np.zeros(0, DTYPE)] + [_hashes(part, cache=cache, num_workers=num_workers) for part in parts]
-    )
+    found = (_hashes(part, cache=cache, num_workers=num_workers, storage=storage or {}) for part in parts)
+    hashes = np.concatenate([np.zeros(0, DTYPE), *found])
     first = next(part.start for part in parts if part.may_lose)
     like, distance = compare(hashes, near=near, first=first)
     positions = np.flatnonzero((like >= 0) & (np.arange(len(like)) >= first))
@@ -115,8 +115,8 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     return parts
 
 
-def _hashes(part: Part, *, cache: Path | None, num_workers: int) -> Hashes:
-    work = partial(shard_hashes, part.directory, cache)
+def _hashes(part: Part, *, cache: Path | None, num_workers: int, storage: Storage) -> Hashes:
+    work = partial(shard_hashes, part.directory, cache, storage)
     title = f"hashing {part.manifest.name}/{part.split}"
     return np.concatenate([np.zeros(0, DTYPE), *sweep(work, part.shards, title=title, num_workers=num_workers)])
 
@@ -161,10 +161,10 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
 # ---- the list ----------------------------------------------------------------------------------------------------
 
 
-def exclusion_lines(found: Duplicates) -> list[dict[str, Any]]:
+def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> list[dict[str, Any]]:
     """What an exclusion list says of each dropped sample, sorted by path."""
     everyone = np.unique(np.concatenate([found.positions, found.likes]))
-    keys, paths = _names(found, everyone)
+    keys, paths = _names(found, everyone, storage=storage or {})
     lines = []
     for position, like, distance in zip(
         found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True
@@ -176,7 +176,7 @@ def exclusion_lines(found: Duplicates) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["path"], line["split"], line["key"]))
 
 
-def _names(found: Duplicates, positions: Ids) -> tuple[dict[int, str], dict[int, str]]:
+def _names(found: Duplicates, positions: Ids, *, storage: Storage) -> tuple[dict[int, str], dict[int, str]]:
     """Key and path of each position, reading every shard concerned once."""
     keys: dict[int, str] = {}
     paths: dict[int, str] = {}
@@ -186,7 +186,7 @@ def _names(found: Duplicates, positions: Ids) -> tuple[dict[int, str], dict[int,
             low, high = np.searchsorted(positions, (start, start + shard.num_samples))
             if low < high:
                 offsets, all_paths = load_index(part.directory, shard)[:, 0], load_paths(part.directory, shard)
-                with tar_content(part.directory, shard) as content:
+                with tar_content(part.directory, shard, storage=storage) as content:
                     for position in positions[low:high].tolist():
                         keys[position] = stored_key(content, int(offsets[position - start]))
                         paths[position] = all_paths[position - start]

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.commands import OK, add_workers, print_table
+from data_prep.commands import OK, add_storage, add_workers, at_least, print_table
 from data_prep.settings import validate
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ def add_verbs(verbs: "Verbs") -> None:
     subset.add_argument("dataset", type=Path)
     subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
-    subset.add_argument("--count", type=int, metavar="N", help="N samples, in the proportions of the classes")
-    subset.add_argument("--per-class", type=int, metavar="N", help="N samples of every class")
+    subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
+    subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
     subset.add_argument(
         "--split", default="train", help="the split that the size is of (train); others are taken whole"
     )
-    subset.add_argument("--seed", type=int, default=0, help="with one seed, smaller subsets lie within larger ones")
+    subset.add_argument(
+        "--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones"
+    )
     subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
     subset.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -47,6 +49,7 @@ def add_verbs(verbs: "Verbs") -> None:
     dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
     dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
     add_workers(dedup)
+    add_storage(dedup)
     dedup.add_argument("--json", action="store_true", help="print the summary as JSON")
     dedup.set_defaults(run=_dedup, after_a_stop="no list was written; with --hashes the next run goes on from here")
 
@@ -79,9 +82,10 @@ def _dedup(options: argparse.Namespace) -> int:
         near=None if options.exact else options.near,
         cache=options.hashes,
         num_workers=options.workers,
+        storage=options.storage,
     )
     if options.out is not None:
-        write_list(options.out, exclusion_lines(found))
+        write_list(options.out, exclusion_lines(found, storage=options.storage))
     names = ("split", "of_dataset", "of_split", "reason")
     rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
     num_samples = sum(part.stop - part.start for part in found.parts if part.may_lose)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from data_prep.settings import UserError
 
-FIRST_PAUSE_S = 0.5
+NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
 T = TypeVar("T")
@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 class RemoteError(OSError):
     """A server that does not deliver, for now: the same command may work later."""
+
+
+class MissingError(UserError):
+    """A server that has no such file."""
 
 
 class Version(NamedTuple):
@@ -102,11 +106,11 @@ def _refuse_hopeless(url: str, error: Exception) -> None:
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
         if status is None and names & {"ClientConnectorError", "TimeoutError", "ServerDisconnectedError"}:
             return
-        raise UserError(f"{shown(url)}: there is no such file; mend the pattern") from None
+        raise MissingError(f"{shown(url)}: there is no such file; mend the address, or put it back") from None
     if status in (401, 403) or isinstance(error, PermissionError) or names & {"NoCredentialsError"}:
         raise UserError(
             f"{shown(url)}: access is refused; give credentials (AWS_*, ~/.netrc or storage), "
-            "or storage.anon=true for public buckets"
+            "or the storage option anon=true for public buckets"
         ) from None
 
 

@@ -81,7 +81,6 @@ def test_long_names_keep_both_ends_and_fit() -> None:
     ("words", "message"),
     [
         (["--shard", "4"], "shard: 4, but train has the shards 0 to 3"),
-        (["--count", "0"], "count: 0; choose at least 1"),
         (["--split", "vla"], "has no split 'vla'; did you mean 'val'?"),
     ],
 )
