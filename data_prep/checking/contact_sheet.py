@@ -20,6 +20,7 @@ from data_prep.settings import UserError
 CELL = 112
 """Pixels that a picture is enlarged to at least, by a whole number."""
 GAP, MARGIN, HEAD, LABEL = 14, 24, 62, 20
+_PNG = b"\x89PNG\r\n\x1a\n"
 INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
 
 
@@ -52,6 +53,21 @@ def contact_sheet(
     num_samples = sum(part.num_samples for part in chosen)
     facts = f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px {manifest.encoding}"
     return draw_sheet(cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes")
+
+
+def check_out(path: Path) -> None:
+    """Refuses what is no place for a sheet, before any work."""
+    if path.suffix.lower() != ".png":
+        raise UserError(f"out: {path} does not end in .png; name it {path.with_suffix('.png')}")
+    try:
+        with open(path, "rb") as file:
+            is_png = file.read(len(_PNG)) == _PNG
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"out: {path} cannot be written ({error.strerror}); name another file") from None
+    if not is_png:
+        raise UserError(f"out: {path} exists and is no PNG; name another file, it is left as it is")
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:

@@ -12,6 +12,7 @@ stay no two in the splits concerned are alike: run again on what was built witho
 """
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from data_prep.checking.stored import Storage, stored_key, sweep, tar_content
 from data_prep.choosing.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choosing.neighbours import MAX_NEAR, near_pairs
-from data_prep.manifest import Manifest, Shard, load_index, load_manifest, load_paths
+from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
 
@@ -86,7 +87,10 @@ def find_duplicates(
         )
     parts = _parts(directory, against, splits)
     if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"hashes: {cache} is no directory; name one, it may be a new one") from None
     found = (_hashes(part, cache=cache, num_workers=num_workers, storage=storage or {}) for part in parts)
     hashes = np.concatenate([np.zeros(0, DTYPE), *found])
     first = next(part.start for part in parts if part.may_lose)
@@ -194,8 +198,29 @@ def _names(found: Duplicates, positions: Ids, *, storage: Storage) -> tuple[dict
     return keys, paths
 
 
+def check_out(path: Path) -> None:
+    """Refuses what is no place for a list, before hours of hashing."""
+    if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
+        raise UserError(f"out: {path} is no name for the list; name it ....jsonl, such as duplicates.jsonl")
+    if path.is_dir():
+        raise UserError(f"out: {path} is a directory; name the file that is to be written")
+    if not path.parent.is_dir():
+        raise UserError(f"out: {path.parent} is no directory; make it, or name another place")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"out: {path.parent} cannot be written to; name another place")
+    if path.exists() and not _is_list(path):
+        raise UserError(f"out: {path} exists and is no list of dedup; name another file, it is left as it is")
+
+
+def _is_list(path: Path) -> bool:
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError):
+        return False
+    return all(isinstance(line, dict) and {"path", "of"} <= line.keys() for line in lines)
+
+
 def write_list(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
 
 

@@ -42,10 +42,9 @@ def add_verbs(verbs: "Verbs") -> None:
         help="a dataset that stays whole; repeatable",
     )
     dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
-    dedup.add_argument(
-        "--near", type=int, default=NEAR, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})"
-    )
-    dedup.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
+    how = dedup.add_mutually_exclusive_group()
+    how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
+    how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
     dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
     dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
     add_workers(dedup)
@@ -73,13 +72,16 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _dedup(options: argparse.Namespace) -> int:
-    from data_prep.choosing.dedup import exclusion_lines, find_duplicates, summary, write_list
+    from data_prep.choosing.dedup import check_out, exclusion_lines, find_duplicates, summary, write_list
 
+    if options.out is not None:
+        check_out(options.out)
+    near = NEAR if options.near is None else options.near
     found = find_duplicates(
         options.dataset,
         against=tuple(options.against),
         splits=tuple(options.split or ["train"]),
-        near=None if options.exact else options.near,
+        near=None if options.exact else near,
         cache=options.hashes,
         num_workers=options.workers,
         storage=options.storage,
