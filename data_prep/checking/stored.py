@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from data_prep.building.workers import Tally, worker_pool
 from data_prep.indexing.remote import NUM_ATTEMPTS, copied
-from data_prep.manifest import DatasetError, Shard
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 
@@ -60,6 +60,15 @@ def _why(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "missing"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def known_files(manifest: Manifest) -> set[str]:
+    """What a dataset directory holds according to its manifest."""
+    known = {MANIFEST_NAME, REJECTED_NAME}
+    for split in manifest.splits.values():
+        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
+        known |= {annotation.file for annotation in split.annotations.values()}
+    return known
 
 
 def sweep(

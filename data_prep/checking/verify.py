@@ -14,9 +14,8 @@ import numpy as np
 
 from data_prep.building.shards import PARTS
 from data_prep.checking.shard_check import BORROWED, Expected, Faults, ShardFindings, check_shard
-from data_prep.checking.stored import Storage, sweep
+from data_prep.checking.stored import Storage, known_files, sweep
 from data_prep.manifest import (
-    MANIFEST_NAME,
     REJECTED_NAME,
     DatasetError,
     Manifest,
@@ -111,10 +110,7 @@ def _split_faults(
 
 def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     """What no manifest speaks of: left by a killed run, or put there by somebody."""
-    known = {MANIFEST_NAME, REJECTED_NAME}
-    for split in manifest.splits.values():
-        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
-        known |= {annotation.file for annotation in split.annotations.values()}
+    known = known_files(manifest)
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
             yield f"{path.name}: left by a run that did not end; once none is at work, it may be deleted"

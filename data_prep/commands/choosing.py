@@ -60,14 +60,17 @@ def _subset(options: argparse.Namespace) -> int:
     selection = validate(Selection, {name: getattr(options, name) for name in names})
     manifest = subset(options.dataset, options.out, selection)
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
+    excluded = manifest.source.get("exclude_paths")
     if options.json:
-        left_out = {"left_out": manifest.num_left_out}
-        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **left_out}))
+        more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
+        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **more}))
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
     if manifest.num_left_out:
         print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items()))
+    if excluded is not None:
+        print(f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in {options.dataset}")
     return OK
 
 
