@@ -139,7 +139,9 @@ def _existing(out: Path, fingerprint: str) -> Manifest | None:
         raise UserError(f"{out}: exists and is no dataset; choose another directory")
     manifest = load_manifest(out)
     if manifest.fingerprint != fingerprint:
-        raise UserError(f"{out}: holds another dataset ({manifest.name}); delete it, or choose another directory")
+        raise UserError(
+            f"{out}: holds another dataset ({manifest.name}); choose another directory, or remove it if nothing uses it"
+        )
     tars = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_remote]
     if all((out / shard.file).exists() for shard in tars):
         return manifest

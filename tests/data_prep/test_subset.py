@@ -271,7 +271,7 @@ def test_the_same_call_again_changes_nothing_and_another_is_refused(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {"train": 75, "val": 12}
     assert subset(animals, tmp_path / "half", "--fraction", "0.4") == 2
-    assert "half: holds another dataset (half); delete it, or choose another" in capsys.readouterr().err
+    assert "half: holds another dataset (half); choose another directory" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
 
 
