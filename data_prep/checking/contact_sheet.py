@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_prep.checking.stored import tar_content
+from data_prep.checking.stored import Storage, tar_content
 from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_manifest
 from data_prep.publish import write_atomic
@@ -20,6 +20,7 @@ from data_prep.settings import UserError
 CELL = 112
 """Pixels that a picture is enlarged to at least, by a whole number."""
 GAP, MARGIN, HEAD, LABEL = 14, 24, 62, 20
+_PNG = b"\x89PNG\r\n\x1a\n"
 INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
 
 
@@ -30,7 +31,13 @@ class Cell:
 
 
 def contact_sheet(
-    directory: Path, *, split: str = "train", shard: int | None = None, count: int = 64, seed: int = 0
+    directory: Path,
+    *,
+    split: str = "train",
+    shard: int | None = None,
+    count: int = 64,
+    seed: int = 0,
+    storage: Storage | None = None,
 ) -> Image.Image:
     manifest = load_manifest(directory)
     shards = manifest.split(split, directory=directory).shards
@@ -39,13 +46,28 @@ def contact_sheet(
     if shard is not None and not 0 <= shard < len(shards):
         raise UserError(f"shard: {shard}, but {split} has the shards 0 to {len(shards) - 1}")
     chosen = shards if shard is None else (shards[shard],)
-    cells = _cells(directory, manifest, chosen, count=count, seed=seed)
+    cells = _cells(directory, manifest, chosen, count=count, seed=seed, storage=storage or {})
     if not cells:
         raise UserError(f"{directory}: {split} has no samples to show")
     where = f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}" if shard is None else shards[shard].name
     num_samples = sum(part.num_samples for part in chosen)
     facts = f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px {manifest.encoding}"
     return draw_sheet(cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes")
+
+
+def check_out(path: Path) -> None:
+    """Refuses what is no place for a sheet, before any work."""
+    if path.suffix.lower() != ".png":
+        raise UserError(f"out: {path} does not end in .png; name it {path.with_suffix('.png')}")
+    try:
+        with open(path, "rb") as file:
+            is_png = file.read(len(_PNG)) == _PNG
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"out: {path} cannot be written ({error.strerror}); name another file") from None
+    if not is_png:
+        raise UserError(f"out: {path} exists and is no PNG; name another file, it is left as it is")
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
@@ -55,7 +77,9 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def _cells(directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int) -> list[Cell]:
+def _cells(
+    directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int, storage: Storage
+) -> list[Cell]:
     num_samples = sum(shard.num_samples for shard in shards)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     positions = np.sort(np.argsort(draws, kind="stable")[:count])
@@ -65,7 +89,7 @@ def _cells(directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, co
         low, high = np.searchsorted(positions, (start, start + shard.num_samples))
         if low < high:
             rows = load_index(directory, shard)[positions[low:high] - start].tolist()
-            with tar_content(directory, shard) as content:
+            with tar_content(directory, shard, storage=storage) as content:
                 for offset, length, label in rows:
                     picture = _seen(directory, manifest, shard, content[offset : offset + length])
                     name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"

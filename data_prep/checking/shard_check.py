@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.building.workers import Tally
-from data_prep.checking.stored import key_of, local_tar, tar_content
+from data_prep.checking.stored import Storage, key_of, local_tar, tar_content
 from data_prep.images import Rejection, decode
+from data_prep.indexing.remote import MissingError, RemoteError
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
 
@@ -72,11 +73,14 @@ class Expected:
 
 
 def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
-    """What the `.cls` of each class holds: a subset of some classes numbers them anew, its tars do not."""
+    """What the `.cls` of each class holds: a subset of some classes numbers them anew, its tars do not; `index` keeps the numbers
+    that it takes from there."""
     if manifest.source.get("kind") == "subset":
         labels = manifest.source.get("labels")
         return None if labels is None else tuple(labels)
-    return None if manifest.source.get("kind") in BORROWED else tuple(range(len(manifest.classes)))
+    if manifest.source.get("kind") == "index" and manifest.source.get("label") != "cls":
+        return None
+    return tuple(range(len(manifest.classes)))
 
 
 class Member(NamedTuple):
@@ -99,7 +103,7 @@ class ShardFindings:
     num_unlabelled: int = 0
 
 
-def check_shard(directory: Path, expected: Expected, shard: Shard) -> ShardFindings:
+def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Shard) -> ShardFindings:
     findings = ShardFindings(Faults(), np.zeros(expected.num_classes, np.int64))
     faults = findings.faults
     if not shard.is_remote and not (directory / shard.file).is_file():
@@ -113,11 +117,14 @@ def check_shard(directory: Path, expected: Expected, shard: Shard) -> ShardFindi
         in_range = labels[(labels >= 0) & (labels < expected.num_classes)]
         findings.class_counts += np.bincount(in_range, minlength=expected.num_classes)
     try:
-        with local_tar(directory, shard) as path, tar_content(path.parent, _here(shard, path)) as content:
+        with (
+            local_tar(directory, shard, storage=storage) as path,
+            tar_content(path.parent, _here(shard, path), storage={}) as content,
+        ):
             _check_hash(content, shard, faults)
             if index is not None:
                 _Walk(shard, expected, content, index, faults).check(path)
-    except DatasetError as error:
+    except (DatasetError, MissingError, RemoteError) as error:
         faults.add(str(error))
     return findings
 
@@ -209,7 +216,7 @@ class _Walk:
         Tally.add(1)
         name = f"{self.shard.file} {sample.key}"
         says = self._label_in_tar(sample)
-        if picture is None or (self.expected.stored_labels is not None and says != self._expected_label(label)):
+        if picture is None or (self._is_comparable(says) and says != self._expected_label(label)):
             self.faults.add(f"{name}: the index points elsewhere")
         if not (0 <= label < self.expected.num_classes or (label == -1 and self.expected.is_unlabelled)):
             self.faults.add(f"{name}: label {label} of {self.expected.num_classes} classes")
@@ -224,11 +231,15 @@ class _Walk:
             self.row += 1
 
     def _label_in_tar(self, sample: TarSample) -> int | None:
-        found = [member for member in sample.members if member.extension == "cls"]
+        found = [member for member in sample.members if member.extension.lower() == "cls"]
         try:
             return int(self.content[found[0].offset : found[0].offset + found[0].size]) if found else None
         except ValueError:
             return None
+
+    def _is_comparable(self, says: int | None) -> bool:
+        """In tars of others, members that belong to no sample may stand between a picture and its `.cls`."""
+        return self.expected.stored_labels is not None and not (says is None and self.expected.is_borrowed)
 
     def _expected_label(self, label: int) -> int:
         labels = self.expected.stored_labels

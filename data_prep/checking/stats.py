@@ -17,17 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from data_prep.building.merge import channel_statistics
+from data_prep.building.shards import ShardRecord
 from data_prep.building.workers import Tally
-from data_prep.checking.stored import sweep, tar_content
+from data_prep.checking.stored import Storage, sweep, tar_content
 from data_prep.images import CropPolicy, Rejection, decode, resize
+from data_prep.images.channels import ChannelSums
 from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
 
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
-Sums = tuple[NDArray[np.int64], NDArray[np.int64], int]
 
 
-def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1) -> dict[str, Any]:
+def stats(
+    directory: Path, *, recompute: bool = False, num_workers: int = 1, storage: Storage | None = None
+) -> dict[str, Any]:
     """Everything as plain values, ready for JSON."""
     manifest = load_manifest(directory)
     found: dict[str, Any] = {
@@ -44,10 +48,10 @@ def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1) -> 
         "splits": {name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()},
         "channel_mean": list(manifest.channel_mean),
         "channel_std": list(manifest.channel_std),
-        "sizes": _sizes(directory, manifest, num_workers=num_workers),
+        "sizes": _sizes(directory, manifest, num_workers=num_workers, storage=storage or {}),
     }
     if recompute:
-        mean, std = _channel_statistics(directory, manifest, num_workers=num_workers)
+        mean, std = _channel_statistics(directory, manifest, num_workers=num_workers, storage=storage or {})
         found |= {"recomputed_channel_mean": mean, "recomputed_channel_std": std}
     return found
 
@@ -91,23 +95,22 @@ def _rejected_by_reason(directory: Path, manifest: Manifest) -> dict[str, int]:
 # ---- what takes a look at the pictures -----------------------------------------------------------------------------
 
 
-def _sizes(directory: Path, manifest: Manifest, *, num_workers: int) -> list[dict[str, int]]:
+def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage) -> list[dict[str, int]]:
     """How many pictures have which size, the most frequent first."""
     sizes: Counter[tuple[int, int]] = Counter()
     if manifest.encoding != "keep":
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written
     else:
-        for found in sweep(
-            partial(_shard_sizes, directory), _shards(manifest), title="reading headers", num_workers=num_workers
-        ):
+        work = partial(_shard_sizes, directory, storage)
+        for found in sweep(work, _shards(manifest), title="reading headers", num_workers=num_workers):
             sizes += found
     ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     return [{"width": width, "height": height, "count": count} for (width, height), count in ranked]
 
 
-def _shard_sizes(directory: Path, shard: Shard) -> Counter[tuple[int, int]]:
+def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tuple[int, int]]:
     sizes: Counter[tuple[int, int]] = Counter()
-    with tar_content(directory, shard) as content, warnings.catch_warnings():
+    with tar_content(directory, shard, storage=storage) as content, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for offset, length in load_index(directory, shard)[:, :2].tolist():
             try:
@@ -119,32 +122,37 @@ def _shard_sizes(directory: Path, shard: Shard) -> Counter[tuple[int, int]]:
     return sizes
 
 
-def _channel_statistics(directory: Path, manifest: Manifest, *, num_workers: int) -> tuple[list[float], list[float]]:
+def _channel_statistics(
+    directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
+) -> tuple[list[float], list[float]]:
     shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
-    work = partial(_shard_sums, directory, manifest.image_size, manifest.crop)
-    sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
-    for some, some_squares, some_pixels in sweep(work, shards, title="adding up pixels", num_workers=num_workers):
-        sums, squares, num_pixels = sums + some, squares + some_squares, num_pixels + some_pixels
-    mean = sums / max(1, num_pixels)
-    std = np.sqrt((squares / max(1, num_pixels) - mean**2).clip(min=0))
-    return (mean / 255).tolist(), (std / 255).tolist()
+    work = partial(_shard_record, directory, manifest.image_size, manifest.crop, storage)
+    records = list(sweep(work, shards, title="adding up pixels", num_workers=num_workers))
+    mean, std = channel_statistics(records)
+    return list(mean), list(std)
 
 
-def _shard_sums(directory: Path, image_size: int, crop: CropPolicy, shard: Shard) -> Sums:
-    """Integers, so that the order of addition is of no account."""
-    sums, squares, num_pixels = np.zeros(3, np.int64), np.zeros(3, np.int64), 0
-    with tar_content(directory, shard) as content:
+def _shard_record(directory: Path, image_size: int, crop: CropPolicy, storage: Storage, shard: Shard) -> ShardRecord:
+    """The record that a build would have left of the shard, as far as its channels are concerned."""
+    channels = ChannelSums()
+    with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[:, :2].tolist():
             try:
                 picture, _ = decode(content[offset : offset + length])
             except Rejection as rejection:
                 raise _damaged(directory, shard, rejection) from None
-            pixels = np.asarray(resize(picture, size=image_size, crop=crop)).reshape(-1, 3).astype(np.int64)
-            sums += pixels.sum(axis=0)
-            squares += (pixels * pixels).sum(axis=0)
-            num_pixels += len(pixels)
+            channels.add(resize(picture, size=image_size, crop=crop))
             Tally.add(1)
-    return sums, squares, num_pixels
+    return ShardRecord(
+        fingerprint="",
+        num_inputs=shard.num_samples,
+        shard=shard,
+        class_counts={},
+        channel_sums=channels.sums,
+        channel_square_sums=channels.square_sums,
+        num_pixels=channels.num_pixels,
+        rejected=(),
+    )
 
 
 def _shards(manifest: Manifest) -> list[Shard]:

@@ -7,26 +7,30 @@ in the order of the shards, whatever the number of workers.
 
 import mmap
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import Any, TypeVar
 
 from data_prep.building.workers import Tally, worker_pool
-from data_prep.manifest import DatasetError, Shard
+from data_prep.indexing.remote import NUM_ATTEMPTS, copied
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 
 R = TypeVar("R")
 
 
+Storage = Mapping[str, Any]
+"""Options for fsspec, where shards are remote: credentials, an endpoint."""
+
+
 @contextmanager
-def tar_content(directory: Path, shard: Shard) -> Iterator[mmap.mmap | bytes]:
+def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
     """The whole tar of a shard; a slice of it is a copy of that part alone."""
-    with local_tar(directory, shard) as path:
+    with local_tar(directory, shard, storage=storage) as path:
         try:
             file = open(path, "rb")
         except OSError as error:
@@ -40,38 +44,31 @@ def tar_content(directory: Path, shard: Shard) -> Iterator[mmap.mmap | bytes]:
 
 
 @contextmanager
-def local_tar(directory: Path, shard: Shard) -> Iterator[Path]:
+def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Path]:
     """Where the tar of a shard can be opened: in place, or a copy of one that is remote."""
     if not shard.is_remote:
         yield directory / shard.file
         return
     room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
     descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
-    try:
-        with open(descriptor, "wb") as copy:
-            _fetch(shard.file, copy)
+    os.close(descriptor)
+    with copied(shard.file, Path(name), storage=dict(storage), num_attempts=NUM_ATTEMPTS):
         yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _fetch(url: str, copy: IO[bytes]) -> None:
-    import fsspec
-
-    try:
-        with fsspec.open(url, "rb") as remote:
-            shutil.copyfileobj(remote, copy, 1 << 22)
-    except Exception as error:  # noqa: BLE001
-        # every protocol of fsspec raises exceptions of its own libraries
-        raise DatasetError(
-            f"{url}: cannot be fetched ({_why(error)}); look at the address, the network and the credentials"
-        ) from None
 
 
 def _why(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "missing"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def known_files(manifest: Manifest) -> set[str]:
+    """What a dataset directory holds according to its manifest."""
+    known = {MANIFEST_NAME, REJECTED_NAME}
+    for split in manifest.splits.values():
+        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
+        known |= {annotation.file for annotation in split.annotations.values()}
+    return known
 
 
 def sweep(

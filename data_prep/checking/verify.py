@@ -14,9 +14,8 @@ import numpy as np
 
 from data_prep.building.shards import PARTS
 from data_prep.checking.shard_check import BORROWED, Expected, Faults, ShardFindings, check_shard
-from data_prep.checking.stored import sweep
+from data_prep.checking.stored import Storage, known_files, sweep
 from data_prep.manifest import (
-    MANIFEST_NAME,
     REJECTED_NAME,
     DatasetError,
     Manifest,
@@ -38,13 +37,15 @@ class Verification:
     notes: list[str]
 
 
-def verify(directory: Path, *, num_workers: int = 1) -> Verification:
+def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = None) -> Verification:
     """Everything that is not as the manifest says; without faults the dataset is what it claims to be."""
     manifest = load_manifest(directory)
     faults = Faults()
     faults.add(*_manifest_faults(manifest), *_rejected_faults(directory, manifest))
     for name, split in manifest.splits.items():
-        faults.extend(_split_faults(directory, manifest, name, split, num_workers=num_workers))
+        check = partial(check_shard, directory, _expected(manifest, split), storage or {})
+        found = sweep(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
+        faults.extend(_split_faults(directory, name, split, found, num_classes=len(manifest.classes)))
     return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
 
 
@@ -78,20 +79,22 @@ def _rejected_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{path.name}: line {number} does not give {', '.join(REJECT_FIELDS)}"
 
 
-def _split_faults(directory: Path, manifest: Manifest, name: str, split: Split, *, num_workers: int) -> Faults:
+def _expected(manifest: Manifest, split: Split) -> Expected:
+    return Expected.of(manifest, is_unlabelled=sum(split.class_counts) == 0)
+
+
+def _split_faults(
+    directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int
+) -> Faults:
     faults = Faults()
-    is_unlabelled = sum(split.class_counts) == 0
-    expected = Expected.of(manifest, is_unlabelled=is_unlabelled)
-    counts, num_unlabelled = np.zeros(len(manifest.classes), np.int64), 0
-    check = partial(check_shard, directory, expected)
-    found: Iterator[ShardFindings] = sweep(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
+    counts, num_unlabelled = np.zeros(num_classes, np.int64), 0
     for findings in found:
         faults.extend(findings.faults)
         counts += findings.class_counts
         num_unlabelled += findings.num_unlabelled
     if tuple(counts.tolist()) != split.class_counts:
         faults.add(f"split {name}: the class counts of the shards are not those of the manifest")
-    if num_unlabelled and not is_unlabelled:
+    if num_unlabelled and sum(split.class_counts):
         faults.add(f"split {name}: {num_unlabelled} samples have no label, others have; all or none may")
     for key, annotation in split.annotations.items():
         path = directory / annotation.file
@@ -107,10 +110,7 @@ def _split_faults(directory: Path, manifest: Manifest, name: str, split: Split, 
 
 def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     """What no manifest speaks of: left by a killed run, or put there by somebody."""
-    known = {MANIFEST_NAME, REJECTED_NAME}
-    for split in manifest.splits.values():
-        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
-        known |= {annotation.file for annotation in split.annotations.values()}
+    known = known_files(manifest)
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
             yield f"{path.name}: left by a run that did not end; once none is at work, it may be deleted"

@@ -38,6 +38,8 @@ class Chosen:
     labels: NDArray[np.int64]
     """Of every sample of the parent's split, numbered as in the subset; -2 for classes that it does not have."""
     left_out: dict[str, int]
+    excluded: frozenset[str]
+    """The listed paths that the split has, of whatever class."""
 
 
 def write_dataset(

@@ -12,6 +12,7 @@ stay no two in the splits concerned are alike: run again on what was built witho
 """
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.checking.stored import stored_key, sweep, tar_content
+from data_prep.checking.stored import Storage, stored_key, sweep, tar_content
 from data_prep.choosing.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choosing.neighbours import MAX_NEAR, near_pairs
-from data_prep.manifest import Manifest, Shard, load_index, load_manifest, load_paths
+from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
 
@@ -77,6 +78,7 @@ def find_duplicates(
     near: int | None,
     cache: Path | None = None,
     num_workers: int = 1,
+    storage: Storage | None = None,
 ) -> Duplicates:
     """What `splits` of the dataset have to lose; `near` is None where only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
@@ -85,10 +87,12 @@ def find_duplicates(
         )
     parts = _parts(directory, against, splits)
     if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
-    hashes = np.concatenate(
-        [np.zeros(0, DTYPE)] + [_hashes(part, cache=cache, num_workers=num_workers) for part in parts]
-    )
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"hashes: {cache} is no directory; name one, it may be a new one") from None
+    found = (_hashes(part, cache=cache, num_workers=num_workers, storage=storage or {}) for part in parts)
+    hashes = np.concatenate([np.zeros(0, DTYPE), *found])
     first = next(part.start for part in parts if part.may_lose)
     like, distance = compare(hashes, near=near, first=first)
     positions = np.flatnonzero((like >= 0) & (np.arange(len(like)) >= first))
@@ -115,8 +119,8 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     return parts
 
 
-def _hashes(part: Part, *, cache: Path | None, num_workers: int) -> Hashes:
-    work = partial(shard_hashes, part.directory, cache)
+def _hashes(part: Part, *, cache: Path | None, num_workers: int, storage: Storage) -> Hashes:
+    work = partial(shard_hashes, part.directory, cache, storage)
     title = f"hashing {part.manifest.name}/{part.split}"
     return np.concatenate([np.zeros(0, DTYPE), *sweep(work, part.shards, title=title, num_workers=num_workers)])
 
@@ -161,10 +165,10 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
 # ---- the list ----------------------------------------------------------------------------------------------------
 
 
-def exclusion_lines(found: Duplicates) -> list[dict[str, Any]]:
+def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> list[dict[str, Any]]:
     """What an exclusion list says of each dropped sample, sorted by path."""
     everyone = np.unique(np.concatenate([found.positions, found.likes]))
-    keys, paths = _names(found, everyone)
+    keys, paths = _names(found, everyone, storage=storage or {})
     lines = []
     for position, like, distance in zip(
         found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True
@@ -176,7 +180,7 @@ def exclusion_lines(found: Duplicates) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["path"], line["split"], line["key"]))
 
 
-def _names(found: Duplicates, positions: Ids) -> tuple[dict[int, str], dict[int, str]]:
+def _names(found: Duplicates, positions: Ids, *, storage: Storage) -> tuple[dict[int, str], dict[int, str]]:
     """Key and path of each position, reading every shard concerned once."""
     keys: dict[int, str] = {}
     paths: dict[int, str] = {}
@@ -186,7 +190,7 @@ def _names(found: Duplicates, positions: Ids) -> tuple[dict[int, str], dict[int,
             low, high = np.searchsorted(positions, (start, start + shard.num_samples))
             if low < high:
                 offsets, all_paths = load_index(part.directory, shard)[:, 0], load_paths(part.directory, shard)
-                with tar_content(part.directory, shard) as content:
+                with tar_content(part.directory, shard, storage=storage) as content:
                     for position in positions[low:high].tolist():
                         keys[position] = stored_key(content, int(offsets[position - start]))
                         paths[position] = all_paths[position - start]
@@ -194,8 +198,29 @@ def _names(found: Duplicates, positions: Ids) -> tuple[dict[int, str], dict[int,
     return keys, paths
 
 
+def check_out(path: Path) -> None:
+    """Refuses what is no place for a list, before hours of hashing."""
+    if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
+        raise UserError(f"out: {path} is no name for the list; name it ....jsonl, such as duplicates.jsonl")
+    if path.is_dir():
+        raise UserError(f"out: {path} is a directory; name the file that is to be written")
+    if not path.parent.is_dir():
+        raise UserError(f"out: {path.parent} is no directory; make it, or name another place")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"out: {path.parent} cannot be written to; name another place")
+    if path.exists() and not _is_list(path):
+        raise UserError(f"out: {path} exists and is no list of dedup; name another file, it is left as it is")
+
+
+def _is_list(path: Path) -> bool:
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError):
+        return False
+    return all(isinstance(line, dict) and {"path", "of"} <= line.keys() for line in lines)
+
+
 def write_list(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_prep.building.workers import Tally
-from data_prep.checking.stored import tar_content
+from data_prep.checking.stored import Storage, tar_content
 from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Shard, load_index
 from data_prep.publish import write_atomic
@@ -38,7 +38,7 @@ _COLOUR_SCALE = 18.0  # 48 values of mean 0 and spread 1 lie within +-7
 _BATCH = 256
 
 
-def shard_hashes(directory: Path, cache: Path | None, shard: Shard) -> Hashes:
+def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: Shard) -> Hashes:
     """One record for each row of the index; runs in a worker. What `cache` holds of the same bytes is not computed again."""
     identity = f"{VERSION}:{shard.sha256}:{shard.index_sha256}".encode()
     kept = None if cache is None else cache / f"{hashlib.sha256(identity).hexdigest()[:32]}.npy"
@@ -53,7 +53,7 @@ def shard_hashes(directory: Path, cache: Path | None, shard: Shard) -> Hashes:
                 return hashes
     hashes = np.zeros(shard.num_samples, DTYPE)
     rows = load_index(directory, shard)[:, :2].tolist()
-    with tar_content(directory, shard) as content:
+    with tar_content(directory, shard, storage=storage) as content:
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]
             try:

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from data_prep.building.exclusions import Exclusions, load_exclusions
 from data_prep.checking.shard_check import stored_labels
+from data_prep.checking.stored import known_files
 from data_prep.choosing.borrow import Chosen, write_dataset
 from data_prep.choosing.selection import Ids, per_class, ranking
 from data_prep.manifest import (
@@ -32,10 +33,10 @@ from data_prep.manifest import (
     load_paths,
 )
 from data_prep.progress import progress
-from data_prep.publish import atomic_directory, canonical_json, sole_writer
+from data_prep.publish import TEMPORARY_PREFIX, atomic_directory, canonical_json, sole_writer
 from data_prep.settings import Settings, UserError, nearest
 
-KIND = "subset"
+KIND, LOCK_NAME = "subset", ".lock"
 
 
 class Selection(Settings):
@@ -65,6 +66,8 @@ class Selection(Settings):
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     """Publishes the dataset `out`; safe to call again."""
     parent = load_manifest(source)
+    if out.resolve() == source.resolve():
+        raise UserError(f"out: {out} is the dataset that the samples are chosen from; name another directory")
     parent.split(selection.split, directory=source)
     classes = _classes(parent, selection.classes_file)
     exclusions = load_exclusions(selection.exclude)
@@ -76,8 +79,11 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
         if existing is not None:
             return existing
         chosen = {name: _choose(source, parent, name, selection, classes, exclusions) for name in parent.splits}
-        if not len(chosen[selection.split].positions):
-            raise UserError(f"{source}: no sample of {selection.split} is left; ask for more, or leave out less")
+        for name, part in chosen.items():
+            if not len(part.positions) and parent.splits[name].num_samples:
+                raise UserError(f"{source}: no sample of {name} is left; ask for more, or leave out less")
+        if exclusions.paths:
+            description["exclude_paths"] = _excluded_counts(source, selection, exclusions, chosen)
         with atomic_directory(out) as fresh:
             return write_dataset(source, out, fresh, parent, chosen, classes, description, fingerprint)
 
@@ -133,9 +139,36 @@ def _existing(out: Path, fingerprint: str) -> Manifest | None:
         raise UserError(f"{out}: exists and is no dataset; choose another directory")
     manifest = load_manifest(out)
     if manifest.fingerprint != fingerprint:
-        raise UserError(f"{out}: holds another dataset ({manifest.name}); delete it, or choose another directory")
+        raise UserError(
+            f"{out}: holds another dataset ({manifest.name}); choose another directory, or remove it if nothing uses it"
+        )
     tars = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_remote]
-    return manifest if all((out / shard.file).exists() for shard in tars) else None  # or else moved: named anew
+    if all((out / shard.file).exists() for shard in tars):
+        return manifest
+    known = known_files(manifest) | {LOCK_NAME}
+    strange = [path for path in sorted(out.iterdir()) if path.name not in known and not _is_temporary(path)]
+    if strange:
+        raise UserError(
+            f"{out}: its tars have moved, so it would be made anew, but {strange[0].name} is no part of it; move that elsewhere, "
+            "then run the same command again"
+        )
+    return None
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY_PREFIX)
+
+
+def _excluded_counts(
+    source: Path, selection: Selection, exclusions: Exclusions, chosen: dict[str, Chosen]
+) -> dict[str, int]:
+    found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
+    if not found:
+        raise UserError(
+            f"exclude: {', '.join(selection.exclude)}: none of {len(exclusions.paths):,} paths is in {source}; "
+            "name a list that data_prep dedup wrote of this dataset"
+        )
+    return {"listed": len(exclusions.paths), "found": len(found)}
 
 
 def _choose(
@@ -150,14 +183,15 @@ def _choose(
     labels = new_label[np.concatenate(indices)] if indices else np.zeros(0, np.int64)
     in_class = labels != -2
     keep = in_class.copy()
+    excluded: set[str] = set()
     if exclusions.paths:
-        keep &= ~np.fromiter(_excluded(source, split, exclusions), np.bool_, len(labels))
+        keep &= ~np.fromiter(_excluded(source, split, exclusions, excluded), np.bool_, len(labels))
     left_out = {"classes": int((~in_class).sum()), "excluded": int((in_class & ~keep).sum())}
     positions = np.flatnonzero(keep)
     if name == selection.split:
         positions = _sized(labels, keep, selection, classes)
         left_out["not_chosen"] = int(keep.sum()) - len(positions)
-    return Chosen(positions, labels, left_out)
+    return Chosen(positions, labels, left_out, frozenset(excluded))
 
 
 def _sized(labels: Ids, keep: NDArray[np.bool_], selection: Selection, classes: tuple[str, ...]) -> Ids:
@@ -179,8 +213,13 @@ def _sized(labels: Ids, keep: NDArray[np.bool_], selection: Selection, classes: 
     return np.sort(ranking(labels, seed=selection.seed, keep=keep)[:count])
 
 
-def _excluded(source: Path, split: Split, exclusions: Exclusions) -> Iterator[bool]:
+def _excluded(source: Path, split: Split, exclusions: Exclusions, found: set[str]) -> Iterator[bool]:
+    """Of every sample; the paths that are listed are added to `found`."""
     with progress("reading paths", total=split.num_samples, unit="paths") as line:
         for shard in split.shards:
-            yield from (path in exclusions.paths for path in load_paths(source, shard))
+            for path in load_paths(source, shard):
+                is_listed = path in exclusions.paths
+                if is_listed:
+                    found.add(path)
+                yield is_listed
             line.advance(shard.num_samples)

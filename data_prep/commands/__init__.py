@@ -5,9 +5,10 @@ Every verb sets `run` (options -> exit code) and `after_a_stop`, what is said af
 """
 
 import argparse
+import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -27,7 +28,43 @@ def add_verbs(verbs: "Verbs") -> None:
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (one for each core)")
+    parser.add_argument("--workers", type=at_least(1), default=cores, metavar="N", help="processes (one for each core)")
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage",
+        type=_options,
+        default={},
+        metavar="JSON",
+        help='of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\'',
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def number(word: str) -> int:
+        try:
+            value = int(word)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{word!r} will not do; give a whole number from {least} up")
+        return value
+
+    return number
+
+
+def _options(text: str) -> dict[str, Any]:
+    """They may be secrets, and are not repeated in errors."""
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError("is not a JSON object; write it as '{\"anon\": true}', quoted for the shell")
+    return options
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.commands import FAULTY, OK, add_workers, print_table
+from data_prep.commands import FAULTY, OK, add_storage, add_workers, at_least, print_table
 
 if TYPE_CHECKING:
     from data_prep.commands import Verbs
@@ -18,28 +18,31 @@ def add_verbs(verbs: "Verbs") -> None:
     verify = verbs.add_parser("verify", help="read everything again and hold it against the manifest")
     verify.add_argument("dataset", type=Path)
     add_workers(verify)
+    add_storage(verify)
     verify.add_argument("--json", action="store_true", help="print the findings as JSON")
     verify.set_defaults(run=_verify, after_a_stop=NOTHING_CHANGED)
     stats = verbs.add_parser("stats", help="the numbers of a dataset: classes, channels, sizes, rejects")
     stats.add_argument("dataset", type=Path)
     stats.add_argument("--recompute", action="store_true", help="channel mean and std from the pictures, too")
     add_workers(stats)
+    add_storage(stats)
     stats.add_argument("--json", action="store_true", help="print the numbers as JSON")
     stats.set_defaults(run=_stats, after_a_stop=NOTHING_CHANGED)
     show = verbs.add_parser("show", help="a contact sheet: what the model would see, with labels")
     show.add_argument("dataset", type=Path)
     show.add_argument("--split", default="train")
-    show.add_argument("--shard", type=int, metavar="N", help="of this shard alone (from 0)")
-    show.add_argument("--count", type=int, default=64, metavar="N", help="pictures (64)")
-    show.add_argument("--seed", type=int, default=0, help="another seed shows other pictures")
+    show.add_argument("--shard", type=at_least(0), metavar="N", help="of this shard alone (from 0)")
+    show.add_argument("--count", type=at_least(1), default=64, metavar="N", help="pictures (64)")
+    show.add_argument("--seed", type=at_least(0), default=0, help="another seed shows other pictures")
     show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png")
+    add_storage(show)
     show.set_defaults(run=_show, after_a_stop=NOTHING_CHANGED)
 
 
 def _verify(options: argparse.Namespace) -> int:
     from data_prep.checking.verify import verify
 
-    found = verify(options.dataset, num_workers=options.workers)
+    found = verify(options.dataset, num_workers=options.workers, storage=options.storage)
     if options.json:
         counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
         print(json.dumps({"dataset": str(options.dataset), **counts, "faults": found.faults, "notes": found.notes}))
@@ -58,7 +61,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _stats(options: argparse.Namespace) -> int:
     from data_prep.checking.stats import stats
 
-    found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers)
+    found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
     if options.json:
         print(json.dumps(found))
         return OK
@@ -108,10 +111,16 @@ def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, s
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_prep.checking.contact_sheet import contact_sheet, save_sheet
+    from data_prep.checking.contact_sheet import check_out, contact_sheet, save_sheet
 
+    check_out(options.out)
     sheet = contact_sheet(
-        options.dataset, split=options.split, shard=options.shard, count=options.count, seed=options.seed
+        options.dataset,
+        split=options.split,
+        shard=options.shard,
+        count=options.count,
+        seed=options.seed,
+        storage=options.storage,
     )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.commands import OK, add_workers, print_table
+from data_prep.commands import OK, add_storage, add_workers, at_least, print_table
 from data_prep.settings import validate
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ def add_verbs(verbs: "Verbs") -> None:
     subset.add_argument("dataset", type=Path)
     subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
-    subset.add_argument("--count", type=int, metavar="N", help="N samples, in the proportions of the classes")
-    subset.add_argument("--per-class", type=int, metavar="N", help="N samples of every class")
+    subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
+    subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
     subset.add_argument(
         "--split", default="train", help="the split that the size is of (train); others are taken whole"
     )
-    subset.add_argument("--seed", type=int, default=0, help="with one seed, smaller subsets lie within larger ones")
+    subset.add_argument(
+        "--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones"
+    )
     subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
     subset.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -40,13 +42,13 @@ def add_verbs(verbs: "Verbs") -> None:
         help="a dataset that stays whole; repeatable",
     )
     dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
-    dedup.add_argument(
-        "--near", type=int, default=NEAR, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})"
-    )
-    dedup.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
+    how = dedup.add_mutually_exclusive_group()
+    how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
+    how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
     dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
     dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
     add_workers(dedup)
+    add_storage(dedup)
     dedup.add_argument("--json", action="store_true", help="print the summary as JSON")
     dedup.set_defaults(run=_dedup, after_a_stop="no list was written; with --hashes the next run goes on from here")
 
@@ -58,30 +60,37 @@ def _subset(options: argparse.Namespace) -> int:
     selection = validate(Selection, {name: getattr(options, name) for name in names})
     manifest = subset(options.dataset, options.out, selection)
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
+    excluded = manifest.source.get("exclude_paths")
     if options.json:
-        left_out = {"left_out": manifest.num_left_out}
-        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **left_out}))
+        more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
+        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **more}))
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
     if manifest.num_left_out:
         print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items()))
+    if excluded is not None:
+        print(f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in {options.dataset}")
     return OK
 
 
 def _dedup(options: argparse.Namespace) -> int:
-    from data_prep.choosing.dedup import exclusion_lines, find_duplicates, summary, write_list
+    from data_prep.choosing.dedup import check_out, exclusion_lines, find_duplicates, summary, write_list
 
+    if options.out is not None:
+        check_out(options.out)
+    near = NEAR if options.near is None else options.near
     found = find_duplicates(
         options.dataset,
         against=tuple(options.against),
         splits=tuple(options.split or ["train"]),
-        near=None if options.exact else options.near,
+        near=None if options.exact else near,
         cache=options.hashes,
         num_workers=options.workers,
+        storage=options.storage,
     )
     if options.out is not None:
-        write_list(options.out, exclusion_lines(found))
+        write_list(options.out, exclusion_lines(found, storage=options.storage))
     names = ("split", "of_dataset", "of_split", "reason")
     rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
     num_samples = sum(part.stop - part.start for part in found.parts if part.may_lose)

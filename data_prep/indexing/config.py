@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from data_prep.images import CropPolicy
+from data_prep.indexing.remote import NUM_ATTEMPTS
 from data_prep.settings import Settings, SettingsError
 
 
@@ -26,8 +27,8 @@ class IndexSettings(Settings):
     name: str | None = None
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     storage: dict[str, Any] = Field(default_factory=dict)
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3; they are written nowhere."""
-    num_attempts: int = Field(4, ge=1)
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}} for http; written nowhere."""
+    num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
     """Of reading from a server, with growing pauses."""
     image_size: int = Field(64, ge=8, le=1024)
     """To what pictures are resized when they are read, unless the reader asks for another size."""

@@ -9,7 +9,7 @@ import itertools
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from data_prep.indexing import remote
 from data_prep.settings import UserError
@@ -17,7 +17,8 @@ from data_prep.settings import UserError
 MAX_SHARDS = 1_000_000
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
-_SIGNATURES = ("signature", "sig", "token", "access_token", "x-amz-signature", "x-goog-signature", "awsaccesskeyid")
+_HARMLESS = re.compile(r"download(=(true|1|yes)?)?", re.IGNORECASE)
+"""What a query string may hold: all else could be a key, and a manifest is for everybody to read."""
 
 
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
@@ -114,9 +115,10 @@ def _local(path: str) -> list[str]:
 def _listed(url: str, storage: dict[str, Any]) -> list[str]:
     if url.startswith("file://"):
         return _local(url.removeprefix("file://"))
-    if "*" not in url:
+    is_s3 = url.startswith("s3://")
+    if not any(character in (url if is_s3 else urlsplit(url).path) for character in ("*?[" if is_s3 else "*[")):
         return [url]
-    if not url.startswith("s3://"):
+    if not is_s3:
         raise UserError(f"{url}: a web server cannot be asked for its files; name them, such as shard-{{000..146}}.tar")
     found = remote.listing(url, storage=storage)
     if not found:
@@ -125,14 +127,25 @@ def _listed(url: str, storage: dict[str, Any]) -> list[str]:
 
 
 def _check_url(url: str) -> None:
-    """A manifest is for everybody to read: it must hold no password."""
+    """A manifest is for everybody to read: it must hold no password and no key; nor may an error show one."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https", "s3", "file"):
-        raise UserError(f"{url}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://")
-    secret = [name for name, _ in parse_qsl(parts.query) if name.lower() in _SIGNATURES]
-    if secret or "@" in parts.netloc:
-        what = secret[0] if secret else "a password"
         raise UserError(
-            f"{parts.scheme}://{parts.hostname}{parts.path}: holds {what}, which would stand in the manifest; "
+            f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://"
+        )
+    if "@" in parts.netloc:
+        raise UserError(
+            f"{remote.shown(url)}: holds a password, which would stand in the manifest; "
             "give it through storage (or ~/.netrc, or AWS_*) instead"
+        )
+    if parts.scheme == "s3" and "=" not in parts.query and "=" not in parts.fragment:
+        return  # there ? and # are characters of a name or a pattern
+    words = [*parts.query.split("&"), parts.fragment]
+    doubtful = [word for word in words if word and not _HARMLESS.fullmatch(word)]
+    if doubtful and parts.scheme != "file":
+        name, has_value, _ = doubtful[0].partition("=")
+        raise UserError(
+            f"{remote.shown(url)}: holds {name if has_value else 'a query'}, which would stand in the manifest; leave the query "
+            "out and give it as storage={params: {NAME: VALUE}} (http) or through AWS_* (s3); signed URLs expire: "
+            "index what they sign as s3://, or fetch the shards"
         )

@@ -1,24 +1,32 @@
 """Shards behind http(s) and in s3, through fsspec: which version stands there, and a copy of it for as long as it is read.
 
 Invariants: a copy is whole (as long as the server says) or there is none; what may pass is tried again, with a growing pause; what
-will not pass (no such file, no right to it) is said at once. Storage options hold secrets: they go to fsspec alone.
+will not pass (no such file, no right to it) is said at once. Storage options hold secrets: they go to fsspec alone. Query strings
+may hold secrets, too, not least those that a server redirects to: no error shows one.
 """
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from data_prep.settings import UserError
 
-FIRST_PAUSE_S = 0.5
+NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
+_QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
 T = TypeVar("T")
 
 
 class RemoteError(OSError):
     """A server that does not deliver, for now: the same command may work later."""
+
+
+class MissingError(UserError):
+    """A server that has no such file."""
 
 
 class Version(NamedTuple):
@@ -32,6 +40,14 @@ class Version(NamedTuple):
     def stamp(self) -> str | None:
         """None: nothing is known, so it must be read to be known."""
         return None if self.mark is None else f"{self.num_bytes} {self.mark}"
+
+
+def shown(url: str) -> str:
+    """The URL as it may be printed."""
+    parts = urlsplit(url)
+    if parts.scheme == "s3" and "=" not in url:
+        return url  # its ? is part of a pattern
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def version(url: str, *, storage: dict[str, Any], num_attempts: int) -> Version:
@@ -76,7 +92,7 @@ def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
             _refuse_hopeless(url, error)
             if attempt == num_attempts:
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
-                raise RemoteError(f"{url}: cannot be read{tries} ({_said(error)})") from None
+                raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
         time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
     raise AssertionError("at least one attempt")
 
@@ -90,10 +106,11 @@ def _refuse_hopeless(url: str, error: Exception) -> None:
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
         if status is None and names & {"ClientConnectorError", "TimeoutError", "ServerDisconnectedError"}:
             return
-        raise UserError(f"{url}: there is no such file; mend the pattern") from None
+        raise MissingError(f"{shown(url)}: there is no such file; mend the address, or put it back") from None
     if status in (401, 403) or isinstance(error, PermissionError) or names & {"NoCredentialsError"}:
         raise UserError(
-            f"{url}: access is refused; give credentials (AWS_*, ~/.netrc or storage), or storage.anon=true for public buckets"
+            f"{shown(url)}: access is refused; give credentials (AWS_*, ~/.netrc or storage), "
+            "or the storage option anon=true for public buckets"
         ) from None
 
 
@@ -106,7 +123,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _said(error: Exception) -> str:
     """fsspec says FileNotFoundError of whatever goes wrong with a web server; what it was is the cause."""
     root = error.__cause__ or error
-    return " ".join(str(root).split()) or type(root).__name__
+    return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
 
 
 def _file_system(url: str, storage: dict[str, Any]) -> Any:

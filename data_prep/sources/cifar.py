@@ -1,8 +1,8 @@
 """CIFAR-10 and CIFAR-100, python and binary versions: the .tar.gz as it is downloaded, or the folder that it unpacks to.
 
 Which of the four it is is told by the names of its files. MD5: of the whole .tar.gz, or of each file of a folder of the python
-version; no sums are published of the files of the binary version. The sums are checked before any pickle is looked at, and the
-pickles are read without running anything (unpickle.py).
+version; no sums are published of the files of the binary version. The sums are checked before an archive is opened or a pickle
+looked at, and the pickles are read without running anything (unpickle.py).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_prep.sources.base import SourceError
 from data_prep.sources.config import CifarSettings
-from data_prep.sources.guard import check_md5, refusing
+from data_prep.sources.guard import check_md5, md5_of, refusing
 from data_prep.sources.published import CIFAR_ARCHIVES, CIFAR_FILES
 from data_prep.sources.records import Batch, Records, RecordSource
 from data_prep.sources.targz import read_members
@@ -113,11 +113,10 @@ class CifarSource(RecordSource[CifarSettings]):
 
     def _contents(self) -> tuple[dict[str, bytes], Version]:
         if not self.path.is_dir():
-            contents = read_members(self.path, _ALL_FILES)
-            version = self._version(set(contents))
             if self.settings.md5 == "published":
-                check_md5(self.path, CIFAR_ARCHIVES[version.archive])
-            return contents, version
+                _check_archive(self.path)
+            contents = read_members(self.path, _ALL_FILES)
+            return contents, self._version(set(contents))
         files = {path.name: path for path in self.files()}
         version = self._version(set(files))
         if self.settings.md5 == "published":
@@ -143,6 +142,19 @@ class CifarSource(RecordSource[CifarSettings]):
                 "download it again"
             )
         return version
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses what is none of the published archives, whatever it is called."""
+    found = md5_of(path)
+    if found not in CIFAR_ARCHIVES.values():
+        published = CIFAR_ARCHIVES.get(path.name) or ", ".join(
+            f"{md5} ({name})" for name, md5 in CIFAR_ARCHIVES.items()
+        )
+        raise SourceError(
+            f"source.path: {path} has the MD5 {found}, published is {published}; download it again, or set source.md5=off "
+            "if you know that it is another version"
+        )
 
 
 def _class_names(data: bytes, key: str) -> tuple[str, ...]:

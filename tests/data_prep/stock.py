@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -97,10 +98,14 @@ class Web:
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
+        self.key = ""
+        """A query without which nothing is given out."""
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
-        name = request.path.lstrip("/")
+        name, _, query = request.path.lstrip("/").partition("?")
         path = self.folder / name
+        if query != self.key:
+            return self._status(request, 403)
         if not path.is_file():
             return self._status(request, 404)
         data = path.read_bytes()
@@ -151,3 +156,33 @@ def web(folder: Path) -> Iterator[tuple[str, Web]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the tars of `folder` as some/NAME."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    address = f"http://{host}:{port}"
+    with urlopen(Request(f"{address}/moto-api/reset", method="POST")):
+        pass  # what an earlier server of this process holds
+    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "secret-word", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=address, **keys)
+    client.create_bucket(Bucket="pictures")
+    for path in sorted(folder.glob("*.tar")):
+        client.put_object(Bucket="pictures", Key=f"some/{path.name}", Body=path.read_bytes())
+    client.close()
+    try:
+        yield json.dumps({"endpoint_url": address, "key": "me", "secret": "secret-word"})
+    finally:
+        moto.stop()

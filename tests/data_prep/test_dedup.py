@@ -161,7 +161,7 @@ def pack(source: Path, out: Path, *words: str) -> Path:
 def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(tmp_path: Path, source: Path) -> None:
     directory = pack(source, tmp_path / "animals")
     before = files_of(directory)
-    lines = dedup(directory, out=tmp_path / "list")
+    lines = dedup(directory, out=tmp_path / "list.jsonl")
     found = [(line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines]
     assert found == [
         ("train/bee/leak.jpg", "near", "val", "val/ant/21.png"),
@@ -184,14 +184,17 @@ def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(tmp_path: Pa
 
 def test_after_a_build_without_the_list_nothing_is_found(tmp_path: Path, source: Path) -> None:
     directory = pack(source, tmp_path / "animals")
-    assert len(dedup(directory, out=tmp_path / "list")) == 3
-    clean = pack(source, tmp_path / "clean", f"exclude=[{tmp_path / 'list'}]")
+    assert len(dedup(directory, out=tmp_path / "list.jsonl")) == 3
+    clean = pack(source, tmp_path / "clean", f"exclude=[{tmp_path / 'list.jsonl'}]")
     manifest = load_manifest(clean)
     assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 20, "val": 5}
     assert manifest.num_left_out == {"excluded": 3}
-    assert dedup(clean, out=tmp_path / "none") == []
-    assert main(["subset", str(directory), "--out", str(tmp_path / "some"), "--exclude", str(tmp_path / "list")]) == 0
-    assert dedup(tmp_path / "some", out=tmp_path / "none") == []
+    assert dedup(clean, out=tmp_path / "none.jsonl") == []
+    assert (
+        main(["subset", str(directory), "--out", str(tmp_path / "some"), "--exclude", str(tmp_path / "list.jsonl")])
+        == 0
+    )
+    assert dedup(tmp_path / "some", out=tmp_path / "none.jsonl") == []
 
 
 def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encoding(
@@ -202,7 +205,7 @@ def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encod
     other = tmp_path / "downstream"
     assert build(write_files(tmp_path / "other", others), other, "image_size=40", "encoding=jpeg") == 0
     directory = pack(source, tmp_path / "animals")
-    lines = dedup(directory, "--against", str(other), out=tmp_path / "list")
+    lines = dedup(directory, "--against", str(other), out=tmp_path / "list.jsonl")
     dropped = {line["path"] for line in lines if line["of"]["dataset"] == "downstream"}
     assert dropped == {"train/ant/03.png", "train/ant/05.png"}
     assert {line["path"] for line in lines} - dropped == {
@@ -212,8 +215,8 @@ def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encod
 
 def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(tmp_path: Path, source: Path) -> None:
     directory = pack(source, tmp_path / "animals")
-    assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a")] == ["train/bee/twice.bmp"]
-    lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b")
+    assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a.jsonl")] == ["train/bee/twice.bmp"]
+    lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
     assert [line["path"] for line in lines] == [
         f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
     ] + ["val/bee/again.png"]
@@ -224,16 +227,16 @@ def test_other_encodings_and_any_number_of_workers_give_the_same_list(
     tmp_path: Path, source: Path, encoding: str
 ) -> None:
     directory = pack(source, tmp_path / "animals", f"encoding={encoding}")
-    alone = dedup(directory, out=tmp_path / "a")
+    alone = dedup(directory, out=tmp_path / "a.jsonl")
     assert len(alone) == 3
-    assert dedup(directory, "--workers", "2", out=tmp_path / "b") == alone
+    assert dedup(directory, "--workers", "2", out=tmp_path / "b.jsonl") == alone
 
 
 def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = pack(source, tmp_path / "animals")
-    lines = dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "a")
+    lines = dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "a.jsonl")
     assert len(list((tmp_path / "hashes").iterdir())) == 4
     hashed: list[int] = []
 
@@ -242,10 +245,10 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
         return picture_hashes(pictures)
 
     monkeypatch.setattr("data_prep.choosing.hashes.picture_hashes", counted)
-    assert dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "b") == lines
+    assert dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "b.jsonl") == lines
     assert hashed == []
     other = pack(source, tmp_path / "other", "samples_per_shard=12")
-    dedup(other, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "c")
+    dedup(other, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "c.jsonl")
     assert sum(hashed) == 23  # the one shard of val is the same
 
 
@@ -269,19 +272,44 @@ def test_the_summary_counts_what_the_list_holds(
         (["--near", "11"], "near: 11 of the hash's 64 bits; choose 0 to 10"),
         (["--split", "trian"], "has no split 'trian'; did you mean 'train'?"),
         (["--against", "nowhere"], "nowhere: no such dataset directory"),
+        (["--hashes", __file__], "test_dedup.py is no directory; name one, it may be a new one"),
+        (["--out", "some.txt"], "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl"),
+        (["--out", "rejected.jsonl"], "out: rejected.jsonl is no name for the list"),
+        (["--out", "not/there/list.jsonl"], "out: not/there is no directory; make it, or name another place"),
     ],
 )
 def test_a_mistake_is_one_line(
     shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     capsys.readouterr()
-    assert main(["dedup", str(shapes), "--out", str(tmp_path / "list"), *words]) == 2
+    assert main(["dedup", str(shapes), "--out", str(tmp_path / "list.jsonl"), *words]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-    assert not (tmp_path / "list").exists()
+    assert not (tmp_path / "list.jsonl").exists()
+
+
+def test_where_the_list_cannot_go_is_said_before_hashing(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("data_prep.choosing.dedup.shard_hashes", None)
+    (tmp_path / "folder.jsonl").mkdir()
+    thesis = tmp_path / "thesis.jsonl"
+    for content in ("years of work", '{"path": "a.jpg"}\n'):
+        thesis.write_text(content)
+        for path, words in [(tmp_path / "folder.jsonl", "is a directory"), (thesis, "exists and is no list of dedup")]:
+            assert main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]) == 2
+            assert f"data_prep: out: {path} {words}; name " in capsys.readouterr().err
+        assert thesis.read_text() == content
+
+
+def test_near_and_exact_exclude_each_other(shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["dedup", str(shapes), "--near", "6", "--exact"])
+    assert caught.value.code == 2
+    assert "argument --exact: not allowed with argument --near" in capsys.readouterr().err
 
 
 def test_the_shapes_have_no_double(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
     assert load_paths(shapes, load_manifest(shapes).splits["train"].shards[0])
-    assert dedup(shapes, "--against", str(other_shapes), out=tmp_path / "list") == []
+    assert dedup(shapes, "--against", str(other_shapes), out=tmp_path / "list.jsonl") == []

@@ -67,13 +67,36 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
             "https://host/a.tar?X-Amz-Signature=ab",
             "https://host/a.tar: holds X-Amz-Signature, which would stand in the",
         ),
+        ("https://host/a.tar?download=true&api_key=word", "https://host/a.tar: holds api_key, which would stand in"),
+        ("https://host/a.tar?X-Amz-Credential=word&auth=word", "a.tar: holds X-Amz-Credential, which would stand in"),
+        ("https://host/a.tar?download=word", "https://host/a.tar: holds download, which would stand in the manifest"),
+        ("https://host/a.tar?word", "https://host/a.tar: holds a query, which would stand in the manifest"),
+        ("https://host/a.tar#key=word", "https://host/a.tar: holds key, which would stand in the manifest"),
+        ("https://host/a.tar{{?key=word,}}", "https://host/a.tar{{: holds key, which would stand in the manifest"),
+        ("https://host/{{0..3.tar?key=word", ": holds key, which would stand in the manifest"),
+        ("s3://bucket/a.tar?X-Amz-Signature=word", "s3://bucket/a.tar: holds X-Amz-Signature, which would stand in"),
+        ("gs://me:word@bucket/a.tar?key=word", "gs://bucket/a.tar: gs:// is not read"),
     ],
 )
 def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         expand(pattern.format(tmp=tmp_path), storage={})
     assert words.format(tmp=tmp_path) in str(caught.value)
-    assert "word@" not in str(caught.value)
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize("pattern", ["s3://b/x-*.tar", "s3://b/x-?.tar", "s3://b/x-[01].tar"])
+def test_every_wildcard_is_looked_up_in_s3(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def listing(url: str, *, storage: dict[str, object]) -> list[str]:
+        asked.append(url)
+        return ["s3://b/x-1.tar", "s3://b/x-0.tar"]
+
+    monkeypatch.setattr("data_prep.indexing.remote.listing", listing)
+    assert expand(pattern, storage={}) == ["s3://b/x-0.tar", "s3://b/x-1.tar"]
+    assert asked == [pattern]
+    assert expand("https://[::1]/x-0.tar?download=true", storage={}) == ["https://[::1]/x-0.tar?download=true"]
 
 
 @pytest.mark.parametrize(

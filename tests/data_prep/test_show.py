@@ -81,7 +81,6 @@ def test_long_names_keep_both_ends_and_fit() -> None:
     ("words", "message"),
     [
         (["--shard", "4"], "shard: 4, but train has the shards 0 to 3"),
-        (["--count", "0"], "count: 0; choose at least 1"),
         (["--split", "vla"], "has no split 'vla'; did you mean 'val'?"),
     ],
 )
@@ -92,3 +91,22 @@ def test_a_mistake_is_one_line(
     assert main(["show", str(shapes), "--out", str(tmp_path / "sheet.png"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "sheet.png").exists()
+
+
+def test_only_a_png_is_written_and_only_over_a_png(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "mine.png").write_bytes(b"a drawing of another kind")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = files_of(tmp_path)
+    for name, words in [
+        ("notes.txt", "notes.txt does not end in .png; name it"),
+        ("mine.png", "mine.png exists and is no PNG; name another file"),
+        ("folder.png", "folder.png cannot be written (Is a directory); name another file"),
+    ]:
+        assert main(["show", str(shapes), "--out", str(tmp_path / name)]) == 2
+        assert words in capsys.readouterr().err
+    assert files_of(tmp_path) == before
+    for seed in ("0", "1"):
+        assert main(["show", str(shapes), "--count", "2", "--seed", seed, "--out", str(tmp_path / "new.png")]) == 0

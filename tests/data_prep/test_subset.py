@@ -183,7 +183,9 @@ def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(ani
     assert verify(tmp_path / "b").num_faults == second.num_written
 
 
-def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Path) -> None:
+def test_excluded_paths_are_left_out_of_every_split(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = [*paths_of(animals)[::5], paths_of(animals, "val")[3]]
     lines = [json.dumps({"path": path}) for path in [*out, "of/another/dataset.jpg"]]
     (tmp_path / "list").write_text("\n".join(lines))
@@ -192,6 +194,32 @@ def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Pat
     assert len(paths_of(tmp_path / "rest", "val")) == 11
     assert load_manifest(tmp_path / "rest").num_left_out == {"excluded": 31}
     assert verify(tmp_path / "rest").faults == []
+    for _ in range(2):  # the second time it stands already
+        capsys.readouterr()
+        assert subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list")) == 0
+        assert f"of 32 paths to exclude, 31 are in {animals}" in capsys.readouterr().out
+        assert subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list"), "--json") == 0
+        assert json.loads(capsys.readouterr().out)["exclude_paths"] == {"listed": 32, "found": 31}
+        shutil.rmtree(tmp_path / "rest")
+
+
+def test_a_list_of_another_dataset_is_refused_and_an_empty_one_is_not(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").write_text('{"path": "of/another.jpg"}\n{"path": "of/yet/another.jpg"}\n')
+    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "other")) == 2
+    assert f"other: none of 2 paths is in {animals}; name a list" in capsys.readouterr().err
+    (tmp_path / "none").write_text("")
+    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "none")) == 0
+
+
+def test_a_split_that_would_lose_every_sample_is_refused(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list").write_text("\n".join(json.dumps({"path": path}) for path in paths_of(animals, "val")))
+    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "list")) == 2
+    assert f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None:
@@ -243,15 +271,22 @@ def test_the_same_call_again_changes_nothing_and_another_is_refused(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {"train": 75, "val": 12}
     assert subset(animals, tmp_path / "half", "--fraction", "0.4") == 2
-    assert "half: holds another dataset (half); delete it, or choose another" in capsys.readouterr().err
+    assert "half: holds another dataset (half); choose another directory" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
 
 
-def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path) -> None:
+def test_tars_that_moved_are_named_anew_by_the_same_call(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(animals, tmp_path / "here")
     assert subset(tmp_path / "here", tmp_path / "half", "--fraction", "0.5") == 0
     (tmp_path / "here").rename(tmp_path / "there")
     assert verify(tmp_path / "half").num_faults > 0
+    (tmp_path / "half" / "notes.md").write_text("mine")
+    (tmp_path / "half" / ".tmp-of-a-killed-run").write_text("")
+    assert subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5") == 2
+    assert "but notes.md is no part of it; move that elsewhere" in capsys.readouterr().err
+    (tmp_path / "half" / "notes.md").rename(tmp_path / "notes.md")
     assert subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5") == 0
     assert verify(tmp_path / "half").faults == []
 
@@ -290,5 +325,6 @@ def test_an_unknown_class_and_a_directory_of_something_else_are_refused(
     (tmp_path / "mine" / "thesis.tex").write_text("years")
     assert subset(animals, tmp_path / "mine", "--count", "3") == 2
     assert "mine: exists and is no dataset; choose another directory" in capsys.readouterr().err
-    assert subset(animals, animals, "--count", "3") == 2
-    assert "holds another dataset" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(animals)
+    assert subset(animals, tmp_path / "link", "--count", "3") == 2
+    assert "link is the dataset that the samples are chosen from; name another" in capsys.readouterr().err

@@ -16,7 +16,9 @@ import pytest
 
 from data_prep.building.merge import write_annotation
 from data_prep.checking.verify import verify
-from tests.data_prep.samples import build, files_of, write_classes
+from data_prep.publish import sha256_of
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
+from tests.data_prep.stock import index, sample, write_stock, write_tar
 from tests.data_prep.test_verify import change_manifest, flip_byte
 
 
@@ -177,5 +179,43 @@ def test_remote_shards_are_fetched_checked_and_removed(dataset: Path, tmp_path: 
         faults = verify(dataset).faults
     assert len(faults) == 2
     assert faults[0].startswith(f"{address}/train-000001.tar: sha256 differs")
-    assert faults[1].startswith(f"{address}/val-000000.tar: cannot be fetched (missing)")
+    assert faults[1].startswith(f"{address}/val-000000.tar: there is no such file")
     assert set(files_of(dataset)) == before
+
+
+def set_label(directory: Path, *, row: int, label: int) -> None:
+    """In the index of the first shard, with all hashes and counts as if that were right."""
+    path = directory / "train-000000.npy"
+    rows = np.load(path)
+    rows[row, 2] = label
+    np.save(path, rows)
+
+    def change(manifest: dict[str, Any]) -> None:
+        split = manifest["splits"]["train"]
+        split["shards"][0]["index_sha256"] = sha256_of(path)
+        split["class_counts"] = np.bincount(rows[:, 2], minlength=len(manifest["classes"])).tolist()
+
+    change_manifest(directory, change)
+
+
+@pytest.mark.parametrize("word", ["check=decode", "classes_file=NAMES"])
+def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, word: str) -> None:
+    (tmp_path / "names").write_text("a\nb\nc\nd\n")
+    members = []
+    for number in range(6):
+        jpeg = encoded(picture(seed=number))
+        members += [(f"{number}.jpg", jpeg), (f"README{number}", b""), (f"{number}.cls", b"%d" % (number % 3))]
+    members[2:3] = []
+    members.insert(1, ("0.CLS", b" 0\n"))
+    write_tar(tmp_path / "in" / "a.tar", members)
+    assert index(tmp_path / "out", tmp_path / "in" / "a.tar", word.replace("NAMES", str(tmp_path / "names"))) == 0
+    assert verify(tmp_path / "out").faults == []
+    set_label(tmp_path / "out", row=0, label=2)
+    assert verify(tmp_path / "out").faults == ["../in/a.tar 0: the index points elsewhere"]
+
+
+def test_labels_that_come_from_json_are_not_held_against_a_cls(tmp_path: Path) -> None:
+    samples = [sample(number, json={"class": number % 2}) for number in range(6)]
+    write_stock(tmp_path / "in" / "a.tar", samples)
+    assert index(tmp_path / "out", tmp_path / "in" / "a.tar", "label=json:class") == 0
+    assert verify(tmp_path / "out").faults == []

@@ -178,6 +178,14 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
     assert len(listed(source_of(path, md5="published"))) == 6 * NUM
 
 
+def test_an_archive_with_another_sum_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "renamed.tgz"
+    path.write_bytes(b"whatever it is")
+    monkeypatch.setattr(cifar, "read_members", None)
+    with pytest.raises(SourceError, match=r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off"):
+        source_of(path, md5="published").layout()
+
+
 def test_files_of_an_unpacked_python_version_have_sums_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
