@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK
+from data_prep.commands import FAULTY, OK, add_workers
 from data_prep.manifest import Manifest
 from data_prep.settings import dump, load_settings
 
@@ -34,7 +33,7 @@ def add_verbs(verbs: "Verbs") -> None:
     build.set_defaults(run=_build, after_a_stop=GOES_ON)
     merge = verbs.add_parser("merge", help="verify what array tasks have written, then publish the dataset")
     merge.add_argument("dataset", type=Path)
-    merge.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    add_workers(merge)
     merge.add_argument("--json", action="store_true", help="print the summary as JSON")
     merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
 
