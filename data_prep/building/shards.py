@@ -11,8 +11,7 @@ in this order, each atomically:
 import hashlib
 import io
 import json
-import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,19 +156,3 @@ def _is(path: Path, sha256: str) -> bool:
 
 def record_path(directory: Path, name: str) -> Path:
     return directory / PARTS / f"{name}.json"
-
-
-def read_samples(path: Path) -> Iterator[tuple[str, bytes, int]]:
-    """(key, image bytes, label) of a shard in file order, read as a plain tar (`verify` compares it with the index)."""
-    with tarfile.open(path, mode="r:") as archive:
-        key, image = "", b""
-        for member in archive:
-            name, _, extension = member.name.partition(".")
-            body = archive.extractfile(member)
-            assert body is not None, member.name
-            if extension == "cls":
-                if name != key:
-                    raise ValueError(f"{path}: {member.name} follows the image of {key or 'no sample'}")
-                yield key, image, int(body.read())
-            elif extension != "json":
-                key, image = name, body.read()

@@ -23,7 +23,7 @@ from data_prep.building.build import write_shards
 from data_prep.building.config import BuildSettings
 from data_prep.building.shards import PARTS
 from data_prep.building.workers import Tally, worker_pool
-from data_prep.building.workplan import Workplan, begun_by_others, prepare
+from data_prep.building.workplan import Workplan, begun_by_others, load_begun, prepare
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.publish import make_directory, sole_writer
 from data_prep.settings import UserError
@@ -71,6 +71,8 @@ def _work_together(settings: BuildSettings, source: Source, pool: Executor, task
             _refuse_merged(directory)
             work = prepare(settings, source, pool, num_tasks=task.total)
             fcntl.flock(lock, fcntl.LOCK_SH)
+            if load_begun(directory) != work.begun:  # the lock is let go for a moment when it changes
+                raise UserError(f"{directory}: others have begun here at the same moment; start this task again")
         else:
             print(f"data_prep: others are at work in {directory}; waiting for the plan", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_SH)

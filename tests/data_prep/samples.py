@@ -1,6 +1,8 @@
 """What these tests build from and compare: pictures made by hand, folders of classes, all the bytes of a directory."""
 
 import io
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,18 @@ def files_of(root: Path) -> dict[str, bytes]:
     }
     assert found, f"{root} is empty"
     return found
+
+
+def read_samples(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """(key, image bytes, label) of a shard of ours in file order, read as a plain tar."""
+    with tarfile.open(path, mode="r:") as archive:
+        key, image = "", b""
+        for member in archive:
+            name, _, extension = member.name.partition(".")
+            body = archive.extractfile(member)
+            assert body is not None, member.name
+            if extension == "cls":
+                assert name == key, member.name
+                yield key, image, int(body.read())
+            elif extension != "json":
+                key, image = name, body.read()

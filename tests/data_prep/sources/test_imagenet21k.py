@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.building.shards import read_samples
 from data_prep.manifest import Manifest, load_manifest, load_paths
+from tests.data_prep.samples import read_samples
 from tests.data_prep.sources.archives import (
     FIRST,
     synset_files,
