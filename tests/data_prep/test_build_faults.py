@@ -80,7 +80,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("only root may make a small file system")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
@@ -104,6 +104,22 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     assert build(source, out, *cut) == 0
     assert build(source, tmp_path / "whole" / "animals", *cut) == 0
     assert files_of(out) == files_of(tmp_path / "whole" / "animals")
+
+
+def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
+    tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 3})
+    words = ["build", "source.kind=folder", f"source.path={source}", f"out={tiny_disk / 'animals'}", "image_size=16"]
+    subprocess.run([sys.executable, "-m", "data_prep", *words], check=True, capture_output=True)  # lets go of the disk
+    before = files_of(tiny_disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    for out in (tiny_disk / "animals", tiny_disk / "others"):
+        assert build(source, out) == 1
+        said = capfd.readouterr().err
+        assert "Read-only file system" in said
+        assert said.count("\n") == 1
+    assert files_of(tiny_disk) == before
 
 
 def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
