@@ -150,7 +150,7 @@ def peak_memory_mb(files: Path) -> float:
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    num_different, rounds = (1000, 1) if options.quick else (3000, 3)
+    num_different, rounds = (500, 1) if options.quick else (3000, 3)
     files, more_files = photographs(num_different), photographs(num_different // 4)
     num_bytes = [path.stat().st_size for path in sorted(files.rglob("*.jpg")) if path.read_bytes()]
     python, able = installed()
