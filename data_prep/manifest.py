@@ -15,7 +15,6 @@ Invariants: num_read = num_written + num_rejected; the manifest's hash stands fo
 every shard, index and annotation), so it may key an order, a cache or a result.
 """
 
-import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, field_validator
 
-from data_prep.publish import canonical_json, write_json
+from data_prep.publish import hash_of_json, write_json
 from data_prep.settings import Settings, UserError, nearest
 
 SCHEMA_VERSION = 2
@@ -125,7 +124,7 @@ class Manifest(Settings):
 
     @cached_property
     def hash(self) -> str:
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json"))).hexdigest()
+        return hash_of_json(self.model_dump(mode="json"))
 
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)

@@ -79,6 +79,17 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def hash_of_json(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def remove_leftovers(*places: Path) -> None:
+    """What killed writers have left in these directories under temporary names; the caller is sure that none is at work."""
+    for place in places:
+        for leftover in place.glob(TEMPORARY_PREFIX + "*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

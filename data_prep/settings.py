@@ -11,13 +11,14 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 
 class UserError(ValueError):
@@ -52,6 +53,24 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
     except ValidationError as error:
         lines = [_explain(schema, problem) for problem in error.errors(include_url=False)]
         raise SettingsError("\n".join(dict.fromkeys(lines))) from None
+
+
+def num_cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or num_cores())]
+"""Worker processes; 0 means one per core."""
+
+
+def read_lines(field: str, file: str) -> list[str]:
+    """The lines of the text file that a setting names, without the blank ones."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{field}: {file} cannot be read ({error})") from None
+    return [line.strip() for line in lines if line.strip()]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

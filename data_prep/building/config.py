@@ -1,14 +1,14 @@
 """Settings of `data_prep build`: where the images come from, what each becomes, how the shards are cut."""
 
-import os
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from data_prep.images import CropPolicy, ImageSpec
 from data_prep.manifest import Encoding
-from data_prep.settings import Settings, SettingsError
+from data_prep.settings import NumWorkers, Settings, read_lines
 from data_prep.sources.config import SourceSettings, SyntheticSettings
 
 
@@ -38,13 +38,8 @@ class BuildSettings(Settings):
     seed: int = Field(0, ge=0)
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and fails."""
-    num_workers: int = Field(0, ge=0)
+    num_workers: NumWorkers = 0
     """Worker processes; 0 means one per core. The bytes written do not depend on it."""
-
-    @field_validator("num_workers")
-    @classmethod
-    def _all_cores(cls, value: int) -> int:
-        return value or len(os.sched_getaffinity(0))
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
@@ -70,15 +65,12 @@ class BuildSettings(Settings):
             raise ValueError("classes_file: classes is given, too; leave one of them out")
         return self
 
+    @cached_property
     def kept_classes(self) -> frozenset[str] | None:
         """The names to keep, or None for all."""
         if self.classes_file is None:
             return None if self.classes is None else frozenset(self.classes)
-        try:
-            lines = Path(self.classes_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"classes_file: {self.classes_file} cannot be read ({error})") from None
-        return frozenset(line.strip() for line in lines if line.strip())
+        return frozenset(read_lines("classes_file", self.classes_file))
 
     @property
     def dataset_name(self) -> str:

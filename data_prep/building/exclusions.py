@@ -4,7 +4,6 @@ A list is JSON lines; of each line only `path` counts here (where the sample cam
 in further fields why.
 """
 
-import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.building.inventory import Inventory
-from data_prep.publish import canonical_json
+from data_prep.publish import hash_of_json
 from data_prep.settings import UserError
 
 
@@ -25,7 +24,7 @@ class Exclusions:
     @property
     def digest(self) -> str:
         """The same for the same set of inputs, in whatever order they were listed."""
-        return hashlib.sha256(canonical_json(sorted(self.paths))).hexdigest()
+        return hash_of_json(sorted(self.paths))
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
         """The rows of the inventory that are excluded; paths that it does not have are of other datasets."""

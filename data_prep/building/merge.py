@@ -133,10 +133,15 @@ def publish(settings: BuildSettings, source: Source, begun: Begun, records: list
         for name, split in manifest.splits.items()
     }
     manifest = manifest.model_copy(update={"splits": splits})
-    lines = [json.dumps(reject.model_dump(), sort_keys=True) for record in records for reject in record.rejected]
-    write_atomic(directory / REJECTED_NAME, "".join(line + "\n" for line in sorted(lines)).encode())
+    write_rejected(directory, records)
     save_manifest(directory, manifest)
     return manifest
+
+
+def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> None:
+    """The line of every input that was not written, sorted."""
+    lines = [json.dumps(reject.model_dump(), sort_keys=True) for record in records for reject in record.rejected]
+    write_atomic(directory / REJECTED_NAME, "".join(line + "\n" for line in sorted(lines)).encode())
 
 
 def summarise(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:

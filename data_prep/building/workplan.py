@@ -15,7 +15,6 @@ lock of OUT:
 4. write the order of every split, then `begun.json`.
 """
 
-import hashlib
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from data_prep.building.shards import PARTS
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_file, canonical_json, write_json
+from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, write_json
 from data_prep.settings import Settings, UserError
 from data_prep.sources import Arrangement, Source, SourceError
 
@@ -97,7 +96,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     _check_decoder(directory, before)
     _tidy(directory)
     inventory = _listed(settings, source, pool, before=before)
-    fingerprint = hashlib.sha256(canonical_json([config_hash, inventory.digest])).hexdigest()
+    fingerprint = hash_of_json([config_hash, inventory.digest])
     try:
         _claim(directory, fingerprint=fingerprint, before=before)
         inventory = _adopted(inventory)
@@ -155,16 +154,14 @@ def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions
     config = settings.model_dump(
         mode="json", exclude={"out", "name", "num_workers", "max_reject_share", "source", "classes", "exclude"}
     )
-    kept = settings.kept_classes()
+    kept = settings.kept_classes
     parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
-    return hashlib.sha256(canonical_json([*parts, exclusions.digest])).hexdigest()
+    return hash_of_json([*parts, exclusions.digest])
 
 
 def _tidy(directory: Path) -> None:
     """Removes what a killed build has left half-written."""
-    for place in (directory, directory / PARTS):
-        for leftover in place.glob(TEMPORARY_PREFIX + "*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    remove_leftovers(directory, directory / PARTS)
     with suppress(OSError):
         (directory / PARTS).rmdir()  # if it is empty
 
@@ -201,7 +198,7 @@ def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: 
 def _layout(settings: BuildSettings, source: Source) -> Layout:
     """The containers that may hold what the config keeps, sorted."""
     layout = source.layout()
-    kept, containers = settings.kept_classes(), layout.containers
+    kept, containers = settings.kept_classes, layout.containers
     if kept is not None:
         unknown = sorted(kept - set(layout.classes))
         if unknown:
@@ -306,7 +303,7 @@ def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], dict[str, int]]:
     """The label in the dataset of each class of the inventory (-1: left out), the dataset's classes, what was left out so far."""
-    kept = settings.kept_classes()
+    kept = settings.kept_classes
     staying = set(range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels)
     labels = np.full(max(1, len(inventory.classes)), -1, np.int32)
     classes: list[str] = []

@@ -11,7 +11,6 @@ Steps, under the lock of the new directory's parent:
 3. rename it (publish.py).
 """
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +32,8 @@ from data_prep.manifest import (
     load_paths,
 )
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_directory, canonical_json, sole_writer
-from data_prep.settings import Settings, UserError, nearest
+from data_prep.publish import TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
+from data_prep.settings import Settings, UserError, nearest, read_lines
 
 KIND, LOCK_NAME = "subset", ".lock"
 
@@ -72,7 +71,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     classes = _classes(parent, selection.classes_file)
     exclusions = load_exclusions(selection.exclude)
     description = _describe(parent, selection, classes, exclusions)
-    fingerprint = hashlib.sha256(canonical_json([description, out.name])).hexdigest()
+    fingerprint = hash_of_json([description, out.name])
     out.parent.mkdir(parents=True, exist_ok=True)
     with sole_writer(out.parent, wait=True):
         existing = _existing(out, fingerprint)
@@ -92,11 +91,7 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
     """The classes of the subset, in the parent's order."""
     if file is None:
         return parent.classes
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"classes-file: {file} cannot be read ({error})") from None
-    wanted = [line.strip() for line in lines if line.strip()]
+    wanted = read_lines("classes-file", file)
     known = set(parent.classes)
     for name in wanted:
         if name not in known:

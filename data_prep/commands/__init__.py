@@ -6,9 +6,10 @@ Every verb sets `run` (options -> exit code) and `after_a_stop`, what is said af
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from data_prep.settings import S, load_settings, num_cores
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,9 +27,20 @@ def add_verbs(verbs: "Verbs") -> None:
     choosing.add_verbs(verbs)
 
 
+def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
+    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options that are short for settings."""
+    config, overrides = options.config, list(options.overrides)
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    if options.out:
+        shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
+    return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=at_least(1), default=cores, metavar="N", help="processes (one for each core)")
+    parser.add_argument(
+        "--workers", type=at_least(1), default=num_cores(), metavar="N", help="processes (one for each core)"
+    )
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_workers
+from data_prep.commands import FAULTY, OK, add_workers, settings_of
 from data_prep.manifest import Manifest
-from data_prep.settings import dump, load_settings
+from data_prep.settings import dump
 
 if TYPE_CHECKING:
     from data_prep.commands import Verbs
@@ -44,14 +44,8 @@ def _build(options: argparse.Namespace) -> int:
     warm_up()
     from data_prep.building.config import BuildSettings
 
-    config, overrides = options.config, list(options.overrides)
-    if config is not None and "=" in config:
-        config, overrides = None, [config, *overrides]
-    if options.source:
-        overrides.append(f"source.kind={options.source}")
-    if options.out:
-        overrides.append(f"out={json.dumps(options.out)}")
-    settings = load_settings(BuildSettings, path=config, overrides=overrides)
+    kind = [f"source.kind={options.source}"] if options.source else []
+    settings = settings_of(BuildSettings, options, kind)
     if options.show:
         print(dump(settings), end="")
         return OK

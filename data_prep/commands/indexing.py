@@ -4,9 +4,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from data_prep.commands import OK
+from data_prep.commands import OK, settings_of
 from data_prep.commands.building import GOES_ON, published
-from data_prep.settings import dump, load_settings
+from data_prep.settings import dump
 
 if TYPE_CHECKING:
     from data_prep.commands import Verbs
@@ -36,16 +36,9 @@ def add_verbs(verbs: "Verbs") -> None:
 def _index(options: argparse.Namespace) -> int:
     from data_prep.indexing.config import IndexSettings
 
-    config, overrides = options.config, list(options.overrides)
-    if config is not None and "=" in config:
-        config, overrides = None, [config, *overrides]
-    for split in ("train", "val"):
-        patterns = getattr(options, split)
-        if patterns:
-            overrides.append(f"splits.{split}={json.dumps(patterns)}")
-    if options.out:
-        overrides.append(f"out={json.dumps(options.out)}")
-    settings = load_settings(IndexSettings, path=config, overrides=overrides)
+    patterns = {split: getattr(options, split) for split in ("train", "val")}
+    splits = [f"splits.{split}={json.dumps(given)}" for split, given in patterns.items() if given]
+    settings = settings_of(IndexSettings, options, splits)
     if options.show:
         shown = settings.model_copy(update={"storage": dict.fromkeys(settings.storage, "...")})
         print(dump(shown), end="")

@@ -1,6 +1,5 @@
 """Settings of `data_prep index`: which shards, what is their label, and what a reader makes of their pictures."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from data_prep.images import CropPolicy
 from data_prep.indexing.remote import NUM_ATTEMPTS
-from data_prep.settings import Settings, SettingsError
+from data_prep.settings import NumWorkers, Settings, SettingsError, read_lines
 
 
 def _several(value: object) -> object:
@@ -45,13 +44,8 @@ class IndexSettings(Settings):
     seed: int = Field(0, ge=0)
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """An index that leaves out a larger share of the samples keeps them listed in rejected.jsonl, and fails."""
-    num_workers: int = Field(0, ge=0)
+    num_workers: NumWorkers = 0
     """Worker processes; 0 means one per core."""
-
-    @field_validator("num_workers")
-    @classmethod
-    def _all_cores(cls, value: int) -> int:
-        return value or len(os.sched_getaffinity(0))
 
     @field_validator("splits")
     @classmethod
@@ -75,11 +69,7 @@ class IndexSettings(Settings):
     def class_names(self) -> tuple[str, ...] | None:
         if self.classes_file is None:
             return None
-        try:
-            lines = Path(self.classes_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"classes_file: {self.classes_file} cannot be read ({error})") from None
-        names = tuple(line.strip() for line in lines if line.strip())
+        names = tuple(read_lines("classes_file", self.classes_file))
         doubles = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if doubles or not names:
             what = f"names {doubles[0]!r} twice" if doubles else "names no class"

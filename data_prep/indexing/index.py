@@ -25,12 +25,12 @@ from data_prep.building.workers import Tally, worker_pool
 from data_prep.building.workplan import BEGUN_NAME
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.places import StockShard, list_shards, versions_of
-from data_prep.indexing.publishing import VERSIONS_NAME, content_hash, described, hash_of_json, publish
+from data_prep.indexing.publishing import VERSIONS_NAME, content_hash, described, publish
 from data_prep.indexing.reading import Plan, hash_of, read_or_known
 from data_prep.indexing.stock import Rule
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
+from data_prep.publish import hash_of_json, remove_leftovers, sole_writer, write_json
 from data_prep.settings import Settings, UserError
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def index(settings: IndexSettings) -> Manifest:
     plan = _plan(settings, shards, names)
     with sole_writer(directory):
         _claim(plan)
-        _tidy(directory)
+        remove_leftovers(directory, directory / PARTS)
         if (directory / MANIFEST_NAME).exists():
             manifest = load_manifest(directory)
             _refuse_another(plan, shards, manifest)
@@ -132,13 +132,6 @@ def _refuse_changed(plan: Plan, shards: list[StockShard], manifest: Manifest) ->
                 f"{shard.place}: has changed since it was indexed; remove {plan.directory} and index again, or put it back"
             )
     write_json(path, stamps)
-
-
-def _tidy(directory: Path) -> None:
-    """Removes what a killed index has left half-written."""
-    for place in (directory, directory / PARTS):
-        for leftover in place.glob(TEMPORARY_PREFIX + "*"):
-            leftover.unlink()
 
 
 def _in_workers(title: str, action: Callable[..., T], jobs: list[tuple[Any, ...]], settings: IndexSettings) -> list[T]:

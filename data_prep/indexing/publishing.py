@@ -4,8 +4,6 @@ Until here the labels of a shard are numbers of its own; words are numbered by t
 so this may be cut short and done again.
 """
 
-import hashlib
-import json
 import sys
 from typing import Any
 
@@ -13,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
-from data_prep.building.merge import channel_statistics, split_records
+from data_prep.building.merge import channel_statistics, split_records, write_rejected
 from data_prep.building.shards import PARTS, ShardRecord, count_labels, write_index
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.labels import MAX_CLASSES
 from data_prep.indexing.places import StockShard
 from data_prep.indexing.reading import Plan, StockRecord
-from data_prep.manifest import REJECTED_NAME, Manifest, Shard, save_manifest
-from data_prep.publish import canonical_json, write_atomic, write_json
+from data_prep.manifest import Manifest, Shard, save_manifest
+from data_prep.publish import hash_of_json, write_json
 from data_prep.settings import UserError
 
 VERSIONS_NAME = "versions.json"
@@ -30,8 +28,7 @@ def publish(plan: Plan, shards: list[StockShard], found: list[StockRecord], name
     _refuse_empty(shards, found)
     classes, records = _with_classes(plan, shards, found, names)
     manifest = _manifest(plan, shards, found, classes, records)
-    lines = [json.dumps(reject.model_dump(), sort_keys=True) for record in records for reject in record.rejected]
-    write_atomic(plan.directory / REJECTED_NAME, "".join(line + "\n" for line in sorted(lines)).encode())
+    write_rejected(plan.directory, records)
     write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
     save_manifest(plan.directory, manifest)
     return manifest
@@ -46,10 +43,6 @@ def content_hash(plan: Plan, shards: list[StockShard], stored: list[Shard]) -> s
     """The fingerprint: of the config and of what is in the shards, wherever they lie."""
     contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
     return hash_of_json([plan.config_hash, contents])
-
-
-def hash_of_json(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def _refuse_empty(shards: list[StockShard], found: list[StockRecord]) -> None:

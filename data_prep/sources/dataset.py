@@ -15,14 +15,13 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from hashlib import sha256
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.building.inventory import Container, Entries, Entry, Layout
-from data_prep.publish import canonical_json
+from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source, SourceError
 from data_prep.sources.config import DatasetSettings
 from data_prep.sources.pictures import pgm, ppm
@@ -37,7 +36,7 @@ class DatasetSource(Source):
 
     def describe(self) -> dict[str, Any]:
         """The arguments are hashed: they decide the pictures, but may hold paths of this machine, or secrets."""
-        arguments = {name: sha256(canonical_json(given)).hexdigest() for name, given in self.settings.splits.items()}
+        arguments = {name: hash_of_json(given) for name, given in self.settings.splits.items()}
         return self.settings.model_dump(mode="json", exclude={"splits"}) | {"arguments_sha256": arguments}
 
     def layout(self) -> Layout:

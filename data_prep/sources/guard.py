@@ -7,6 +7,7 @@ import errno
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -77,8 +78,5 @@ def check_md5(path: Path, expected: str) -> None:
 
 
 def md5_of(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
     with refusing(path), open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()

@@ -1,8 +1,14 @@
 """What these tests build from and compare: pictures made by hand, folders of classes, all the bytes of a directory."""
 
 import io
+import os
+import signal
+import subprocess
+import sys
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +51,31 @@ def build(source: Path | str, out: Path, *overrides: str) -> int:
     """The exit code of the real command on a folder of classes."""
     words = [f"source.path={source}", "image_size=16", "num_workers=1", *overrides]
     return main(["build", "--source", "folder", "--out", str(out), *words])
+
+
+@contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
 
 
 def files_of(root: Path) -> dict[str, bytes]:

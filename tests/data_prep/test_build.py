@@ -8,11 +8,9 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.manifest import load_manifest
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
+from tests.data_prep.samples import build, encoded, files_of, picture, started, wait_until, write_classes, write_files
 
 SHAPES = [
     "source.num_classes=6",
@@ -35,30 +33,9 @@ SHAPES = [
 """A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at work."""
 
 
-@contextmanager
-def running(out: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """A build of `SHAPES` in a process group of its own; whatever is left of the group ends with the block."""
-    words = ["build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *words],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.01)
+def running(out: Path, *overrides: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A build of `SHAPES`."""
+    return started("build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides)
 
 
 def num_paths(root: Path) -> int:

@@ -9,7 +9,7 @@ import pytest
 from data_prep.manifest import load_manifest
 from pretrain.shards import SplitReader
 from tests.data_prep.samples import files_of
-from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, web, write_stock
+from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
 
 NAMES = [f"s-{number:03d}.tar" for number in range(3)]
 PATTERN = "s-{000..002}.tar"
@@ -25,12 +25,6 @@ def shards(tmp_path: Path) -> Path:
     for number, name in enumerate(NAMES):
         write_stock(tmp_path / "in" / name, [sample(10 * number + row) for row in range(4)])
     return tmp_path / "in"
-
-
-@pytest.fixture
-def server(shards: Path) -> Iterator[tuple[str, Web]]:
-    with web(shards) as found:
-        yield found
 
 
 @pytest.fixture

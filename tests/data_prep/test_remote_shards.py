@@ -1,7 +1,6 @@
 """What reads a dataset again reads remote shards as `index` does: with its storage options, its patience and its checks."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.checking.stats import stats
 from tests.data_prep.samples import files_of
-from tests.data_prep.stock import Web, forget_credentials, index, s3_server, sample, web, write_stock
+from tests.data_prep.stock import Web, forget_credentials, index, s3_server, sample, write_stock
 
 NAMES = ("s-0.tar", "s-1.tar")
 
@@ -22,12 +21,6 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number, name in enumerate(NAMES):
         write_stock(tmp_path / "in" / name, [sample(10 * number + row) for row in range(4)])
     return tmp_path / "in"
-
-
-@pytest.fixture
-def server(shards: Path) -> Iterator[tuple[str, Web]]:
-    with web(shards) as found:
-        yield found
 
 
 def every_verb(dataset: Path, storage: str, out: Path) -> dict[str, int]:

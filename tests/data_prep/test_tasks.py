@@ -8,17 +8,26 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from data_prep.__main__ import main
 from data_prep.publish import sole_writer
-from tests.data_prep.samples import LOCK, build, encoded, files_of, picture, write_classes, write_files
+from tests.data_prep.samples import (
+    LOCK,
+    build,
+    encoded,
+    files_of,
+    picture,
+    started,
+    wait_until,
+    write_classes,
+    write_files,
+)
 
 CUT = ("samples_per_shard=4", "max_reject_share=0.2")
 
@@ -46,22 +55,9 @@ def merge(out: Path) -> int:
     return main(["merge", str(out), "--workers", "1"])
 
 
-@contextmanager
-def running(source: Path, out: Path, which: str) -> Iterator[subprocess.Popen[str]]:
+def running(source: Path, out: Path, which: str) -> AbstractContextManager[subprocess.Popen[str]]:
     words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *words, "image_size=16", "num_workers=1", *CUT],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    return started(*words, "image_size=16", "num_workers=1", *CUT)
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -207,18 +203,11 @@ def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, capsys: pytest.Cap
 # ---- several at once --------------------------------------------------------------------------------------------
 
 
-def wait_for(path: Path) -> None:
-    end_s = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end_s, f"no {path}"
-        time.sleep(0.01)
-
-
 @contextmanager
 def at_work(source: Path, out: Path, which: str) -> Iterator[None]:
     """A task that has made the plan and is stopped at work."""
     with running(source, out, which) as process:
-        wait_for(out / "parts" / f"task-{which[0]}" / LOCK)
+        wait_until((out / "parts" / f"task-{which[0]}" / LOCK).exists, timeout_s=30)
         os.killpg(process.pid, signal.SIGSTOP)
         yield
         os.killpg(process.pid, signal.SIGCONT)
