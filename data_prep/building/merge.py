@@ -19,6 +19,7 @@ from data_prep.building.config import BuildSettings
 from data_prep.building.shards import PARTS, ShardRecord, changed_files, load_record
 from data_prep.building.workers import worker_pool
 from data_prep.building.workplan import SETTINGS_NAME, Begun, load_begun
+from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,
     REJECTED_NAME,
@@ -33,8 +34,6 @@ from data_prep.progress import progress
 from data_prep.publish import sole_writer, write_atomic
 from data_prep.settings import UserError
 from data_prep.sources import Source, open_source
-
-Triple = tuple[float, float, float]
 
 
 class TooManyRejected(ValueError):  # noqa: N818
@@ -146,7 +145,8 @@ def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> None:
 
 def summarise(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:
     splits = split_records({plan.name: plan.split for plan in begun.shards}, begun.classes, records)
-    mean, std = channel_statistics([record for record in records if record.shard.name.startswith("train-")] or records)
+    trained_on = [record for record in records if record.shard.name.startswith("train-")] or records
+    mean, std = channel_statistics([record.channels for record in trained_on])
     num_read = sum(record.num_inputs for record in records)
     num_rejected = sum(len(record.rejected) for record in records)
     num_written = sum(split.num_samples for split in splits.values())
@@ -188,15 +188,6 @@ def split_records(
         )
         for split, mine in gathered.items()
     }
-
-
-def channel_statistics(records: list[ShardRecord]) -> tuple[Triple, Triple]:
-    """Mean and standard deviation per channel on the scale 0..1, of the pictures as the model gets them."""
-    pixels = max(1, sum(record.num_pixels for record in records))
-    mean = np.sum([record.channel_sums for record in records], axis=0) / pixels
-    variance = np.sum([record.channel_square_sums for record in records], axis=0) / pixels - mean**2
-    m, s = (mean / 255).tolist(), (np.sqrt(variance.clip(min=0)) / 255).tolist()
-    return (m[0], m[1], m[2]), (s[0], s[1], s[2])
 
 
 def _annotations(

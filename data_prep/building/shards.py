@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from data_prep.building.tar_writer import TarWriter
 from data_prep.images import EncodedImage
-from data_prep.images.channels import ChannelSums
+from data_prep.images.channels import ChannelSums, ChannelTotals
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import atomic_file, sha256_of, write_atomic, write_json
 from data_prep.settings import Settings
@@ -56,6 +56,10 @@ class ShardRecord(Settings):
     channel_square_sums: tuple[int, int, int]
     num_pixels: int
     rejected: tuple[Rejected, ...]
+
+    @property
+    def channels(self) -> ChannelTotals:
+        return ChannelTotals(self.channel_sums, self.channel_square_sums, self.num_pixels)
 
 
 def write_shard(

@@ -7,7 +7,6 @@ is none), and of the central squares.
 
 import io
 import json
-import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.building.merge import channel_statistics
-from data_prep.building.shards import ShardRecord
 from data_prep.building.workers import Tally
 from data_prep.checking.stored import Storage, sweep, tar_content
 from data_prep.images import CropPolicy, Rejection, decode, resize
-from data_prep.images.channels import ChannelSums
+from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
+from data_prep.images.quiet import without_warnings
 from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
 
 NUM_EXTREMES = 3
@@ -110,8 +108,7 @@ def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: St
 
 def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tuple[int, int]]:
     sizes: Counter[tuple[int, int]] = Counter()
-    with tar_content(directory, shard, storage=storage) as content, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tar_content(directory, shard, storage=storage) as content, without_warnings():
         for offset, length in load_index(directory, shard)[:, :2].tolist():
             try:
                 with Image.open(io.BytesIO(content[offset : offset + length])) as picture:
@@ -126,14 +123,12 @@ def _channel_statistics(
     directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
 ) -> tuple[list[float], list[float]]:
     shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
-    work = partial(_shard_record, directory, manifest.image_size, manifest.crop, storage)
-    records = list(sweep(work, shards, title="adding up pixels", num_workers=num_workers))
-    mean, std = channel_statistics(records)
+    work = partial(_shard_totals, directory, manifest.image_size, manifest.crop, storage)
+    mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
     return list(mean), list(std)
 
 
-def _shard_record(directory: Path, image_size: int, crop: CropPolicy, storage: Storage, shard: Shard) -> ShardRecord:
-    """The record that a build would have left of the shard, as far as its channels are concerned."""
+def _shard_totals(directory: Path, image_size: int, crop: CropPolicy, storage: Storage, shard: Shard) -> ChannelTotals:
     channels = ChannelSums()
     with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[:, :2].tolist():
@@ -143,16 +138,7 @@ def _shard_record(directory: Path, image_size: int, crop: CropPolicy, storage: S
                 raise _damaged(directory, shard, rejection) from None
             channels.add(resize(picture, size=image_size, crop=crop))
             Tally.add(1)
-    return ShardRecord(
-        fingerprint="",
-        num_inputs=shard.num_samples,
-        shard=shard,
-        class_counts={},
-        channel_sums=channels.sums,
-        channel_square_sums=channels.square_sums,
-        num_pixels=channels.num_pixels,
-        rejected=(),
-    )
+    return channels.totals
 
 
 def _shards(manifest: Manifest) -> list[Shard]:

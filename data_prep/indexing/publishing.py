@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
-from data_prep.building.merge import channel_statistics, split_records, write_rejected
+from data_prep.building.merge import split_records, write_rejected
 from data_prep.building.shards import PARTS, ShardRecord, count_labels, write_index
+from data_prep.images.channels import channel_statistics
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.labels import MAX_CLASSES
 from data_prep.indexing.places import StockShard
@@ -91,7 +92,7 @@ def _manifest(
     settings = plan.settings
     splits = split_records({shard.name: shard.split for shard in shards}, classes, records)
     trained_on = [record for shard, record in zip(shards, records, strict=True) if shard.split == "train"]
-    mean, std = channel_statistics(trained_on or records)
+    mean, std = channel_statistics([record.channels for record in trained_on or records])
     raw_sizes = {part.raw_size for part in found if part.record.shard.num_samples}
     is_raw = raw_sizes == {settings.image_size}
     if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
