@@ -8,7 +8,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,45 @@ def build(source: Path | str, out: Path, *overrides: str) -> int:
     return main(["build", "--source", "folder", "--out", str(out), *words])
 
 
-@contextmanager
-def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+def started(*words: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
+    return _running(sys.executable, "-m", "data_prep", *words)
+
+
+HELD = """
+import sys, time
+from pathlib import Path
+from data_prep.__main__ import main
+from data_prep.building import build, tasks
+write_shards, mark = build.write_shards, Path(sys.argv[1])
+
+def held(*args, **kwargs):
+    mark.touch()
+    while mark.exists():
+        time.sleep(0.01)
+    return write_shards(*args, **kwargs)
+
+build.write_shards = tasks.write_shards = held
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@contextmanager
+def held_at_work(mark: Path, *words: str) -> Iterator[None]:
+    """`data_prep WORDS`, held between its plan and its first shard for the length of the block; then it has to finish."""
+    with _running(sys.executable, "-c", HELD, str(mark), *words) as process:
+        wait_until(lambda: mark.exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        yield
+        mark.unlink()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+
+
+@contextmanager
+def _running(*command: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *words],
+        command,
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -20,7 +20,17 @@ from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.manifest import load_manifest
-from tests.data_prep.samples import build, encoded, files_of, picture, started, wait_until, write_classes, write_files
+from tests.data_prep.samples import (
+    build,
+    encoded,
+    files_of,
+    held_at_work,
+    picture,
+    started,
+    wait_until,
+    write_classes,
+    write_files,
+)
 
 SHAPES = [
     "source.num_classes=6",
@@ -203,13 +213,9 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "shapes"
-    with running(out) as process:
-        wait_until((out / "parts").exists)
-        process.send_signal(signal.SIGSTOP)
-        assert main(["build", "--source", "synthetic", "--out", str(out), *SHAPES]) == 2
-        process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
+    words = ["build", "--source", "synthetic", "--out", str(out), *SHAPES]
+    with held_at_work(tmp_path / "held", *words):
+        assert main(words) == 2
     assert "another process is writing here" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,9 @@ from tests.data_prep.samples import (
     build,
     encoded,
     files_of,
+    held_at_work,
     picture,
     started,
-    wait_until,
     write_classes,
     write_files,
 )
@@ -55,9 +55,13 @@ def merge(out: Path) -> int:
     return main(["merge", str(out), "--workers", "1"])
 
 
-def running(source: Path, out: Path, which: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def words_of(source: Path, out: Path, which: str) -> list[str]:
     words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
-    return started(*words, "image_size=16", "num_workers=1", *CUT)
+    return [*words, "image_size=16", "num_workers=1", *CUT]
+
+
+def running(source: Path, out: Path, which: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started(*words_of(source, out, which))
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -203,16 +207,9 @@ def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, capsys: pytest.Cap
 # ---- several at once --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def at_work(source: Path, out: Path, which: str) -> Iterator[None]:
-    """A task that has made the plan and is stopped at work."""
-    with running(source, out, which) as process:
-        wait_until((out / "parts" / f"task-{which[0]}" / LOCK).exists, timeout_s=30)
-        os.killpg(process.pid, signal.SIGSTOP)
-        yield
-        os.killpg(process.pid, signal.SIGCONT)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
+def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]:
+    """A task that has made the plan and is held before its first shard."""
+    return held_at_work(out.parent / "held", *words_of(source, out, which))
 
 
 def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(

@@ -20,7 +20,12 @@ def start(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_get_what_torchrun_would_give_them() -> None:
-    done = start("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))")
+    program = """
+        import os
+        line = " ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        os.write(1, f"{line}\\n".encode())  # print writes in pieces where Python is unbuffered, and ranks share the pipe
+    """
+    done = start(program)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [f"{rank} {rank} 3 127.0.0.1" for rank in range(3)]
 
