@@ -26,7 +26,7 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from pretrain.world import read_world
 
 IMAGE_SIZE = 64
@@ -94,7 +94,7 @@ def main() -> None:
         device=device,
         dtype=engine.input_dtype,
     )
-    reader = SplitReader(directory, manifest, "train")
+    reader = open_split(directory, manifest, "train")
     products = matmuls(spec, batch=batch, classes=len(manifest.classes), dtype=engine.input_dtype, device=device)
 
     def batches() -> TrainingBatches:

@@ -12,7 +12,8 @@ from data_prep.settings import Settings, dump, load_settings, parse_command_line
 from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, check_classes
 from pretrain.__main__ import OK, guarded, leave, rank_count, world_of
 from pretrain.card import read_card
-from pretrain.config import check_against_data, check_against_ranks
+from pretrain.config import check_against_ranks
+from pretrain.datasets import check_against_data, load_training_data
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World
 
@@ -86,13 +87,8 @@ def _tune(options: argparse.Namespace) -> int:
     if _finished_before(run_dir, world):
         return OK
     training = settings.as_training(read_card(Path(settings.pretrained)))
-    check_against_data(
-        data=training.data,
-        model=training.model,
-        train=training.train,
-        schedule=training.schedule,
-        manifest=load_manifest(settings.data.dataset),
-    )
+    data = load_training_data(training.data)
+    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(run_dir, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)

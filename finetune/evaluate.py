@@ -13,7 +13,7 @@ from pretrain.checkpoint import load_weights
 from pretrain.config import AugmentSettings
 from pretrain.evaluate import Scores, evaluate
 from pretrain.models.build import build_model
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from pretrain.world import World
 
 
@@ -39,5 +39,12 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
         result: Tensor = model(images)
         return result
 
-    reader = SplitReader(settings.dataset, manifest, settings.split, image_size=card.image_size)
-    return evaluate(logits, reader, augmentation, local_batch_size=settings.local_batch_size, world=world)
+    reader = open_split(settings.dataset, manifest, settings.split, image_size=card.image_size)
+    return evaluate(
+        logits,
+        reader,
+        augmentation,
+        local_batch_size=settings.local_batch_size,
+        num_threads=world.num_cores,
+        world=world,
+    )

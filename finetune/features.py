@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment import Augmentation
 from pretrain.collectives import all_sum
 from pretrain.loader import evaluation_batches
-from pretrain.shards import SplitReader
+from pretrain.shards import ShardReader
 from pretrain.world import World
 
 Extract = Callable[[Tensor], Tensor]
@@ -22,14 +23,20 @@ def pixels(images_BCHW: Tensor) -> Tensor:
 
 @torch.no_grad()
 def split_features(
-    extract: Extract, reader: SplitReader, augmentation: Augmentation, *, local_batch_size: int, world: World
+    extract: Extract, reader: ShardReader, augmentation: Augmentation, *, local_batch_size: int, world: World
 ) -> tuple[Tensor, Tensor]:
     """(features, labels) of the whole split in its order, on the CPU of every rank."""
-    batches = evaluation_batches(reader, local_batch_size=local_batch_size, num_ranks=world.num_ranks, rank=world.rank)
     table: Tensor | None = None
-    with progress("features", total=reader.num_samples, unit="images", enabled=world.is_first) as line:
+    with (
+        progress("features", total=reader.num_samples, unit="images", enabled=world.is_first) as line,
+        evaluation_batches(reader, local_batch_size=local_batch_size, world=world) as batches,
+    ):
         for batch in batches:
             assert batch.mask_B is not None
+            if batch.num_bad:
+                raise DatasetError(
+                    "features: some pictures do not decode (see above); leave them out with data_prep subset"
+                )
             vectors = extract(augmentation.plain(batch).images_BCHW).float().cpu()
             if table is None:
                 table = torch.zeros(reader.num_samples, vectors.shape[1])

@@ -22,7 +22,7 @@ from pretrain.checkpoint import load_weights
 from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model, pooled_features
 from pretrain.run import claim, flatten, save_result
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from pretrain.tracking import RunIdentity, Tracker
 from pretrain.world import World
 
@@ -75,7 +75,7 @@ def open_backbone(settings: ProbeSettings, manifest: Manifest, *, device: torch.
 def _features(
     settings: ProbeSettings, manifest: Manifest, backbone: Backbone, split: str, world: World, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    reader = SplitReader(settings.dataset, manifest, split, image_size=backbone.image_size)
+    reader = open_split(settings.dataset, manifest, split, image_size=backbone.image_size)
     augmentation = Augmentation(
         AugmentSettings(),
         seed=0,

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from data_prep.manifest import load_manifest
 from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker, supervise
@@ -10,6 +9,7 @@ from pretrain.augment import Normalisation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import load_weights
 from pretrain.config import check_against_ranks
+from pretrain.datasets import load_training_data
 from pretrain.models.build import ImageModel, build_model, num_parameters
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
@@ -26,9 +26,9 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
 
 
 def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
-    manifest = load_manifest(settings.data.dataset)
+    data = load_training_data(settings.data)
     accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
-    card, model = starting_model(settings, num_classes=len(manifest.classes))
+    card, model = starting_model(settings, num_classes=len(data.classes))
     training = settings.as_training(card)
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     engine = AccelerateEngine(
@@ -41,7 +41,7 @@ def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
     )
     run_key, tracker = open_tracker(
         training,
-        manifest,
+        data,
         world,
         num_weights=num_parameters(model),
         parent_key=card.run_key,
@@ -49,7 +49,7 @@ def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
     )
     return Task(
         settings=training,
-        manifest=manifest,
+        data=data,
         world=world,
         plan=BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks),
         engine=engine,

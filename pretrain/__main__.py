@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from data_prep.manifest import load_manifest
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
-from pretrain.config import PretrainSettings, check_against_data, check_against_ranks
+from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.datasets import check_against_data, load_training_data
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
 
@@ -94,10 +94,8 @@ def _train(options: argparse.Namespace) -> int:
         if world.is_first:
             print(f"{run_dir}: finished before, at step {result['step']}; name another run_dir to train anew")
         return OK
-    manifest = load_manifest(settings.data.dataset)
-    check_against_data(
-        data=settings.data, model=settings.model, train=settings.train, schedule=settings.schedule, manifest=manifest
-    )
+    data = load_training_data(settings.data)
+    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
     check_settings(run_dir, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)

@@ -1,28 +1,32 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from data_prep.manifest import Manifest
 from pretrain import checkpoint
 from pretrain.augment import Augmentation, Normalisation
+from pretrain.bad_samples import BadSamples, check_share
 from pretrain.card import CheckpointError, ModelCard, parse_card
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import same_on_all_ranks
-from pretrain.config import PretrainSettings, check_against_data
-from pretrain.counter import hash64, hex_key
+from pretrain.config import PretrainSettings
+from pretrain.datasets import TrainingData, check_against_data
 from pretrain.durations import parse_length
 from pretrain.evaluate import Scores, evaluate
-from pretrain.loader import TrainingBatches
+from pretrain.feed import Feed
+from pretrain.loader import training_batches
 from pretrain.models.build import forward_flops
-from pretrain.order import BatchPlan, Order
+from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import CONFIG_FILE, flatten, save_result
 from pretrain.schedule import Schedule
-from pretrain.shards import SplitReader
+from pretrain.shard_cache import ShardCache
+from pretrain.shards import ShardReader
 from pretrain.step import Engine
 from pretrain.tracking import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Outcome, Trainer
@@ -34,7 +38,7 @@ class Task:
     """One training task, ready to be run: what differs between tasks is here, the loop is the same for all."""
 
     settings: PretrainSettings
-    manifest: Manifest
+    data: TrainingData
     world: World
     plan: BatchPlan
     engine: Engine
@@ -43,20 +47,16 @@ class Task:
     run_key: str
     normalisation: Normalisation
 
-    @property
-    def image_size(self) -> int:
-        return self.settings.data.image_size or self.manifest.image_size
-
     def trainer(self) -> Trainer:
         settings, run_dir = self.settings, Path(self.settings.run_dir)
-        size = {"num_classes": len(self.manifest.classes), "image_size": self.image_size}
+        size = {"num_classes": len(self.data.classes), "image_size": self.data.image_size}
         return Trainer(
             engine=self.engine,
-            augmentation=self.augmentation,
             plan=self.plan,
-            schedule=schedule_of(settings, self.manifest),
-            cadence=cadence_of(settings, self.manifest),
-            batches_from=self.batches_from,
+            schedule=schedule_of(settings, self.data),
+            cadence=cadence_of(settings, self.data),
+            feed_from=self.feed_from,
+            check_bad=self.check_bad,
             evaluate=self.scores,
             card_at=self.card_at,
             run_dir=run_dir,
@@ -68,62 +68,90 @@ class Task:
         )
 
     @cached_property
-    def reader(self) -> SplitReader:
-        return self._open(self.settings.data.train_split)
+    def cache(self) -> ShardCache | None:
+        """Where the run has remote shards; shared with other ranks, runs and users' processes by its directory."""
+        data = self.settings.data
+        if not self.data.has_remote_shards:
+            return None
+        directory = Path(data.cache_dir) if data.cache_dir else default_cache_dir()
+        return ShardCache(directory, max_bytes=int(data.cache_gb * 1e9), storage=data.storage)
 
     @cached_property
-    def eval_reader(self) -> SplitReader | None:
-        split = self.settings.data.eval_split
-        return self._open(split) if split else None
+    def reader(self) -> ShardReader:
+        return ShardReader(self.data.parts, image_size=self.data.image_size, cache=self.cache)
+
+    @cached_property
+    def eval_reader(self) -> ShardReader | None:
+        part = self.data.eval_part()
+        return ShardReader([part], image_size=self.data.image_size, cache=self.cache) if part else None
 
     @cached_property
     def augmentation(self) -> Augmentation:
         return Augmentation(
             self.settings.augment,
             seed=self.settings.train.seed,
-            image_size=self.image_size,
+            image_size=self.data.image_size,
             normalisation=self.normalisation,
             device=self.engine.device,
             dtype=self.engine.input_dtype,
         )
 
-    def batches_from(self, consumed: int) -> TrainingBatches:
-        data, train = self.settings.data, self.settings.train
-        key = int(hash64(hex_key(self.manifest.hash), train.seed) >> 1)
-        return TrainingBatches(
-            self.reader,
-            Order(self.reader.num_samples, key, data.shuffle, data.block_size, data.window_blocks),
-            self.plan,
-            rank=self.world.rank,
-            consumed=consumed,
-            num_threads=train.loader_threads,
-            prefetch=train.prefetch_batches,
-            pin=self.engine.device.type == "cuda",
+    @cached_property
+    def bad_samples(self) -> BadSamples:
+        log = Path(self.settings.run_dir) / "bad_samples" / f"rank-{self.world.rank}.jsonl"
+        return BadSamples(self.reader, log=log)
+
+    def feed_from(self, consumed: int) -> Feed:
+        train, plan = self.settings.train, self.plan
+        order = self.data.order(seed=train.seed, global_batch_size=plan.global_batch_size)
+        return Feed(
+            lambda finish: training_batches(
+                self.reader,
+                order,
+                plan,
+                rank=self.world.rank,
+                consumed=consumed,
+                num_threads=self.num_threads,
+                prefetch=train.prefetch_batches,
+                pin=self.engine.device.type == "cuda",
+                finish=finish,
+                bad_samples=self.bad_samples,
+            ),
+            self.augmentation,
         )
+
+    @property
+    def num_threads(self) -> int:
+        return self.settings.train.loader_threads or self.world.num_cores
+
+    def check_bad(self, num_bad: int, num_seen: int) -> None:
+        share = self.settings.data.max_bad_share
+        check_share(num_bad, num_seen=num_seen, num_samples=self.reader.num_samples, max_share=share)
 
     def scores(self) -> Scores | None:
         if self.eval_reader is None:
             return None
-        size = self.plan.local_batch_size
         return evaluate(
-            self.engine.logits, self.eval_reader, self.augmentation, local_batch_size=size, world=self.world
+            self.engine.logits,
+            self.eval_reader,
+            self.augmentation,
+            local_batch_size=self.plan.local_batch_size,
+            num_threads=self.num_threads,
+            world=self.world,
         )
 
     def card_at(self, step: int) -> ModelCard:
         return ModelCard(
             model=self.settings.model,
-            image_size=self.image_size,
-            classes=self.manifest.classes,
+            image_size=self.data.image_size,
+            classes=self.data.classes,
             channel_mean=self.normalisation.mean,
             channel_std=self.normalisation.std,
-            dataset=self.manifest.name,
-            manifest_hash=self.manifest.hash,
+            dataset=self.data.name,
+            manifest_hash=self.data.hash,
             step=step,
             run_key=self.run_key,
         )
-
-    def _open(self, split: str) -> SplitReader:
-        return SplitReader(self.settings.data.dataset, self.manifest, split, image_size=self.image_size)
 
 
 def supervise(trainer: Trainer) -> Outcome:
@@ -169,7 +197,7 @@ def restore(trainer: Trainer) -> TrainerState:
 
 def open_tracker(
     settings: PretrainSettings,
-    manifest: Manifest,
+    data: TrainingData,
     world: World,
     *,
     num_weights: int,
@@ -184,16 +212,16 @@ def open_tracker(
     params = flatten(settings.model_dump(mode="json")) | {
         "num_ranks": world.num_ranks,
         "num_weights": num_weights,
-        "manifest_hash": manifest.hash,
+        "manifest_hash": data.hash,
     }
     tags = {"mlflow.source.name": " ".join(sys.argv), "mlflow.source.git.commit": git_commit()}
-    tags |= {"dataset": manifest.name, "model": settings.model.kind}
+    tags |= {"dataset": data.name, "model": settings.model.kind}
     tags |= extra_tags or {"task": "pretrain"}
     return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
 
 
-def schedule_of(settings: PretrainSettings, manifest: Manifest) -> Schedule:
-    size = _size(settings, manifest)
+def schedule_of(settings: PretrainSettings, data: TrainingData) -> Schedule:
+    size = _size(settings, data)
     return Schedule(
         name=settings.schedule.name,
         base_lr=settings.optimizer.lr,
@@ -203,21 +231,19 @@ def schedule_of(settings: PretrainSettings, manifest: Manifest) -> Schedule:
     )
 
 
-def cadence_of(settings: PretrainSettings, manifest: Manifest) -> Cadence:
-    size, train_settings = _size(settings, manifest), settings.train
+def cadence_of(settings: PretrainSettings, data: TrainingData) -> Cadence:
+    size, train_settings = _size(settings, data), settings.train
     return Cadence(
-        num_steps=check_against_data(
-            data=settings.data,
-            model=settings.model,
-            train=train_settings,
-            schedule=settings.schedule,
-            manifest=manifest,
-        ),
+        num_steps=check_against_data(data, model=settings.model, train=train_settings, schedule=settings.schedule),
         log_every=train_settings.log_every_steps,
         eval_every=max(1, parse_length(train_settings.eval_every).steps(**size)),
         checkpoint_every=max(1, parse_length(settings.checkpoint.every).steps(**size)),
         keep_last=settings.checkpoint.keep_last,
     )
+
+
+def default_cache_dir() -> Path:
+    return Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
 
 
 def git_commit() -> str:
@@ -235,8 +261,6 @@ def git_commit() -> str:
         return "unknown"
 
 
-def _size(settings: PretrainSettings, manifest: Manifest) -> dict[str, int]:
-    return {
-        "global_batch_size": settings.train.global_batch_size,
-        "num_samples": manifest.splits[settings.data.train_split].num_samples,
-    }
+def _size(settings: PretrainSettings, data: TrainingData) -> dict[str, int]:
+    batch = settings.train.global_batch_size
+    return {"global_batch_size": batch, "num_samples": data.epoch_size(global_batch_size=batch)}

@@ -16,11 +16,11 @@ def all_sum(values: Tensor) -> Tensor:
     return values
 
 
-def mean_and_vote(loss: Tensor, flag: bool) -> tuple[float, bool]:
-    """(mean of the ranks' losses, whether any rank raised its flag): the one exchange, and the one wait, of a step."""
-    both = torch.stack([loss.float(), loss.new_full((), float(flag), dtype=torch.float32)])
-    total, votes = all_sum(both).tolist()
-    return total / (dist.get_world_size() if is_distributed() else 1), votes > 0
+def exchange(loss: Tensor, flag: bool, count: int) -> tuple[float, bool, int]:
+    """(mean of the losses, whether any rank raised its flag, sum of the counts): the one exchange, and the one wait, of a step."""
+    parts = [loss.float(), *(loss.new_full((), float(value), dtype=torch.float32) for value in (flag, count))]
+    total, votes, counts = all_sum(torch.stack(parts)).tolist()
+    return total / (dist.get_world_size() if is_distributed() else 1), votes > 0, round(counts)
 
 
 def same_on_all_ranks(value: int, *, device: torch.device) -> bool:

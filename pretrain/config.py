@@ -1,32 +1,67 @@
 """Every setting of a pretraining run with its default and its meaning. No torch here: a bad config costs under a second.
 
-What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `check_against_data`
-and `check_against_ranks`, still before anything heavy is imported.
+What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `load_training_data`
+and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from data_prep.manifest import DatasetError, Manifest
 from data_prep.settings import Settings
-from pretrain.durations import Cadence, Duration, parse_length
+from pretrain.durations import Cadence, Duration
 from pretrain.models.spec import ModelSpec, expand_preset
-from pretrain.order import Shuffle
+from pretrain.order import LastBatch, Shuffle
+
+
+class MixedDataset(Settings):
+    """A further dataset to train on."""
+
+    dataset: str
+    split: str = "train"
+    weight: float | None = Field(None, gt=0, le=1000)
 
 
 class DataSettings(Settings):
     dataset: str
-    """A directory that `data_prep build` has finished."""
+    """A directory that `data_prep build` or `index` has finished."""
     train_split: str = "train"
     eval_split: str | None = "val"
+    also: tuple[MixedDataset, ...] = ()
+    """Further datasets to train on; evaluation stays with the first."""
+    weight: float | None = Field(None, gt=0, le=1000)
+    """With `also`: how much of the training is drawn from `dataset`, against the weights there; by default all samples are drawn
+    equally often."""
     shuffle: Shuffle = "full"
     block_size: int = Field(1024, ge=1)
     """block shuffle: neighbouring samples that are read together."""
     window_blocks: int = Field(16, ge=1)
     """block shuffle: how many blocks are mixed with each other."""
+    last_batch: LastBatch = "carry"
+    """Where an epoch is no whole number of batches: carry (a batch reaches over its end, nothing is lost), drop or pad."""
     image_size: int | None = Field(None, ge=8, le=1024)
     """What the model is fed; by default the dataset's own resolution."""
+    max_bad_share: float = Field(0.001, ge=0, le=1)
+    """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in for those that cannot."""
+    cache_dir: str | None = None
+    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
+    for temporary files."""
+    cache_gb: float = Field(50, gt=0)
+    storage: dict[str, Any] = Field(default_factory=dict)
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3."""
+
+    @model_validator(mode="after")
+    def _mixture_fits(self) -> "DataSettings":
+        weights = [self.weight, *(other.weight for other in self.also)]
+        if not self.also and self.weight is not None:
+            raise ValueError("data.weight: stands alone; it weighs `dataset` against those of data.also")
+        if None in weights and any(weight is not None for weight in weights):
+            raise ValueError("data.weight: give one to `dataset` and to each of data.also, or to none")
+        if self.also and self.last_batch != "carry":
+            raise ValueError(
+                f"data.last_batch: {self.last_batch!r} will not do with data.also, whose datasets end at different times"
+            )
+        return self
 
 
 class AugmentSettings(Settings):
@@ -86,7 +121,8 @@ class TrainSettings(Settings):
     seed: int = Field(0, ge=0)
     eval_every: Cadence = "1 epochs"
     log_every_steps: int = Field(10, ge=1)
-    loader_threads: int = Field(1, ge=1)
+    loader_threads: int | None = Field(None, ge=1)
+    """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
 
 
@@ -160,35 +196,6 @@ def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> 
         raise ValueError(
             f"schedule.final_lr: {schedule.final_lr} is above optimizer.lr {optimizer.lr}; cosine falls, so set it lower"
         )
-
-
-def check_against_data(
-    *, data: DataSettings, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings, manifest: Manifest
-) -> int:
-    """The number of steps of the run; raises what only the dataset can tell."""
-    for field, split in (("train_split", data.train_split), ("eval_split", data.eval_split)):
-        if split is not None:
-            try:
-                found = manifest.labelled_split(split, directory=data.dataset)
-            except DatasetError as error:
-                raise ValueError(f"data.{field}: {error}") from None
-            if found.num_samples == 0:
-                raise ValueError(f"data.{field}: split {split!r} of {data.dataset} is empty; choose another")
-    if manifest.encoding == "keep" and data.image_size is None:
-        raise ValueError(
-            "data.image_size: missing; the dataset keeps the pictures' own sizes, so say what the model is fed"
-        )
-    model.check(image_size=data.image_size or manifest.image_size)
-    size = {"global_batch_size": train.global_batch_size, "num_samples": manifest.splits[data.train_split].num_samples}
-    steps = parse_length(train.duration).steps(**size)
-    if steps < 1:
-        raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
-    warmup = parse_length(schedule.warmup).steps(**size)
-    if warmup >= steps:
-        raise ValueError(
-            f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"
-        )
-    return steps
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:

@@ -1,4 +1,7 @@
-"""Exact evaluation on any number of ranks: every sample counts once, padding is masked, sums are reduced at the end."""
+"""Exact evaluation on any number of ranks: every sample counts once, padding is masked, sums are reduced at the end.
+
+A picture that does not decode is left out of the score, and `num_samples` says so.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment import Augmentation
 from pretrain.collectives import all_sum
 from pretrain.loader import evaluation_batches
-from pretrain.shards import SplitReader
+from pretrain.shards import ShardReader
 from pretrain.world import World
 
 
@@ -28,22 +32,31 @@ class Scores:
 
 def evaluate(
     logits_of: Callable[[Tensor], Tensor],
-    reader: SplitReader,
+    reader: ShardReader,
     augmentation: Augmentation,
     *,
     local_batch_size: int,
     world: World,
+    num_threads: int = 1,
 ) -> Scores:
-    sums = torch.zeros(4, dtype=torch.float64, device=augmentation.device)
-    batches = evaluation_batches(reader, local_batch_size=local_batch_size, num_ranks=world.num_ranks, rank=world.rank)
-    with progress("evaluating", total=reader.num_samples, unit="images", enabled=world.is_first) as line:
+    device, num_bad = augmentation.device, 0
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    with (
+        progress("evaluating", total=reader.num_samples, unit="images", enabled=world.is_first) as line,
+        evaluation_batches(
+            reader, local_batch_size=local_batch_size, world=world, num_threads=num_threads, pin=device.type == "cuda"
+        ) as batches,
+    ):
         for batch in batches:
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
-            sums += count(logits_of(prepared.images_BCHW), prepared.labels_B, batch.mask_B.to(augmentation.device))
+            sums += count(logits_of(prepared.images_BCHW), prepared.labels_B, batch.mask_B.to(device))
+            num_bad += batch.num_bad
             line.advance(min(local_batch_size * world.num_ranks, reader.num_samples - line.done))
-    right1, right5, loss, number = all_sum(sums).tolist()
-    assert number == reader.num_samples, (number, reader.num_samples)
+    right1, right5, loss, number, left_out = all_sum(torch.cat([sums, sums.new_tensor([float(num_bad)])])).tolist()
+    assert number + left_out == reader.num_samples, (number, left_out, reader.num_samples)
+    if number == 0:
+        raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
     return Scores(top1=right1 / number, top5=right5 / number, loss=loss / number, num_samples=int(number))
 
 

@@ -1,19 +1,25 @@
 """The order of training: pure integers -> which sample stands at which place, for any place, at no cost in memory.
 
-Training walks one endless line of positions: position p is sample number p mod N of epoch p div N. Global batch i is the positions
-[i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a resume is the number of samples consumed.
-So every sample stands exactly once in every epoch, every rank has the same number of steps, and nothing is dropped or padded (a
-batch may reach over the end of an epoch).
+Training walks one endless line of positions: position p is place p mod E of epoch p div E. Global batch i is the positions
+[i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a resume is the number of samples consumed. So every rank
+has the same number of steps, and every world size sees the same batches.
+
+The length E of an epoch says what becomes of its last, incomplete batch (`epoch_length`). `carry`: E = N, every sample stands
+exactly once in every epoch, and a batch may reach over the end of one. `drop`: E = N rounded down to whole batches; what an epoch
+leaves out changes from epoch to epoch. `pad`: E = N rounded up; the last batch is filled with the epoch's first samples again.
 
 Within an epoch the order is a keyed permutation of 0..N-1, computed position by position with a Feistel network over Z_a x Z_b
 (a b >= N, walking on while the result is >= N), so that an epoch of any size needs no table and a resume no replay.
 
 `full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples within windows of several
-blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch.
+blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch. How well it mixes classes
+is measured by `benchmarks/mixing.py`. Mixtures of several datasets are in `mixture.py`.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +28,7 @@ from pretrain.counter import hash64
 
 Ids = NDArray[np.int64]
 Shuffle = Literal["full", "block", "none"]
+LastBatch = Literal["carry", "drop", "pad"]
 
 _NUM_ROUNDS = 6
 
@@ -48,6 +55,21 @@ def _feistel(positions: Ids, *, rows: int, columns: int, key: int) -> Ids:
     return left * columns + right
 
 
+class Line(Protocol):
+    """What is trained on, position by position."""
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(epoch, sample id) of positions on the endless line."""
+
+
+def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBatch) -> int:
+    """The positions of one epoch."""
+    if last_batch == "carry":
+        return num_samples
+    batches = num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size)
+    return batches * global_batch_size
+
+
 @dataclass(frozen=True)
 class Order:
     """The order of one split; equal fields give an equal order on every machine."""
@@ -58,14 +80,17 @@ class Order:
     shuffle: Shuffle = "full"
     block_size: int = 1024
     window_blocks: int = 16
+    length: int | None = None
+    """Positions of an epoch; None: as many as there are samples."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
+        if self.num_samples < 1 or self.length == 0:
             raise ValueError("data: the split is empty; an order needs at least one sample")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
         """(epoch, sample id) of positions on the endless line."""
-        epochs, within = np.divmod(positions, self.num_samples)
+        epochs, within = np.divmod(positions, self.length or self.num_samples)
+        within %= self.num_samples  # beyond all samples stands what pads the last batch
         samples = np.empty_like(within)
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
@@ -105,6 +130,16 @@ class Order:
 
 
 @dataclass(frozen=True)
+class InSequence:
+    """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the last sample."""
+
+    num_samples: int
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        return np.zeros_like(positions), np.minimum(positions, self.num_samples - 1)
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each of `num_ranks` ranks."""
 
@@ -124,15 +159,21 @@ class BatchPlan:
         start = consumed + (micro_step * self.num_ranks + rank) * self.local_batch_size
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
+    def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
+        """The positions of all micro-batches of a rank from there on, without end."""
+        for start in itertools.count(consumed, self.global_batch_size):
+            for micro_step in range(self.accumulation_steps):
+                yield self.positions(consumed=start, micro_step=micro_step, rank=rank)
+
 
 def evaluation_slices(
     *, num_samples: int, local_batch_size: int, num_ranks: int, rank: int
 ) -> list[tuple[Ids, NDArray[np.bool_]]]:
-    """(sample ids, mask) of every batch of a rank: the same number of equal batches on each rank, padding masked out."""
+    """(positions, mask) of every batch of a rank: the same number of equal batches on each rank, padding masked out."""
     num_batches = -(-num_samples // (local_batch_size * num_ranks))
     slices = []
     for batch in range(num_batches):
         start = (batch * num_ranks + rank) * local_batch_size
         ids = np.arange(start, start + local_batch_size, dtype=np.int64)
-        slices.append((np.minimum(ids, num_samples - 1), ids < num_samples))
+        slices.append((ids, ids < num_samples))
     return slices

@@ -1,11 +1,17 @@
-"""Reads samples by number out of a split's memory-mapped shards.
+"""Reads samples by number out of the shards of one split, or of several datasets one after the other.
 
-Raw shards have one stride throughout, so a shard is a (samples, pixels) view of the file and a batch is one gather per shard at
-memory speed. Anything else is decoded picture by picture, by the code that the dataset was checked with. Pixels come out as uint8
-(B, H, W, 3).
+All shards stand side by side in one range of addresses, and so do their indices. A batch of raw pictures is therefore one gather
+over all shards, straight into the batch: tar members begin at multiples of 512 bytes, so the range is seen as overlapping rows
+that begin at every block. Anything else is decoded picture by picture, by the code that the dataset was checked with. Pixels come
+out as uint8 (B, H, W, 3).
+
+Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards starts in milliseconds.
 """
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,111 +19,219 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_prep.images import Rejection, decode, resize
-from data_prep.manifest import DatasetError, Manifest, Shard, load_index
+from data_prep.images import Rejection, decode_square, ppm_header
+from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
+from pretrain.counter import hash64
+from pretrain.datasets import Part
+from pretrain.mapped_shards import MappedShards
+from pretrain.mapping import FileRange
+from pretrain.shard_cache import ShardCache
 
 Ids = NDArray[np.int64]
 BLOCK = 512
-"""Of a tar. A raw sample is a header, the picture, a header and the label, each filled up to whole blocks."""
+"""Of a tar: every member begins at a multiple of it."""
+_OFFSET, _LENGTH, _LABEL = range(3)
 
 
 @dataclass(frozen=True)
-class OpenShard:
-    name: str
-    content: NDArray[np.uint8]
-    offsets: Ids
-    lengths: Ids
-    rows: Tensor | None
-    """(samples of the tar, 3 H W) strided view, where the shard is raw."""
-    places: Ids
-    """Of each sample among the rows: a subset takes some of a tar's samples."""
+class Unreadable:
+    """A sample that does not decode."""
+
+    place: int
+    """In the batch."""
+    sample: int
+    shard: str
+    key: str
+    reason: str
 
 
-class SplitReader:
-    """Random access to one split."""
+@dataclass(frozen=True)
+class _Placed:
+    part: Part
+    shard: Shard
 
-    def __init__(self, directory: Path | str, manifest: Manifest, split: str, *, image_size: int | None = None):
-        self.directory, self.manifest = Path(directory), manifest
-        shards = [shard for shard in manifest.split(split, directory=directory).shards if shard.num_samples]
-        self.stored_size = manifest.image_size if manifest.encoding != "keep" else (image_size or manifest.image_size)
-        self._shards = [self._open(shard) for shard in shards]
-        self._starts = np.cumsum([0, *(shard.num_samples for shard in shards)])
+
+class ShardReader:
+    """Random access to the samples of its parts, numbered one part after the other."""
+
+    def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, cache: ShardCache | None = None):
+        self.parts, self.stored_size = tuple(parts), _stored_size(parts, image_size)
+        self._placed = [_Placed(part, shard) for part in parts for shard in _shards_of(part)]
+        _refuse_remote(self._placed, cache)
+        self._starts = np.cumsum([0, *(placed.shard.num_samples for placed in self._placed)])
         self.num_samples = int(self._starts[-1])
-        indices = [load_index(directory, shard) for shard in shards]
-        self.labels: Ids = np.concatenate([index[:, 2] for index in indices]) if indices else np.zeros(0, np.int64)
+        self._shards = MappedShards([(placed.part.directory, placed.shard) for placed in self._placed], cache=cache)
+        self._indices = FileRange([_index_size(placed) for placed in self._placed])
+        self._table = self._indices.content.view("<i8")
+        self._table_starts = np.full(len(self._placed), -1, np.int64)
+        """In `_table`; -1 until the index has been mapped and checked."""
+        self._opening = threading.Lock()
+        self._is_raw = np.array([placed.part.manifest.encoding == "raw" for placed in self._placed], np.bool_)
+        self._pictures = self._blockwise()
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self._shards.is_remote.any())
+
+    @cached_property
+    def labels(self) -> Ids:
+        """Of all samples; 8 bytes each, so not for training."""
+        return self.labels_of(np.arange(self.num_samples))
+
+    def labels_of(self, ids: Ids) -> Ids:
+        numbers = self.shards_of(ids)
+        labels = self._rows(ids, numbers)[:, _LABEL].copy()
+        for number in np.unique(numbers).tolist():
+            classes = self._placed[number].part.classes
+            if classes is not None:
+                here = numbers == number
+                labels[here] = np.array(classes, np.int64)[labels[here]]
+        return labels
+
+    def shards_of(self, ids: Ids) -> Ids:
+        """The number of each sample's shard."""
+        return np.searchsorted(self._starts, ids, side="right") - 1
 
     def images(self, ids: Ids) -> Tensor:
-        """The pictures of `ids`, uint8 (B, H, W, 3)."""
-        size = self.stored_size
-        batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
-        numbers = np.searchsorted(self._starts, ids, side="right") - 1
-        for number in np.unique(numbers):
-            places = np.flatnonzero(numbers == number)
-            self._fill(batch, places, self._shards[number], ids[places] - self._starts[number])
+        """The pictures of `ids`, uint8 (B, H, W, 3); one that does not decode is an error."""
+        batch = self.empty(len(ids))
+        for bad in self.read(ids, batch):
+            directory = self._placed[int(self.shards_of(ids[bad.place : bad.place + 1])[0])].part.directory
+            raise DatasetError(
+                f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}"
+            )
         return batch
 
-    def _fill(self, batch: Tensor, places: Ids, shard: OpenShard, rows: Ids) -> None:
-        if shard.rows is not None:
-            flat = batch.view(len(batch), -1)
-            gathered = torch.index_select(shard.rows, 0, torch.from_numpy(shard.places[rows]))
-            flat[torch.from_numpy(places)] = gathered
-            return
-        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-            batch[place] = self._decode(shard, row)
+    def empty(self, count: int, *, pin: bool = False) -> Tensor:
+        size = self.stored_size
+        return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=pin)
 
-    def _decode(self, shard: OpenShard, row: int) -> Tensor:
-        start, length = int(shard.offsets[row]), int(shard.lengths[row])
-        try:
-            picture, _ = decode(shard.content[start : start + length].tobytes())
-        except Rejection as error:
-            raise DatasetError(
-                f"{shard.name}: sample {row} does not decode ({error}); run data_prep verify {self.directory}"
-            ) from None
-        square = resize(picture, size=self.stored_size, crop=self.manifest.crop)
-        return torch.from_numpy(np.array(square))
+    def read(self, ids: Ids, batch_BHWC: Tensor) -> list[Unreadable]:
+        """Puts the pictures of `ids` into `batch_BHWC`; says which places could not be filled."""
+        numbers = self.shards_of(ids)
+        rows = self._rows(ids, numbers)
+        with self._shards.reading(numbers):
+            offsets = self._shards.files.starts[numbers] + rows[:, _OFFSET]
+            is_raw = self._is_raw[numbers]
+            if is_raw.all():
+                blocks = torch.from_numpy(offsets // BLOCK)
+                torch.index_select(self._pictures, 0, blocks, out=batch_BHWC.view(len(ids), -1))
+                return []
+            raw, others = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
+            if len(raw):
+                gathered = torch.index_select(self._pictures, 0, torch.from_numpy(offsets[raw] // BLOCK))
+                batch_BHWC[torch.from_numpy(raw)] = gathered.view(-1, *batch_BHWC.shape[1:])
+            return self._decode(batch_BHWC.numpy(), others, ids, numbers, offsets, rows[:, _LENGTH])
 
-    def _open(self, shard: Shard) -> OpenShard:
-        if shard.is_remote:
-            raise DatasetError(
-                f"{shard.file}: is remote, and training reads local shards; copy the shards here and index them again"
-            )
-        path = self.directory / shard.file
-        try:
-            content = np.memmap(path, np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise DatasetError(f"{path}: cannot be mapped ({error}); run data_prep verify {self.directory}") from None
-        if len(content) != shard.num_bytes:
-            raise DatasetError(
-                f"{path}: {len(content):,} bytes, the manifest says {shard.num_bytes:,}; it was cut or changed, rebuild it"
-            )
-        index = load_index(self.directory, shard)
-        offsets, lengths = np.ascontiguousarray(index[:, 0]), np.ascontiguousarray(index[:, 1])
-        if len(index) and (offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > len(content)):
-            raise DatasetError(f"{path}: its index leads out of it; run data_prep verify {self.directory}")
-        rows, places = None, np.zeros(0, np.int64)
-        if self.manifest.encoding == "raw":
-            rows, places = self._rows(path, content, offsets, lengths)
-        return OpenShard(str(path), content, offsets, lengths, rows, places)
+    def fetch_ahead(self, ids: Ids) -> None:
+        """The samples that are needed next, in their order; only shards behind a network need to know."""
+        if self.is_remote:
+            numbers = self.shards_of(ids)
+            _, first = np.unique(numbers, return_index=True)
+            self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
-    def _rows(self, path: Path, content: NDArray[np.uint8], offsets: Ids, lengths: Ids) -> tuple[Tensor, Ids]:
-        """All pictures of the tar as one strided view, and which of its rows each sample is."""
-        num_pixels = 3 * self.stored_size**2
-        header = int(lengths[0]) - num_pixels
-        stride = BLOCK * (3 + -(-int(lengths[0]) // BLOCK))
-        places = (offsets - BLOCK) // stride
-        if header < 0 or (lengths != lengths[0]).any() or (offsets != BLOCK + places * stride).any():
-            raise DatasetError(
-                f"{path}: is not a raw shard of {self.stored_size} px; run data_prep verify {self.directory}"
-            )
-        start, num_rows = BLOCK + header, int(places.max()) + 1
-        view = np.lib.stride_tricks.as_strided(content[start:], (num_rows, num_pixels), (stride, 1), writeable=False)
-        return _tensor(view), places
+    def stand_in(self, sample: int, attempt: int) -> int:
+        """Who takes the place of a sample that cannot be read: another of the same shard, the same one in every run."""
+        number = int(self.shards_of(np.array([sample]))[0])
+        start, end = self._starts[number : number + 2].tolist()
+        return int(start + int(hash64(sample, attempt)) % (end - start))
+
+    def close(self) -> None:
+        self._shards.close()
+
+    def _decode(
+        self, batch: NDArray[np.uint8], places: Ids, ids: Ids, numbers: Ids, offsets: Ids, lengths: Ids
+    ) -> list[Unreadable]:
+        content, bad = self._shards.files.content, []
+        for place in places.tolist():
+            placed, start = self._placed[numbers[place]], int(offsets[place])
+            data = content[start : start + int(lengths[place])].tobytes()
+            try:
+                decode_square(data, batch[place], crop=placed.part.manifest.crop)
+            except Rejection as error:
+                sample = int(ids[place])
+                key = load_paths(placed.part.directory, placed.shard)[sample - int(self._starts[numbers[place]])]
+                bad.append(Unreadable(place, sample, placed.shard.name, key, str(error)))
+        return bad
+
+    def _rows(self, ids: Ids, numbers: Ids) -> Ids:
+        """(B, 3) of the index: offset, length, label."""
+        if len(ids) and (self._table_starts[numbers] < 0).any():
+            with self._opening:
+                for number in np.unique(numbers).tolist():
+                    if self._table_starts[number] < 0:
+                        self._table_starts[number] = self._open_index(number)
+        first = self._table_starts[numbers] + 3 * (ids - self._starts[numbers])
+        rows: Ids = self._table[first[:, None] + np.arange(3)]
+        return rows
+
+    def _open_index(self, number: int) -> int:
+        """Where its rows begin in the table."""
+        placed = self._placed[number]
+        index = load_index(placed.part.directory, placed.shard)
+        path = placed.part.directory / placed.shard.index_file
+        _check_index(index, path, placed, raw_size=self.stored_size if self._is_raw[number] else None)
+        self._indices.map(number, path, num_bytes=_index_size(placed))
+        return int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
+
+    def _blockwise(self) -> Tensor:
+        """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each block."""
+        header, num_pixels = len(ppm_header(self.stored_size, self.stored_size)), 3 * self.stored_size**2
+        content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
+        num_rows = max(0, (len(content) - header - num_pixels) // BLOCK + 1)
+        return content.as_strided((num_rows, num_pixels), (BLOCK, 1), header)
 
 
-def _tensor(view: NDArray[np.uint8]) -> Tensor:
-    """The array as a tensor; torch's warning that a read-only array might be written to does not apply, as it never is."""
-    import warnings
+def open_split(
+    directory: Path | str,
+    manifest: Manifest,
+    split: str,
+    *,
+    image_size: int | None = None,
+    cache: ShardCache | None = None,
+) -> ShardReader:
+    manifest.split(split, directory=directory)
+    return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, cache=cache)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(view)
+
+def _shards_of(part: Part) -> list[Shard]:
+    return [shard for shard in part.content.shards if shard.num_samples]
+
+
+def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:
+    sizes = {
+        image_size or part.manifest.image_size if part.manifest.encoding == "keep" else part.manifest.image_size
+        for part in parts
+    }
+    assert len(sizes) == 1, sizes  # the config is checked against the datasets before
+    return sizes.pop()
+
+
+def _refuse_remote(placed: Sequence[_Placed], cache: ShardCache | None) -> None:
+    remote = next((each for each in placed if each.shard.is_remote), None)
+    if remote is not None and cache is None:
+        raise DatasetError(
+            f"{remote.part.directory}: its shards are remote ({remote.shard.file}), and only training fetches them; "
+            "copy them here and index them again"
+        )
+
+
+def _index_size(placed: _Placed) -> int:
+    path = placed.part.directory / placed.shard.index_file
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DatasetError(
+            f"{path}: index cannot be read ({error.strerror}); run data_prep verify {placed.part.directory}"
+        ) from None
+
+
+def _check_index(index: Ids, path: Path, placed: _Placed, *, raw_size: int | None) -> None:
+    directory, num_bytes = placed.part.directory, placed.shard.num_bytes
+    offsets, lengths = index[:, _OFFSET], index[:, _LENGTH]
+    if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > num_bytes:
+        raise DatasetError(f"{path}: its index leads out of the shard; run data_prep verify {directory}")
+    if raw_size is not None:
+        length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
+        if (lengths != length).any() or (offsets % BLOCK).any():
+            raise DatasetError(f"{path}: is not of a raw shard of {raw_size} px; run data_prep verify {directory}")

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from data_prep.manifest import load_manifest
 from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.datasets import load_training_data
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model, num_parameters
 from pretrain.optim import build_optimizer
@@ -24,13 +24,12 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
 
 
 def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task:
-    manifest = load_manifest(settings.data.dataset)
+    data = load_training_data(settings.data)
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     device = start_distributed(world, timeout_s=settings.engine.timeout_s)
-    image_size = settings.data.image_size or manifest.image_size
     model = build_model(
-        settings.model, num_classes=len(manifest.classes), image_size=image_size, seed=settings.train.seed
+        settings.model, num_classes=len(data.classes), image_size=data.image_size, seed=settings.train.seed
     )
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
     engine = DeepSpeedEngine(
@@ -42,15 +41,15 @@ def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task
         device=device,
         world=world,
     )
-    run_key, tracker = open_tracker(settings, manifest, world, num_weights=num_weights)
+    run_key, tracker = open_tracker(settings, data, world, num_weights=num_weights)
     return Task(
         settings=settings,
-        manifest=manifest,
+        data=data,
         world=world,
         plan=plan,
         engine=engine,
         tracker=tracker,
         stop=stop,
         run_key=run_key,
-        normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+        normalisation=Normalisation(*data.channel_statistics),
     )

@@ -1,14 +1,14 @@
 """The one training loop: every task that updates weights runs it, whatever its engine.
 
 Each step: 1. the learning rate, from the step; 2. this rank's micro-batches of the global batch; 3. the engine's update; 4. one
-exchange of the mean loss and the vote on stopping; 5. what is due (log, evaluate, checkpoint). State is (engine, step, samples
-consumed), nothing else.
+exchange of the mean loss, the vote on stopping and the number of bad samples; 5. what is due (log, evaluate, checkpoint). State is
+(engine, step, samples consumed), nothing else.
 """
 
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,11 @@ from pathlib import Path
 from data_prep.progress import ProgressLine, progress
 from data_prep.settings import UserError
 from pretrain import checkpoint
-from pretrain.augment import Augmentation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import barrier, mean_and_vote
+from pretrain.collectives import barrier, exchange
 from pretrain.evaluate import Scores
-from pretrain.loader import TrainingBatches
+from pretrain.feed import Fed, Feed
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
@@ -84,12 +83,13 @@ def peak_rss_gb() -> float:
 @dataclass(frozen=True)
 class Trainer:
     engine: Engine
-    augmentation: Augmentation
     plan: BatchPlan
     schedule: Schedule
     cadence: Cadence
-    batches_from: Callable[[int], AbstractContextManager[TrainingBatches]]
-    """The loader that starts after so many consumed samples."""
+    feed_from: Callable[[int], AbstractContextManager[Feed]]
+    """Micro-batches after so many consumed samples."""
+    check_bad: Callable[[int, int], None]
+    """Stops the run where too many samples (bad, of how many) do not decode."""
     evaluate: Callable[[], Scores | None]
     card_at: Callable[[int], ModelCard]
     run_dir: Path
@@ -100,25 +100,30 @@ class Trainer:
     title: str
 
     def fit(self, start: TrainerState) -> Outcome:
-        step, scores = start.step, None
+        step, scores, num_bad = start.step, None, 0
         meter, began_s = Meter(), time.monotonic()
         size = self.plan.global_batch_size
-        with self._line(step) as line, self.batches_from(start.samples_consumed) as batches:
+        with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
             while step < self.cadence.num_steps:
                 lr = self.schedule.lr(step)
-                result = self.engine.train_step([*self._prepared(batches, meter)], lr=lr)
-                loss, stopping = mean_and_vote(result.loss, self.stop.raised_by is not None)
+                fed = self._fed(feed, meter)
+                result = self.engine.train_step([each.prepared for each in fed], lr=lr)
+                bad_here = sum(each.num_bad for each in fed)
+                loss, stopping, bad_now = exchange(result.loss, self.stop.raised_by is not None, bad_here)
                 if not math.isfinite(loss):
                     raise NonFiniteLoss(
                         f"loss is {loss} at step {step} (lr {lr:.3g}): lower optimizer.lr or set engine.gradient_clip_norm=1"
                     )
                 step += 1
                 meter.steps += 1
+                num_bad += bad_now
+                self.check_bad(num_bad, (step - start.step) * size)
                 if self._due(step, self.cadence.log_every):
                     reading = meter.reading(
                         loss, float(result.gradient_norm), lr=lr, batch_size=size, flops_per_image=self.flops_per_image
                     )
-                    self.tracker.metrics(reading | {"train/samples": float(step * size)}, step=step)
+                    reading |= {"train/samples": float(step * size), "train/bad_samples": float(num_bad)}
+                    self.tracker.metrics(reading, step=step)
                     meter = Meter()
                     line.note = f"loss {loss:.3f}  {reading['speed/images_per_s']:,.0f} images/s"
                 line.advance()
@@ -137,12 +142,12 @@ class Trainer:
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
         return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)
 
-    def _prepared(self, batches: TrainingBatches, meter: Meter) -> Iterator:  # type: ignore[type-arg]
-        for _ in range(self.plan.accumulation_steps):
-            asked_s = time.monotonic()
-            batch = next(batches)
-            meter.wait_s += time.monotonic() - asked_s
-            yield self.augmentation.prepare(batch)
+    def _fed(self, feed: Feed, meter: Meter) -> list[Fed]:
+        """This rank's micro-batches of one step."""
+        asked_s = time.monotonic()
+        fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
+        meter.wait_s += time.monotonic() - asked_s
+        return fed
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps

@@ -11,6 +11,8 @@ class World:
     rank: int
     local_rank: int
     num_ranks: int
+    num_cores: int = 1
+    """Of this rank."""
 
     @property
     def is_first(self) -> bool:
@@ -32,7 +34,16 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
         raise ValueError(
             f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK"
         )
-    return World(int(environment["RANK"]), int(environment["LOCAL_RANK"]), int(environment["WORLD_SIZE"]))
+    rank, local_rank, num_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return World(rank, local_rank, num_ranks, _cores_per_rank(environment))
+
+
+def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
+    """SLURM gives each task its own; others share those of the node."""
+    here = len(os.sched_getaffinity(0))
+    if "SLURM_CPUS_PER_TASK" in environment:
+        return min(here, int(environment["SLURM_CPUS_PER_TASK"]))
+    return max(1, here // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _from_slurm(environment: MutableMapping[str, str]) -> None:

@@ -13,9 +13,12 @@ import io
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from data_prep.images.decoding import MAX_PIXELS, read_picture
+from data_prep.images.jpeg import decode_plain_into
 from data_prep.images.rejection import Reason, Rejection
 from data_prep.manifest import Encoding
 from data_prep.settings import Settings
@@ -62,6 +65,14 @@ def decode(data: bytes) -> tuple[Image.Image, str]:
     return picture.upright(picture.pixels), picture.extension
 
 
+def decode_square(data: bytes, out_HW3: NDArray[np.uint8], *, crop: CropPolicy) -> None:
+    """Puts the picture, made a square of that size, into `out_HW3`: how training sees it. Raises `Rejection`."""
+    if decode_plain_into(data, out_HW3):
+        return
+    picture, _ = decode(data)
+    out_HW3[:] = np.asarray(resize(picture, size=len(out_HW3), crop=crop))
+
+
 def resize(
     image: Image.Image, *, size: int, crop: CropPolicy, extent: tuple[float, float] | None = None
 ) -> Image.Image:
@@ -78,8 +89,11 @@ def resize(
 
 def encode_ppm(image: Image.Image) -> bytes:
     """Binary PPM: a header whose length depends on the size alone, then the pixels."""
-    header = b"P6\n%d %d\n255\n" % image.size
-    return header + bytes(image.tobytes())
+    return ppm_header(*image.size) + bytes(image.tobytes())
+
+
+def ppm_header(width: int, height: int) -> bytes:
+    return b"P6\n%d %d\n255\n" % (width, height)
 
 
 def encode_jpeg(image: Image.Image, *, quality: int) -> bytes:

@@ -12,7 +12,9 @@ stays at least `DRAFT_MARGINS` times what is asked for. See `images/__init__.py`
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
@@ -62,6 +64,19 @@ def decode_plain(data: bytes, *, smallest_side: int | None, max_pixels: int) -> 
         return None
     pixels = Image.frombuffer("RGBX", (width_then, height_then), pixels_HW4, "raw", "RGBX", 0, 1)
     return PlainJpeg(pixels, width, height, scale)
+
+
+def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
+    """Whether `data` was a plain JPEG of exactly that size, and now stands in `out_HW3`; if not, go the long way."""
+    frame = _frame(data)
+    height, width, _ = out_HW3.shape
+    if frame is None or frame[:2] != (width, height) or frame[2] not in _CHANNELS:
+        return False
+    try:
+        simplejpeg.decode_jpeg(data, "RGB", buffer=out_HW3)
+    except ValueError:
+        return False
+    return True
 
 
 def _frame(data: bytes) -> tuple[int, int, int] | None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from data_prep.__main__ import main
 from data_prep.manifest import load_manifest, load_paths
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from tests.data_prep.samples import encoded, picture
 
 Members = dict[str, bytes]
@@ -77,7 +77,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def read(directory: Path, split: str = "train") -> tuple[np.ndarray[Any, Any], list[int]]:
-    reader = SplitReader(directory, load_manifest(directory), split)
+    reader = open_split(directory, load_manifest(directory), split)
     return reader.images(np.arange(reader.num_samples)).numpy(), reader.labels.tolist()
 
 

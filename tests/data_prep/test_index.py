@@ -10,8 +10,8 @@ from PIL import Image
 
 from data_prep.images import encode_ppm
 from data_prep.manifest import load_manifest
-from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, check_against_data
-from pretrain.models.spec import MlpSpec
+from pretrain.config import DataSettings
+from pretrain.datasets import load_training_data
 from tests.data_prep.samples import build, encoded, picture, write_classes
 from tests.data_prep.stock import hashes, index, paths, read, rejects, sample, seen, write_stock, write_tar
 
@@ -142,13 +142,7 @@ def test_an_unlabelled_split_is_refused_by_training_in_one_line(tmp_path: Path) 
     manifest = load_manifest(out)
     assert (manifest.splits["train"].num_unlabelled, manifest.classes, read(out)[1]) == (1, (), [-1])
     with pytest.raises(ValueError) as caught:
-        check_against_data(
-            data=DataSettings(dataset=str(out), eval_split=None, image_size=16),
-            model=MlpSpec(kind="mlp", depth=1, width=8),
-            train=TrainSettings(duration="1 steps"),
-            schedule=ScheduleSettings(),
-            manifest=manifest,
-        )
+        load_training_data(DataSettings(dataset=str(out), eval_split=None, image_size=16))
     assert str(caught.value) == (
         f"data.train_split: {out}: 1 of 1 samples of split 'train' have no label; choose a split with labels"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import load_manifest
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
 
@@ -72,7 +72,7 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert state.gets == gets
     capsys.readouterr()
     with pytest.raises(ValueError, match="is remote, and training reads local shards"):
-        SplitReader(tmp_path / "http", load_manifest(tmp_path / "http"), "train")
+        open_split(tmp_path / "http", load_manifest(tmp_path / "http"), "train")
 
 
 def test_a_missing_bucket_object_or_right_is_one_line(

@@ -15,7 +15,7 @@ from data_prep.checking.verify import verify
 from data_prep.choosing.selection import ranking
 from data_prep.manifest import load_annotation, load_index, load_manifest, load_paths
 from data_prep.publish import sha256_of
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.data_prep.test_verify import change_manifest
 
@@ -120,8 +120,8 @@ def test_pictures_and_labels_are_the_parents_rows(tmp_path: Path, encoding: str)
     source = write_classes(tmp_path / "source", {"ant": 9, "bee": 30, "cat": 20})
     assert build(source, tmp_path / "all", f"encoding={encoding}", "samples_per_shard=16") == 0
     assert subset(tmp_path / "all", tmp_path / "some", "--fraction", "0.4") == 0
-    whole = SplitReader(tmp_path / "all", load_manifest(tmp_path / "all"), "train")
-    part = SplitReader(tmp_path / "some", load_manifest(tmp_path / "some"), "train")
+    whole = open_split(tmp_path / "all", load_manifest(tmp_path / "all"), "train")
+    part = open_split(tmp_path / "some", load_manifest(tmp_path / "some"), "train")
     assert part.num_samples == 24
     places = {path: number for number, path in enumerate(paths_of(tmp_path / "all"))}
     rows = np.array([places[path] for path in paths_of(tmp_path / "some")])
@@ -175,7 +175,7 @@ def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(ani
     assert first.splits["val"].class_counts == (2, 2, 2)
     assert second.classes == ("elk", "fox")
     assert second.source["labels"] == [4, 5]
-    labels = SplitReader(tmp_path / "b", second, "train").labels.tolist()
+    labels = open_split(tmp_path / "b", second, "train").labels.tolist()
     assert [second.classes[label] for label in labels] == [path.split("/")[1] for path in paths_of(tmp_path / "b")]
     for directory in ("a", "b"):
         assert verify(tmp_path / directory).faults == []

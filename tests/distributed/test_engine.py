@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.augment import Prepared
-from pretrain.collectives import mean_and_vote
+from pretrain.collectives import exchange
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
@@ -82,7 +82,7 @@ def micro_batches(engine: Any, world: World, step: int) -> Iterator[Prepared]:
 
 def advance(engine: Any, world: World, steps: range) -> list[float]:
     results = [engine.train_step([*micro_batches(engine, world, step)], lr=LR) for step in steps]
-    return [mean_and_vote(result.loss, False)[0] for result in results]
+    return [exchange(result.loss, False, 0)[0] for result in results]
 
 
 def shared(state: EngineState) -> EngineState:

@@ -13,7 +13,7 @@ from finetune.probe import accuracies, choose_and_test, train_heads, with_bias
 from pretrain.card import list_checkpoints
 from pretrain.checkpoint import load_weights
 from pretrain.models.build import build_model
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from tests.conftest import Command
 from tests.training import final_state, finish, start, write_config
 
@@ -45,7 +45,7 @@ def independent_top1(checkpoint: Path, dataset: Path) -> float:
     card, weights = load_weights(checkpoint)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     model.load_state_dict(weights)
-    reader = SplitReader(dataset, load_manifest(dataset), "val")
+    reader = open_split(dataset, load_manifest(dataset), "val")
     images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
     with torch.no_grad():

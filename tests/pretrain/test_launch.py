@@ -1,5 +1,6 @@
 """Starting local ranks: the environment they get, and that nobody waits for a dead one."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,7 @@ def test_the_distributed_helper_fails_fast_and_shows_why() -> None:
 
 def test_one_process_is_a_world_of_its_own() -> None:
     environment: dict[str, str] = {}
-    assert read_world(environment) == World(0, 0, 1)
+    assert read_world(environment) == World(0, 0, 1, num_cores=len(os.sched_getaffinity(0)))
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
 
 
@@ -80,8 +81,9 @@ def test_srun_is_understood() -> None:
         "SLURM_NTASKS": "8",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "12345",
+        "SLURM_CPUS_PER_TASK": "1",
     }
-    assert read_world(facts) == World(5, 1, 8)
+    assert read_world(facts) == World(5, 1, 8, num_cores=1)
     assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
 
 

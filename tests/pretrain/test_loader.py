@@ -7,25 +7,34 @@ import numpy as np
 import pytest
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.loader import TrainingBatches, evaluation_batches
+from pretrain.loader import as_stored, evaluation_batches, training_batches
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import SplitReader
+from pretrain.shards import ShardReader, open_split
+from pretrain.world import World
 
 
 @pytest.fixture(scope="module")
-def reader(shapes: Path) -> SplitReader:
-    return SplitReader(shapes, load_manifest(shapes), "train")
+def reader(shapes: Path) -> ShardReader:
+    return open_split(shapes, load_manifest(shapes), "train")
 
 
 def samples_of(
-    reader: SplitReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
+    reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
 ) -> list[int]:
     """The samples of `steps` global batches of 24, in the order of their positions."""
     plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
     rows: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(ranks):
-        with TrainingBatches(
-            reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3, pin=False
+        with training_batches(
+            reader,
+            order,
+            plan,
+            rank=rank,
+            consumed=consumed,
+            num_threads=threads,
+            prefetch=3,
+            pin=False,
+            finish=as_stored,
         ) as batches:
             for step in range(steps):
                 for micro_step in range(plan.accumulation_steps):
@@ -35,38 +44,39 @@ def samples_of(
     return [sample for key in sorted(rows) for sample in rows[key]]
 
 
-def test_every_world_and_thread_count_reads_the_same_sequence(reader: SplitReader) -> None:
+def test_every_world_and_thread_count_reads_the_same_sequence(reader: ShardReader) -> None:
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
     assert sorted(straight[:240]) == list(range(240))
     for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
         assert samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads) == straight
 
 
-def test_a_resume_at_another_world_size_continues_the_sequence(reader: SplitReader) -> None:
+def test_a_resume_at_another_world_size_continues_the_sequence(reader: ShardReader) -> None:
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
     assert samples_of(reader, ranks=3, local=8, consumed=24 * 7, steps=13) == straight[24 * 7 :]
 
 
-def test_closing_ends_all_threads(reader: SplitReader) -> None:
+def test_closing_ends_all_threads(reader: ShardReader) -> None:
     before = threading.active_count()
     samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=4)
     assert threading.active_count() == before
 
 
-def test_an_error_while_loading_reaches_the_trainer(reader: SplitReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(ids: np.ndarray) -> None:
+def test_an_error_while_loading_reaches_the_trainer(reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(ids: np.ndarray, batch: object) -> None:
         raise DatasetError("shard 3: sample 7 does not decode")
 
-    monkeypatch.setattr(reader, "images", broken)
+    monkeypatch.setattr(reader, "read", broken)
     with pytest.raises(DatasetError, match="sample 7 does not decode"):
         samples_of(reader, ranks=1, local=24, consumed=0, steps=1)
 
 
-def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: SplitReader) -> None:
+def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader) -> None:
     for ranks in (1, 2, 3, 7):
         seen = []
         for rank in range(ranks):
-            for batch in evaluation_batches(reader, local_batch_size=11, num_ranks=ranks, rank=rank):
-                assert batch.mask_B is not None
-                seen += batch.samples[batch.mask_B.numpy()].tolist()
+            with evaluation_batches(reader, local_batch_size=11, world=World(rank, rank, ranks)) as batches:
+                for batch in batches:
+                    assert batch.mask_B is not None
+                    seen += batch.samples[batch.mask_B.numpy()].tolist()
         assert sorted(seen) == list(range(240))

@@ -1,0 +1,181 @@
+"""What a run trains on: one split of one dataset, or the mixture of several, seen as one. No torch here.
+
+The classes of a mixture are those of its datasets in the order of their first mention; a class that several datasets name alike is
+one class. Its channel statistics are those of the pictures as they are drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.manifest import DatasetError, Manifest, Split, load_manifest
+from data_prep.publish import hash_of_json
+from pretrain.config import DataSettings, ScheduleSettings, TrainSettings
+from pretrain.counter import hash64, hex_key
+from pretrain.durations import parse_length
+from pretrain.mixture import Mixture, mixture_weights
+from pretrain.models.spec import ModelSpec
+from pretrain.order import Line, Order, epoch_length
+
+Statistic = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A split of a dataset, with the number that each of its classes has among those of the whole."""
+
+    directory: Path
+    manifest: Manifest
+    split: str
+    classes: tuple[int, ...] | None = None
+    """None: they keep their numbers."""
+
+    @property
+    def content(self) -> Split:
+        return self.manifest.splits[self.split]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    settings: DataSettings
+    parts: tuple[Part, ...]
+    weights: tuple[int, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(part.manifest.name for part in self.parts)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(part.content.num_samples for part in self.parts)
+
+    @property
+    def image_size(self) -> int:
+        """What the model is fed."""
+        return self.settings.image_size or self.parts[0].manifest.image_size
+
+    @property
+    def has_remote_shards(self) -> bool:
+        splits = [part.content for part in self.parts]
+        if self.settings.eval_split is not None:
+            splits.append(self.parts[0].manifest.splits[self.settings.eval_split])
+        return any(shard.is_remote for split in splits for shard in split.shards)
+
+    @cached_property
+    def hash(self) -> str:
+        """Of the one dataset, or of all that makes up the mixture."""
+        if len(self.parts) == 1:
+            return self.parts[0].manifest.hash
+        return hash_of_json([[part.manifest.hash, part.split] for part in self.parts] + [list(self.weights)])
+
+    @cached_property
+    def channel_statistics(self) -> tuple[Statistic, Statistic]:
+        """(mean, standard deviation) over the pictures in the shares in which they are drawn."""
+        if len(self.parts) == 1:
+            return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
+        shares = np.array(self.weights) / sum(self.weights)
+        means = np.array([part.manifest.channel_mean for part in self.parts])
+        squares = np.array([part.manifest.channel_std for part in self.parts]) ** 2 + means**2
+        mean = shares @ means
+        return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
+
+    def order(self, *, seed: int, global_batch_size: int) -> Line:
+        """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
+        orders = [self._order(part, seed=seed, batch=global_batch_size) for part in self.parts]
+        return orders[0] if len(orders) == 1 else Mixture(tuple(orders), self.weights)
+
+    def epoch_size(self, *, global_batch_size: int) -> int:
+        """The positions of one epoch, by which durations are counted."""
+        return epoch_length(self.num_samples, global_batch_size=global_batch_size, last_batch=self.settings.last_batch)
+
+    def eval_part(self) -> Part | None:
+        """Of the first dataset, in the classes of the whole."""
+        first, split = self.parts[0], self.settings.eval_split
+        return None if split is None else Part(first.directory, first.manifest, split, first.classes)
+
+    def _order(self, part: Part, *, seed: int, batch: int) -> Order:
+        data, num_samples = self.settings, part.content.num_samples
+        key = int(hash64(hex_key(part.manifest.hash), seed) >> 1)
+        length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
+        return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
+
+
+def load_training_data(data: DataSettings) -> TrainingData:
+    """Loads the manifests; raises what only they can tell."""
+    manifest = load_manifest(data.dataset)
+    _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
+    if data.eval_split is not None:
+        _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
+    found = [Part(Path(data.dataset), manifest, data.train_split)]
+    for number, other in enumerate(data.also):
+        also = load_manifest(other.dataset)
+        _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
+        found.append(Part(Path(other.dataset), also, other.split))
+    _check_sizes(data, found)
+    weights = mixture_weights(
+        [data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found]
+    )
+    if len(found) == 1:
+        return TrainingData(data, tuple(found), weights, manifest.classes)
+    classes = tuple(dict.fromkeys(name for part in found for name in part.manifest.classes))
+    number_of = {name: number for number, name in enumerate(classes)}
+    parts = tuple(
+        Part(part.directory, part.manifest, part.split, tuple(number_of[name] for name in part.manifest.classes))
+        for part in found
+    )
+    return TrainingData(data, parts, weights, classes)
+
+
+def check_against_data(
+    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
+) -> int:
+    """The number of steps of the run; raises what only the datasets can tell."""
+    model.check(image_size=data.image_size)
+    size = {"global_batch_size": train.global_batch_size}
+    size["num_samples"] = data.epoch_size(**size)
+    if size["num_samples"] == 0:
+        raise ValueError(
+            f"data.last_batch: 'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size "
+            f"{train.global_batch_size:,}; make the batch smaller, or choose carry or pad"
+        )
+    steps = parse_length(train.duration).steps(**size)
+    if steps < 1:
+        raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
+    warmup = parse_length(schedule.warmup).steps(**size)
+    if warmup >= steps:
+        raise ValueError(
+            f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"
+        )
+    return steps
+
+
+def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
+    try:
+        content = manifest.labelled_split(split, directory=directory)
+    except DatasetError as error:
+        raise ValueError(f"{field}: {error}") from None
+    if content.num_samples == 0:
+        raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
+
+
+def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
+    if data.image_size is None and any(part.manifest.encoding == "keep" for part in parts):
+        raise ValueError(
+            "data.image_size: missing; the dataset keeps the pictures' own sizes, so say what the model is fed"
+        )
+    sizes = [data.image_size if part.manifest.encoding == "keep" else part.manifest.image_size for part in parts]
+    for part, size in zip(parts, sizes, strict=True):
+        if size != sizes[0]:
+            raise ValueError(
+                f"data.also: {part.directory} stores pictures of {size} px, {parts[0].directory} of {sizes[0]} px; build one of "
+                "them anew at the size of the other"
+            )
+
+
+def _triple(values: np.ndarray) -> Statistic:
+    red, green, blue = values.tolist()
+    return red, green, blue
