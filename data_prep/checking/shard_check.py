@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from data_prep.building.workers import Tally
 from data_prep.checking.stored import Storage, key_of, local_tar, tar_content
 from data_prep.images import Rejection, decode
-from data_prep.indexing.remote import MissingError, RemoteError
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
+from data_prep.remote import MissingError, RemoteError
 
 BORROWED = ("subset", "index")
 """The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""

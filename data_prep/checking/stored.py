@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.building.workers import Tally, worker_pool
-from data_prep.indexing.remote import NUM_ATTEMPTS, copied
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
+from data_prep.remote import NUM_ATTEMPTS, copied
 
 R = TypeVar("R")
 

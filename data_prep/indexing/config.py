@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from data_prep.images import CropPolicy
-from data_prep.indexing.remote import NUM_ATTEMPTS
+from data_prep.remote import NUM_ATTEMPTS
 from data_prep.settings import NumWorkers, Settings, SettingsError, read_lines
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from data_prep.indexing import remote
+from data_prep import remote
 from data_prep.settings import UserError
 
 MAX_SHARDS = 1_000_000

@@ -10,13 +10,13 @@ from itertools import repeat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data_prep import remote
 from data_prep.building.shards import PARTS
-from data_prep.indexing import remote
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.patterns import expand
-from data_prep.indexing.remote import Version
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
+from data_prep.remote import Version
 from data_prep.settings import UserError
 
 NUM_QUESTIONS = 8

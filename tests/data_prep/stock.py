@@ -6,7 +6,7 @@ import json
 import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,9 @@ class Web:
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
+        self.gate = threading.Event()
+        """What a "stall" waits for, with half of the file sent."""
+        self._counting = threading.Lock()
         self.key = ""
         """A query without which nothing is given out."""
 
@@ -111,8 +114,9 @@ class Web:
         data = path.read_bytes()
         fault: Any = None
         if with_body:
-            self.gets[name] = self.gets.get(name, 0) + 1
-            fault = self.faults[name].pop(0) if self.faults.get(name) else None
+            with self._counting:
+                self.gets[name] = self.gets.get(name, 0) + 1
+                fault = self.faults[name].pop(0) if self.faults.get(name) else None
         elif self.faults.get(name) and isinstance(self.faults[name][0], int):
             fault = self.faults[name].pop(0)
         if isinstance(fault, int):
@@ -122,8 +126,15 @@ class Web:
         if self.marks:
             request.send_header("ETag", hashlib.md5(data, usedforsecurity=False).hexdigest())
         request.end_headers()
+        if fault == "wrong":
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        half = len(data) // 2
         if with_body:
-            request.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+            request.wfile.write(data[:half])
+            if fault == "stall":
+                self.gate.wait(30)
+            with suppress(ConnectionError):  # whoever stalled may be alone by now
+                request.wfile.write(b"" if fault == "cut" else data[half:])
         return None
 
     def _status(self, request: BaseHTTPRequestHandler, status: int) -> None:
@@ -153,6 +164,7 @@ def web(folder: Path) -> Iterator[tuple[str, Web]]:
     try:
         yield f"http://127.0.0.1:{server.server_port}", state
     finally:
+        state.gate.set()
         server.shutdown()
         server.server_close()
         thread.join()

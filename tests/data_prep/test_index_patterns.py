@@ -93,7 +93,7 @@ def test_every_wildcard_is_looked_up_in_s3(pattern: str, monkeypatch: pytest.Mon
         asked.append(url)
         return ["s3://b/x-1.tar", "s3://b/x-0.tar"]
 
-    monkeypatch.setattr("data_prep.indexing.remote.listing", listing)
+    monkeypatch.setattr("data_prep.remote.listing", listing)
     assert expand(pattern, storage={}) == ["s3://b/x-0.tar", "s3://b/x-1.tar"]
     assert asked == [pattern]
     assert expand("https://[::1]/x-0.tar?download=true", storage={}) == ["https://[::1]/x-0.tar?download=true"]

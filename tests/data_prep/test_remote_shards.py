@@ -17,7 +17,7 @@ NAMES = ("s-0.tar", "s-1.tar")
 @pytest.fixture
 def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forget_credentials(monkeypatch)
-    monkeypatch.setattr("data_prep.indexing.remote.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("data_prep.remote.FIRST_PAUSE_S", 0.01)
     for number, name in enumerate(NAMES):
         write_stock(tmp_path / "in" / name, [sample(10 * number + row) for row in range(4)])
     return tmp_path / "in"

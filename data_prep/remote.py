@@ -1,4 +1,4 @@
-"""Shards behind http(s) and in s3, through fsspec: which version stands there, and a copy of it for as long as it is read.
+"""Shards behind http(s) and in s3, through fsspec: which version stands there, a copy of it for as long as it is read, its bytes.
 
 Invariants: a copy is whole (as long as the server says) or there is none; what may pass is tried again, with a growing pause; what
 will not pass (no such file, no right to it) is said at once. Storage options hold secrets: they go to fsspec alone. Query strings
@@ -6,9 +6,12 @@ may hold secrets, too, not least those that a server redirects to: no error show
 """
 
 import contextlib
+import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -16,13 +19,25 @@ from urllib.parse import urlsplit
 from data_prep.settings import UserError
 
 NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
+LONGEST_PAUSE_S = 30.0
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
+_S3_CHUNK_BYTES = 8 << 20
+_CHANCE = random.SystemRandom()
+"""Of its own: the generators that others seed must not feel a server's faults."""
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
 T = TypeVar("T")
 
 
 class RemoteError(OSError):
     """A server that does not deliver, for now: the same command may work later."""
+
+
+class ContentError(OSError):
+    """A server that delivers other bytes than it should; what it was is told to whoever can say what should be done."""
+
+
+class StoppedError(Exception):
+    """Whoever wanted the bytes does not want them any longer."""
 
 
 class MissingError(UserError):
@@ -81,20 +96,82 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int)
         place.unlink(missing_ok=True)
 
 
-def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
+def fetch(
+    url: str,
+    write: Callable[[bytes], object],
+    *,
+    num_bytes: int,
+    storage: dict[str, Any],
+    silence_s: float,
+    stop: threading.Event,
+) -> None:
+    """One attempt to hand all bytes of `url`, of which `num_bytes` are expected, to `write`, one piece after the other.
+
+    `stop` ends it at once, even if the server is silent. What `write` raises ends it, too.
+    """
+    import asyncio
+
+    system = _file_system(url, storage, silence_s=silence_s, retries=False)
+    finished = threading.Event()
+
+    async def transfer() -> None:
+        try:
+            if url.startswith("s3://"):
+                for start in range(0, num_bytes, _S3_CHUNK_BYTES):
+                    write(await system._cat_file(url, start=start, end=min(start + _S3_CHUNK_BYTES, num_bytes)))
+            else:
+                await system._get_file(url, _Writer(write))
+        finally:
+            finished.set()
+
+    future = asyncio.run_coroutine_threadsafe(transfer(), system.loop)
+    while not wait([future], timeout=0.1).done:
+        if stop.is_set():
+            future.cancel()
+            finished.wait(5)  # nothing is written after this function
+            raise StoppedError
+    future.result()
+
+
+class _Writer:
+    """As much of a file as fsspec asks for before it writes to one."""
+
+    def __init__(self, write: Callable[[bytes], object]):
+        self.write = write
+
+    def read(self) -> bytes:
+        raise AssertionError("for writing alone")
+
+    tell = close = read
+
+
+def tried(
+    url: str, action: Callable[[], T], *, num_attempts: int, first_pause_s: float, stop: threading.Event | None = None
+) -> T:
+    """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us."""
     for attempt in range(1, num_attempts + 1):
         try:
             return action()
-        except UserError:
+        except (UserError, StoppedError):
             raise
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             # every storage has exceptions of its own, and all of them mean that this shard was not delivered
             _refuse_hopeless(url, error)
             if attempt == num_attempts:
+                if isinstance(error, ContentError):
+                    raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
                 raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
-        time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+        pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
+        if stop is None:
+            time.sleep(pause_s)
+        elif stop.wait(pause_s):
+            raise StoppedError
     raise AssertionError("at least one attempt")
+
+
+def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
+    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S)
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
@@ -126,26 +203,35 @@ def _said(error: Exception) -> str:
     return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
 
 
-def _file_system(url: str, storage: dict[str, Any]) -> Any:
+def _file_system(url: str, storage: dict[str, Any], *, silence_s: float = READ_TIMEOUT_S, retries: bool = True) -> Any:
+    """Without `retries` of its own, of which s3 has two layers, a caller's are all there are."""
     import fsspec
 
     protocol = url.partition("://")[0]
     options = dict(storage)
     if protocol in ("http", "https"):
-        options["client_kwargs"] = _http_client() | dict(options.get("client_kwargs", {}))
+        options["client_kwargs"] = _http_client(silence_s) | dict(options.get("client_kwargs", {}))
+    elif protocol == "s3":
+        limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": silence_s}
+        if not retries:
+            limits["retries"] = {"total_max_attempts": 1}
+        options["config_kwargs"] = limits | dict(options.get("config_kwargs", {}))
     try:
-        return fsspec.filesystem(protocol, use_listings_cache=False, **options)
+        system = fsspec.filesystem(protocol, use_listings_cache=False, **options)
     except (TypeError, ValueError, ImportError) as error:
         raise _wrong_options(url, error) from None
+    if protocol == "s3" and not retries:
+        system.retries = 1
+    return system
 
 
 def _wrong_options(url: str, error: Exception) -> UserError:
     return UserError(f"storage: {url.partition('://')[0]} does not take these options ({error})")
 
 
-def _http_client() -> dict[str, Any]:
+def _http_client(silence_s: float) -> dict[str, Any]:
     """No limit on the whole of a large shard, one on silence; proxies and ~/.netrc count, as for any command."""
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
     return {"timeout": timeout, "trust_env": True}
