@@ -118,6 +118,7 @@ class Task:
                 bad_samples=self.bad_samples,
             ),
             self.augmentation,
+            end_waits=self.cache.close if self.cache else None,
         )
 
     @property

@@ -30,11 +30,14 @@ class Feed:
         self,
         open_batches: Callable[[Callable[[Batch], Batch | Fed]], Batches[Batch | Fed]],
         augmentation: Augmentation,
+        *,
+        end_waits: Callable[[], None] | None = None,
     ):
         self._augmentation, self._device = augmentation, augmentation.device
         self._on_gpu = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._next: Fed | None = None
+        self._end_waits = end_waits
         self._batches = open_batches(as_stored if self._on_gpu else self._prepare)
 
     def __enter__(self) -> "Feed":
@@ -43,6 +46,8 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._end_waits is not None:
+            self._end_waits()  # or closing would last as long as a download
         self._batches.close()
 
     def __next__(self) -> Fed:

@@ -13,7 +13,7 @@ Within an epoch the order is a keyed permutation of 0..N-1, computed position by
 
 `full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples within windows of several
 blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch. How well it mixes classes
-is measured by `benchmarks/mixing.py`. Mixtures of several datasets are in `mixture.py`.
+is measured by `benchmarks/order.py`. Mixtures of several datasets are in `mixture.py`.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.counter import hash64
+from pretrain.counter import U64, hash64
 
 Ids = NDArray[np.int64]
 Shuffle = Literal["full", "block", "none"]
@@ -33,19 +33,20 @@ LastBatch = Literal["carry", "drop", "pad"]
 _NUM_ROUNDS = 6
 
 
-def permute(positions: Ids, *, size: int, key: int) -> Ids:
-    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names."""
+def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
+    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names; a key each, or one for all."""
     rows = int(np.ceil(np.sqrt(size)))
     columns = -(-size // rows)
-    result = _feistel(positions, rows=rows, columns=columns, key=key)
+    keys = np.broadcast_to(np.asarray(key, np.uint64), positions.shape)
+    result = _feistel(positions, rows=rows, columns=columns, key=keys)
     outside = np.flatnonzero(result >= size)
     while len(outside):
-        result[outside] = _feistel(result[outside], rows=rows, columns=columns, key=key)
+        result[outside] = _feistel(result[outside], rows=rows, columns=columns, key=keys[outside])
         outside = outside[result[outside] >= size]
     return result
 
 
-def _feistel(positions: Ids, *, rows: int, columns: int, key: int) -> Ids:
+def _feistel(positions: Ids, *, rows: int, columns: int, key: U64) -> Ids:
     left, right = np.divmod(positions, columns)
     for number in range(_NUM_ROUNDS):
         if number % 2 == 0:
@@ -110,14 +111,16 @@ class Order:
         num_blocks = self.num_samples // self.block_size
         window_size = self.block_size * self.window_blocks
         whole = num_blocks * self.block_size
-        samples = within.copy()
-        windows = within // window_size
-        for window in np.unique(windows[within < whole]):
-            rows = np.flatnonzero((windows == window) & (within < whole))
-            start = int(window) * window_size
-            size = min(window_size, whole - start)
-            inside = permute(within[rows] - start, size=size, key=int(hash64(key, 1, window)))
-            slots, offsets = np.divmod(start + inside, self.block_size)
+        last_window = (whole - 1) // window_size
+        samples, windows = within.copy(), within // window_size
+        last_size = whole - last_window * window_size
+        for rows, size in (
+            (np.flatnonzero(windows < last_window), window_size),
+            (np.flatnonzero((windows == last_window) & (within < whole)), last_size),
+        ):
+            starts = windows[rows] * window_size
+            inside = permute(within[rows] - starts, size=size, key=hash64(key, 1, windows[rows]))
+            slots, offsets = np.divmod(starts + inside, self.block_size)
             blocks = permute(slots, size=num_blocks, key=int(hash64(key, 2)))
             samples[rows] = blocks * self.block_size + offsets
         tail = np.flatnonzero(within >= whole)

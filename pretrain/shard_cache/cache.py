@@ -63,6 +63,10 @@ class ShardCache:
         self._parallel_downloads = parallel_downloads
         self._begin()
 
+    @property
+    def max_bytes(self) -> int:
+        return self._directory.max_bytes
+
     def hold(self, shard: Shard) -> Held:
         """Waits until the shard stands on disk, verified; it counts as used now."""
         self._mind_forks()

@@ -71,7 +71,7 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
     assert state.gets == gets
     capsys.readouterr()
-    with pytest.raises(ValueError, match="is remote, and training reads local shards"):
+    with pytest.raises(ValueError, match="its shards are remote"):
         open_split(tmp_path / "http", load_manifest(tmp_path / "http"), "train")
 
 

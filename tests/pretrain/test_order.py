@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pretrain.order import BatchPlan, Order, evaluation_slices, permute
+from pretrain.order import BatchPlan, LastBatch, Order, epoch_length, evaluation_slices, permute
 
 SIZES = [*range(1, 130), 255, 256, 257, 1000, 4099]
 
@@ -75,6 +75,61 @@ def test_all_worlds_see_the_same_global_batches(global_batch: int) -> None:
                 for rank in range(ranks)
             ]
             assert np.array_equal(np.concatenate(parts), np.arange(consumed, consumed + global_batch))
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "drop", "pad"])
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_every_small_world_resumed_anywhere_continues_the_one_sequence(last_batch: LastBatch, shuffle: str) -> None:
+    """All sizes up to 9, all batches up to 6, all worlds that divide them; cut after every batch, gone on with by all."""
+    for size, batch in itertools.product(range(1, 10), range(1, 7)):
+        length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)
+        if length == 0:
+            assert last_batch == "drop" and size < batch
+            continue
+        order = Order(size, 5, shuffle, 3, 2, length)  # type: ignore[arg-type]
+        steps = 2 * -(-length // batch) + 1
+        line = order.locate(np.arange(steps * batch))[1].reshape(steps, batch)
+        for ranks, local in worlds_of(batch):
+            plan = BatchPlan(batch, local, ranks)
+            for cut in range(steps):
+                of_rank = [
+                    itertools.islice(plan.sequence(consumed=cut * batch, rank=rank), plan.accumulation_steps)
+                    for rank in range(ranks)
+                ]
+                positions = np.concatenate([part for parts in zip(*of_rank, strict=True) for part in parts])
+                assert np.array_equal(order.locate(positions)[1], line[cut]), (size, batch, ranks, local, cut)
+
+
+def worlds_of(batch: int) -> list[tuple[int, int]]:
+    """(ranks, local batch size) of every way to cut a global batch."""
+    cuts = range(1, batch + 1)
+    return [(ranks, local) for ranks, local in itertools.product(cuts, cuts) if batch % (ranks * local) == 0]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
+    for size, batch in itertools.product([5, 12, 37, 100], [1, 4, 9, 12]):
+        for last_batch, expected in (
+            ("carry", size),
+            ("drop", size // batch * batch),
+            ("pad", -(-size // batch) * batch),
+        ):
+            length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)  # type: ignore[arg-type]
+            assert length == expected
+            if length == 0:
+                continue
+            epochs, samples = Order(size, 3, shuffle, 8, 2, length).locate(np.arange(3 * length))  # type: ignore[arg-type]
+            for epoch in range(3):
+                here = samples[epochs == epoch]
+                assert len(here) == length
+                assert len(np.unique(here[:size])) == min(size, length)  # none twice before all have come
+                assert here[size:].tolist() == np.resize(here[:size], max(0, length - size)).tolist()
+
+
+def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
+    epochs, samples = Order(37, 3, "full", length=36).locate(np.arange(36 * 60))
+    left_out = {int((set(range(37)) - set(samples[epochs == epoch].tolist())).pop()) for epoch in range(60)}
+    assert len(left_out) > 20
 
 
 def test_evaluation_covers_every_sample_once_with_equal_steps() -> None:

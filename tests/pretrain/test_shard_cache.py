@@ -1,12 +1,6 @@
 """The cache of remote shards: whole and right or not there, one download a node, never above its bound, whatever fails or dies."""
 
 import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,8 +13,7 @@ import pytest
 from data_prep.manifest import Shard
 from pretrain.shard_cache import ShardCache
 from pretrain.shard_cache.fetching import Patience
-from tests.data_prep.stock import Web, forget_credentials, s3_server, web
-from tests.ranks import REPOSITORY
+from tests.data_prep.stock import Web, forget_credentials, web
 
 SIZE = 40_000
 NUM_SHARDS = 8
