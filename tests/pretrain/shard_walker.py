@@ -24,7 +24,7 @@ def start(directory: Path, *, room_bytes: int, shards: list[Shard], ahead: int =
         "shards": [shard.model_dump(mode="json") for shard in shards],
         "ahead": ahead,
     }
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.pretrain.shard_walker", json.dumps(task)],
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
@@ -32,15 +32,17 @@ def start(directory: Path, *, room_bytes: int, shards: list[Shard], ahead: int =
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.communicate()
-    return process
 
 
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
+def go(processes: list[subprocess.Popen[str]]) -> None:
+    """All at once, when all are ready."""
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
 
 
 def finish(process: subprocess.Popen[str]) -> list[str]:
