@@ -1,6 +1,7 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -215,7 +216,7 @@ def open_tracker(
         "num_weights": num_weights,
         "manifest_hash": data.hash,
     }
-    tags = {"mlflow.source.name": " ".join(sys.argv), "mlflow.source.git.commit": git_commit()}
+    tags = {"mlflow.source.name": shown_command(sys.argv), "mlflow.source.git.commit": git_commit()}
     tags |= {"dataset": data.name, "model": settings.model.kind}
     tags |= extra_tags or {"task": "pretrain"}
     return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
@@ -241,6 +242,11 @@ def cadence_of(settings: PretrainSettings, data: TrainingData) -> Cadence:
         checkpoint_every=max(1, parse_length(settings.checkpoint.every).steps(**size)),
         keep_last=settings.checkpoint.keep_last,
     )
+
+
+def shown_command(words: list[str]) -> str:
+    """The command line without what only fsspec may know."""
+    return " ".join(re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words)
 
 
 def default_cache_dir() -> Path:

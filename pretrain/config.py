@@ -47,8 +47,9 @@ class DataSettings(Settings):
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
     for temporary files."""
     cache_gb: float = Field(50, gt=0)
-    storage: dict[str, Any] = Field(default_factory=dict)
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3."""
+    storage: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
+    them."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":

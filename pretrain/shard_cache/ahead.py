@@ -1,7 +1,8 @@
 """Fetches ahead: threads that take the shards which will be needed next, in their order, while there is room for them.
 
 Invariants: a shard is begun by one thread at a time, and never before one that is needed sooner and could be begun; what failed is
-left to the one who needs it, who will hear why; nothing here keeps a lock on what is whole.
+left to the one who needs it, who will hear why; what is evicted before it was needed is
+fetched again in its turn; nothing here keeps a lock on what is whole.
 """
 
 import threading
@@ -12,18 +13,25 @@ from data_prep.remote import StoppedError
 from pretrain.shard_cache.directory import Refusal
 
 LOOK_AGAIN_S = 0.5
-"""Whether another process has let go of room."""
+"""What other processes have let go of, or evicted."""
 
 
 class ReadAhead:
-    """`obtain(shard, place)` fetches a shard that is needed after `place` others; None: it did, or it was there."""
+    """`obtain(shard, place)` fetches a shard that is needed after `place` others; None: it did."""
 
-    def __init__(self, obtain: Callable[[Shard, int], Refusal | None], *, num_threads: int):
-        self._obtain, self._num_threads = obtain, num_threads
+    def __init__(
+        self,
+        obtain: Callable[[Shard, int], Refusal | None],
+        *,
+        is_whole: Callable[[Shard], bool],
+        num_threads: int,
+    ):
+        self._obtain, self._is_whole, self._num_threads = obtain, is_whole, num_threads
         self._changed = threading.Condition()
         self._wanted: list[Shard] = []
-        self._done: set[str] = set()
-        """What of it was begun, wherever that led."""
+        self._begun: set[str] = set()
+        self._left: set[str] = set()
+        """To others, who fetch them, until we look again."""
         self._failed: set[str] = set()
         self._full = False
         self._closed = False
@@ -39,8 +47,6 @@ class ReadAhead:
         with self._changed:
             assert not self._closed
             self._wanted = list({shard.sha256: shard for shard in shards}.values())
-            self._done = set()
-            self._full = False
 
     def go(self) -> None:
         with self._changed:
@@ -48,7 +54,7 @@ class ReadAhead:
                 thread = threading.Thread(target=self._work, name="shard-cache", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._changed.notify_all()
+            self._look_again()
 
     def arrived(self, shard: Shard) -> bool:
         """Whoever needed the shard has it; whether it had been wanted."""
@@ -58,11 +64,10 @@ class ReadAhead:
             self._wanted = [wanted for wanted in self._wanted if wanted.sha256 != shard.sha256]
             return len(self._wanted) < before
 
-    def look_again(self) -> None:
-        """There may be room now."""
+    def room_was_left(self) -> None:
         with self._changed:
-            self._full = False
-            self._changed.notify_all()
+            if self._full:
+                self._look_again()
 
     def close(self) -> None:
         with self._changed:
@@ -76,12 +81,14 @@ class ReadAhead:
             with self._changed:
                 found = self._next()
                 while found is None and not self._closed:
-                    self._full &= self._changed.wait(LOOK_AGAIN_S if self._full else None)
+                    if not self._changed.wait(LOOK_AGAIN_S if self._wanted else None):
+                        self._look_again()
                     found = self._next()
                 if self._closed or found is None:
                     return
                 shard, place = found
-                self._done.add(shard.sha256)
+                self._begun.add(shard.sha256)
+            refusal: Refusal | None = None
             try:
                 refusal = self._obtain(shard, place)
             except StoppedError:
@@ -90,16 +97,21 @@ class ReadAhead:
                 # `hold` of this shard tries again, and what it meets is what the user must see
                 with self._changed:
                     self._failed.add(shard.sha256)
-                continue
-            if refusal is Refusal.NO_ROOM:
-                with self._changed:
-                    self._done.discard(shard.sha256)
-                    self._full = True
+            with self._changed:
+                self._begun.discard(shard.sha256)
+                self._full |= refusal is Refusal.NO_ROOM
+                if refusal is Refusal.IS_FETCHED:
+                    self._left.add(shard.sha256)
 
     def _next(self) -> tuple[Shard, int] | None:
         if self._full:
             return None
         for place, shard in enumerate(self._wanted):
-            if shard.sha256 not in self._done and shard.sha256 not in self._failed:
+            if shard.sha256 not in self._begun | self._left | self._failed and not self._is_whole(shard):
                 return shard, place
         return None
+
+    def _look_again(self) -> None:
+        self._full = False
+        self._left = set()
+        self._changed.notify_all()

@@ -102,7 +102,9 @@ class ShardCache:
         self._stop = threading.Event()
         self._wants = Wants(self._directory.path)
         self._waiting_bytes: list[int] = []
-        self._ahead = ReadAhead(self._obtain_ahead, num_threads=self._parallel_downloads)
+        self._ahead = ReadAhead(
+            self._obtain_ahead, is_whole=self._directory.is_whole, num_threads=self._parallel_downloads
+        )
 
     def _mind_forks(self) -> None:
         """Threads do not survive a fork, and its locks and wants are the parent's."""
@@ -180,4 +182,4 @@ class ShardCache:
         self._directory.mark_used(file)
         let_go(file)
         if not self._stop.is_set():
-            self._ahead.look_again()
+            self._ahead.room_was_left()

@@ -102,6 +102,10 @@ class CacheDirectory:
         finally:
             let_go(file)
 
+    def is_whole(self, shard: Shard) -> bool:
+        path = self.whole_path(shard)
+        return path.exists() and not path.is_symlink()
+
     def whole(self, shard: Shard) -> FileIO | None:
         """The verified file of a shard, with a shared lock on it, as one more use of it."""
         path = self.whole_path(shard)
@@ -150,8 +154,8 @@ class CacheDirectory:
     def reserve(self, shard: Shard, *, place: int) -> FileIO | Refusal:
         """The .part of a shard, ours and of full size; or why there is none. `place`: how many shards are needed before it."""
         with plain_errors(self.path), self.room():
-            whole, path = self.whole_path(shard), self.part_path(shard)
-            if whole.exists() and not whole.is_symlink():
+            path = self.part_path(shard)
+            if self.is_whole(shard):
                 return Refusal.IS_WHOLE
             if path.is_symlink():
                 path.unlink()
