@@ -37,6 +37,7 @@ VERIFIED_NS = 946_684_800 * 10**9
 NOW = -1
 """The place in the order of needs that comes before all that is read ahead."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHARD_FILE = re.compile(_SHA256.pattern + r"\.(tar|part)")
 
 
 class Refusal(enum.Enum):
@@ -212,7 +213,7 @@ class CacheDirectory:
             elif wanted > place:
                 ranked.append(((2, -wanted), entry))
         chosen = []
-        for _, entry in sorted(ranked, key=lambda pair: (pair[0], pair[1].path)):
+        for _, entry in sorted(ranked, key=lambda pair: (pair[0], pair[1].path.name)):
             if excess > 0 and self._is_idle(entry):
                 chosen.append(entry)
                 excess -= entry.num_bytes
@@ -224,15 +225,16 @@ class CacheDirectory:
     def _entries(self) -> list[_Entry]:
         """The shards here, whole or on their way."""
         found = []
-        for path in sorted(self.path.iterdir()):
-            if path.suffix in (".tar", ".part") and _SHA256.fullmatch(path.stem):
-                try:
-                    status = path.lstat()
-                except FileNotFoundError:  # somebody cleans up
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    found.append(_Entry(path, status.st_size, status.st_atime_ns))
-        return found
+        with os.scandir(self.path) as listing:
+            for item in listing:
+                if _SHARD_FILE.fullmatch(item.name):
+                    try:
+                        status = item.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # somebody cleans up
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(_Entry(self.path / item.name, status.st_size, status.st_atime_ns))
+        return sorted(found, key=lambda entry: entry.path.name)
 
     def _is_idle(self, entry: _Entry) -> bool:
         return self._with_idle(entry, remove=False)

@@ -21,7 +21,8 @@ from data_prep.manifest import Shard
 from data_prep.remote import StoppedError
 from data_prep.settings import UserError
 from pretrain.shard_cache import Held, ShardCache
-from pretrain.shard_cache.ahead import LOOK_AGAIN_S
+from pretrain.shard_cache.ahead import LOOK_AGAIN_S, ReadAhead
+from pretrain.shard_cache.directory import Refusal
 from pretrain.shard_cache.fetching import Patience
 from tests.data_prep.stock import Web, forget_credentials, s3_server, web
 from tests.pretrain.shard_walker import finish, go, start
@@ -261,18 +262,32 @@ def test_what_is_held_stays_and_whoever_needs_room_waits(tmp_path: Path, shards:
         with closing(third), pytest.raises(UserError, match=r"no room for .*/2.tar .* raise data.cache_gb"):
             third.hold(shards[2])
         assert cached(tmp_path / "cache") == {shards[0].sha256, shards[1].sha256}
-        found: list[Held] = []
-        waiting = threading.Thread(target=lambda: found.append(others.hold(shards[2])))
-        waiting.start()
-        ours.fetch_ahead([shards[3]])  # which must leave the room that is waited for
-        held[0].release()
-        held[0].release()
-        waiting.join()
-        assert cached(tmp_path / "cache") == {shards[1].sha256, shards[2].sha256}
-        for each in (held[1], found[0]):
-            assert each.path.exists()
+        for each in held:
             each.release()
-        eventually(lambda: shards[3].sha256 in cached(tmp_path / "cache"))
+            each.release()
+
+
+def test_read_ahead_leaves_room_that_somebody_waits_for(
+    tmp_path: Path, folder: Path, shards: list[Shard], server: tuple[str, Web]
+) -> None:
+    place = tmp_path / "cache"
+    (folder / "big.tar").write_bytes(bytes(range(250)) * (2 * SIZE // 250))
+    big = shard_of(folder / "big.tar", server[0])
+    found: list[Held] = []
+    with closing(cache(place, room=2)) as ours, closing(cache(place, room=2)) as others:
+        held = [ours.hold(shards[0]), ours.hold(shards[1])]
+        waiting = threading.Thread(target=lambda: found.append(others.hold(big)))
+        waiting.start()
+        eventually(lambda: any(f'"waiting_bytes": {2 * SIZE}' in path.read_text() for path in place.glob("*.wants")))
+        ours.fetch_ahead([shards[3]])
+        held[0].release()
+        time.sleep(3 * LOOK_AGAIN_S)
+        assert "3.tar" not in server[1].gets
+        held[1].release()
+        waiting.join()
+        assert cached(place) == {big.sha256}
+        found[0].release()
+        eventually(lambda: cached(place) == {shards[3].sha256})
 
 
 def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
@@ -487,3 +502,18 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UserError, match=r"cannot be written to; name another directory as data.cache_dir"):
         cache(tiny_disk)
+
+
+def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(shards: list[Shard]) -> None:
+    asked: list[int] = []
+
+    def obtain(shard: Shard, place: int) -> Refusal:
+        asked.append(place)
+        return Refusal.NO_ROOM
+
+    ahead = ReadAhead(obtain, is_whole=lambda shard: False, num_threads=2)
+    ahead.want(shards)
+    ahead.go()
+    time.sleep(3 * LOOK_AGAIN_S)  # somebody who spins asks thousands of times
+    ahead.close()
+    assert set(asked) <= {0, 1} and 2 <= len(asked) < 50
