@@ -185,9 +185,9 @@ class LookAhead:
         with self._lock:
             if position < self._next:
                 return
-            self._next = position + LOOK_AHEAD // 2
             _, samples = self._order.locate(np.arange(position, position + LOOK_AHEAD))
             self._reader.fetch_ahead(samples)
+            self._next = position + LOOK_AHEAD // 2
 
 
 def training_batches(

@@ -103,7 +103,7 @@ def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web]
         reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
         found = batches_of(reader, Order(reader.num_samples, 3), steps=16)
         reader.close()
-    assert sorted(sum(found[:8], [])) == list(range(96))
+    assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
 
 
