@@ -1,0 +1,101 @@
+"""What the order of a large run costs, and how well the block shuffle mixes classes.
+
+    .venv/bin/python benchmarks/order.py [--quick]
+
+Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table of an epoch: shown are the time
+to its first batch's sample numbers, at the beginning and in the middle of the run, the time for all its batches of one epoch, and
+the memory that all this leaves behind.
+
+Mixing: 11 million samples of 10,450 classes. For each shuffle the number of different classes in a global batch, and the deviation
+of a batch's class counts from what independent draws would give (1: as random as can be; above 1: classes come in lumps).
+`shuffled` is how `data_prep build` stores a split; `by class` is the worst that an indexed dataset of somebody else's can be.
+"""
+
+import resource
+import statistics
+import time
+
+import numpy as np
+from frame import arguments, commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.order import BatchPlan, Ids, Order, permute
+
+NUM_SAMPLES, NUM_RANKS, GLOBAL_BATCH = 14_000_000, 256, 16_384
+MIXED_SAMPLES, NUM_CLASSES = 11_060_223, 10_450
+
+
+def milliseconds(began_s: float) -> float:
+    return 1000 * (time.perf_counter() - began_s)
+
+
+def cost(shuffle: str, *, num_steps: int) -> list[str]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.perf_counter()
+    order, plan = Order(NUM_SAMPLES, 1, shuffle), BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // NUM_RANKS, NUM_RANKS)  # type: ignore[arg-type]
+    order.locate(plan.positions(consumed=0, micro_step=0, rank=17))
+    first_ms = milliseconds(began_s)
+    began_s = time.perf_counter()
+    order.locate(plan.positions(consumed=400 * NUM_SAMPLES + 6_999_999, micro_step=0, rank=17))
+    resume_ms = milliseconds(began_s)
+    began_s = time.perf_counter()
+    for step in range(num_steps):
+        order.locate(plan.positions(consumed=step * GLOBAL_BATCH, micro_step=0, rank=17))
+    epoch_ms = milliseconds(began_s) * (NUM_SAMPLES / GLOBAL_BATCH) / num_steps
+    grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return [shuffle, f"{first_ms:.2f} ms", f"{resume_ms:.2f} ms", f"{epoch_ms:,.0f} ms", f"{grown_mb:.1f} MB"]
+
+
+def classes_by_storage() -> dict[str, Ids]:
+    """The class of every stored sample."""
+    by_class = np.arange(MIXED_SAMPLES) * NUM_CLASSES // MIXED_SAMPLES
+    return {"shuffled": by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)], "by class": by_class}
+
+
+def mixing(order: Order, classes: Ids, *, batch: int, num_batches: int) -> tuple[float, float]:
+    """(different classes, variance of class counts against the binomial one), medians over batches spread over two epochs."""
+    distinct, lumps = [], []
+    for start in np.linspace(0, 2 * MIXED_SAMPLES - batch, num_batches).astype(np.int64):
+        _, samples = order.locate(np.arange(start, start + batch))
+        counts = np.bincount(classes[samples], minlength=NUM_CLASSES)
+        mean = batch / NUM_CLASSES
+        distinct.append(float((counts > 0).sum()))
+        lumps.append(float(((counts - mean) ** 2).mean() / (mean * (1 - 1 / NUM_CLASSES))))
+    return statistics.median(distinct), statistics.median(lumps)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    console = Console(width=120)
+    table = Table(title="cost for one of 256 ranks, 14 M samples", title_justify="left", box=None)
+    for column in ("shuffle", "first batch", "resume in epoch 400", "all of an epoch", "memory grown"):
+        table.add_column(column, justify="left" if column == "shuffle" else "right")
+    for shuffle in ("full", "block"):
+        table.add_row(*cost(shuffle, num_steps=100 if options.quick else 854))
+    console.print(table)
+
+    table = Table(title="\nclasses in a batch, 11 M samples of 10,450 classes", title_justify="left", box=None)
+    for column in ("stored", "shuffle", "block x blocks", "1,024: classes", "lumps", "16,384: classes", "lumps"):
+        table.add_column(column, justify="left" if column in ("stored", "shuffle") else "right")
+    for stored, classes in classes_by_storage().items():
+        shuffles = [
+            ("full", 1024, 16),
+            ("block", 1024, 16),
+            ("block", 256, 64),
+            ("block", 64, 256),
+            ("block", 16, 1024),
+        ]
+        for shuffle, block_size, window_blocks in shuffles:
+            order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
+            row = [stored, shuffle, "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"]
+            for batch in (1024, GLOBAL_BATCH):
+                distinct, lumps = mixing(order, classes, batch=batch, num_batches=4 if options.quick else 30)
+                row += [f"{distinct:,.0f}", f"{lumps:,.2f}"]
+            table.add_row(*row)
+    console.print(table)
+    print(f"{machine()}, commit {commit()}")
+
+
+if __name__ == "__main__":
+    main()
