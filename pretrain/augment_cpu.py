@@ -1,22 +1,23 @@
 """Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU they run on.
 
-Same pictures as `resample`, normalisation and MixUp of pretrain.augment, in float32 arithmetic throughout. Those are two batched
-matrix products whose weights are nearly all zero (2 of 64 in a row count), then four passes over memory; this is one
-pass that keeps to those taps. Torch alone has no operation for them that is near it: see the measured ratios below.
+Same pictures as `resample`, MixUp and normalisation of pretrain.augment, in float32 throughout. Those are two batched matrix
+products whose weights are nearly all zero (2 of 64 in a row count), then passes over memory; this is one pass over the taps
+that count. Measured in one run per CPU second at 64 px (to 224 px from 256): RATIOS
 
-How: two neighbours (2j, 2j + 1: the pair that MixUp mixes) are made together, one output row at a time. The source rows which
-that row needs are resized across once, into a ring of a few planar float rows; a row of the ring is made with one 8-byte load
-per output pixel (two neighbouring RGB pixels, hence little-endian and the spare bytes behind the last picture), so that
-all arithmetic runs over contiguous floats, which LLVM turns into vector instructions. Then down, mix, normalise and round in
-the same visit. A pair works on 12 KB at 64 px and 43 KB at 224: it stays in the core's own caches. Loops keep to at most four
-arrays: with more, LLVM's overlap checks exceed its limit and it falls back to scalar code.
+How: the two neighbours that MixUp mixes are made together, one output row at a time. The source rows that it needs are resized
+across once, into a ring of a few planar float rows, with one 8-byte load per output pixel (two RGB neighbours; hence
+little-endian, and spare bytes behind the last picture); all arithmetic then runs over contiguous floats, which LLVM turns into
+vector instructions. Then down, mix, normalise and round, all in the core's own cache: a pair works on 12 KB at 64 px, 43 KB at 224.
+To keep it so: no loop takes more than four arrays (LLVM gives up proving that more do not overlap, and stays scalar), inner
+axes are contiguous by type, and an index is one that cannot be negative.
 
-Threads: one call is one thread without the GIL; the loader's pool calls it with a chunk (an even number of pictures) per thread.
-Numba's own threads are not used: they do not survive a fork and compete with torch's.
-Compiling takes seconds, once per machine kind: numba keeps the result in `__pycache__`, or under ~/.cache, or nowhere if neither
-can be written.
+Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number of pictures) per thread.
+Numba's own threads are not used: they do not survive a fork, and compete with torch's.
+Compiling takes seconds, once per kind of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else (neither can be
+written) it is compiled in every process. On a platform without numba this module raises ImportError.
 """
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -30,10 +31,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from pretrain.augment import Boxes
 
-assert sys.byteorder == "little"  # `_across` takes pixels apart in this order
+if sys.byteorder != "little":
+    raise ImportError("pretrain.augment_cpu takes pixels apart in little-endian order")
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Colours = tuple[float, float, float]
+Bits = NDArray[np.uint16]
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float32]
+Scratch = tuple[Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.int64], Words, Words]
 
 # "contract" allows a * b + c in one instruction. "numpy": a division by zero makes no branch.
 _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
@@ -73,7 +79,7 @@ def crop_mix_normalise(
     words, tail_words, in_tail = _words(images_BHWC, spare=3 * taps + 8)
     rounds = dtype == torch.bfloat16
     scale_C = np.array(scale, np.float32)
-    _augment(
+    arguments = (
         words,
         tail_words,
         batch - in_tail,
@@ -84,10 +90,16 @@ def crop_mix_normalise(
         1 if weights is None else 2,
         scale_C,
         (-np.array(mean, np.float64) * np.array(scale, np.float64)).astype(np.float32),
-        taps,
+        _scratch(size, taps),
+        np.zeros((3, 2), np.int64),
         np.empty((0, 3, size, size), np.float32) if rounds else out.numpy(),
         out.view(torch.uint16).numpy() if rounds else np.empty((0, 3, size, size), np.uint16),
     )
+    try:
+        _augment(*arguments)
+    except (EOFError, pickle.UnpicklingError):  # numba's file was cut short, by a full disk or a crash: make it anew
+        _augment._cache.flush()  # type: ignore[attr-defined]
+        _augment(*arguments)
     return out
 
 
@@ -124,7 +136,7 @@ def _most_taps(ratio: float) -> int:
     return 2 * ((int(np.ceil(2 * max(ratio, 1.0))) + 2) // 2)
 
 
-def _words(images_BHWC: Tensor, *, spare: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
+def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
     """The pictures as the 8 bytes from each byte on; the same of a copy of the last few, with spare bytes; their number.
 
     A load may reach `spare` bytes behind its picture; whatever it finds there is multiplied by zero.
@@ -138,7 +150,7 @@ def _words(images_BHWC: Tensor, *, spare: int) -> tuple[NDArray[np.uint64], NDAr
     return _view(whole), _view(tail), in_tail
 
 
-def _view(flat: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def _view(flat: NDArray[np.uint8]) -> Words:
     return np.ndarray((flat.size - 7,), np.uint64, flat, 0, (1,))
 
 
@@ -155,7 +167,9 @@ def _kept(function: Function) -> Function:
 
 
 @_inner
-def _taps(start, extent, mirror, stored, first, weights):  # type: ignore[no-untyped-def]
+def _taps(
+    start: float, extent: float, mirror: bool, stored: int, first: NDArray[np.int64] | Words, weights: Floats
+) -> int:
     """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the most taps that one has."""
     size = first.shape[0]
     ratio = extent / size
@@ -189,7 +203,9 @@ def _taps(start, extent, mirror, stored, first, weights):  # type: ignore[no-unt
 
 
 @_inner
-def _across(words, start, offsets, weights, taps, near, row):  # type: ignore[no-untyped-def]
+def _across(
+    words: Words, start: np.uint64, offsets: Words, weights: Floats, taps: int, near: Words, row: Floats
+) -> None:
     """One source row, which starts at a byte, resized across into three planes (3 * O)."""
     size = near.shape[0]
     for x in range(size):
@@ -220,7 +236,7 @@ def _across(words, start, offsets, weights, taps, near, row):  # type: ignore[no
 
 
 @_inner
-def _down(ring, at, weights, o, taps, row):  # type: ignore[no-untyped-def]
+def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats) -> None:
     """One output row of three planes out of `taps` rows of the ring, from source row `at` on."""
     rows = ring.shape[0]
     one, two = ring[at % rows], ring[(at + 1) % rows]
@@ -234,7 +250,9 @@ def _down(ring, at, weights, o, taps, row):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _finish(own, other, share, scale, shift, out, b, o):  # type: ignore[no-untyped-def]
+def _finish(
+    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Floats, b: int, o: int
+) -> None:
     """Mixes two rows of three planes, and normalises."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
@@ -244,7 +262,9 @@ def _finish(own, other, share, scale, shift, out, b, o):  # type: ignore[no-unty
 
 
 @_inner
-def _finish_rounded(own, other, share, scale, shift, out, b, o):  # type: ignore[no-untyped-def]
+def _finish_rounded(
+    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Bits, b: int, o: int
+) -> None:
     """The same as the bits of bfloat16, to nearest, ties to even."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
@@ -254,24 +274,48 @@ def _finish_rounded(own, other, share, scale, shift, out, b, o):  # type: ignore
             line[x] = np.uint16((bits + _HALF + ((bits >> _THIRD) & _ONE)) >> _THIRD)
 
 
+def _scratch(size: int, taps: int) -> Scratch:
+    """The working memory of two pictures; made out here because numba takes seconds more to compile that."""
+    ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
+    return (
+        ring,
+        ring.reshape(2, taps, 3, size),
+        rows,
+        rows.reshape(2, 3, size),
+        np.zeros((2, taps, size), np.float32),
+        np.zeros((2, taps, size), np.float32),
+        np.zeros((2, size), np.int64),
+        np.zeros((2, size), np.uint64),
+        np.zeros(size, np.uint64),
+    )
+
+
 @_kept
-def _augment(  # type: ignore[no-untyped-def]
-    words, tail_words, tail_from, stored, boxes, flip, shares, together, scale, shift, most, out32, out16
-):
+def _augment(
+    words: Words,
+    tail_words: Words,
+    tail_from: int,
+    stored: int,
+    boxes: NDArray[np.float64],
+    flip: NDArray[np.bool_],
+    shares: NDArray[np.float64],
+    together: int,
+    scale: Floats,
+    shift: Floats,
+    scratch: Scratch,
+    counts: NDArray[np.int64],
+    out32: Floats,
+    out16: Bits,
+) -> None:
     """`together` pictures (1, or 2 that are mixed) at a time, output row by output row."""
-    size = out32.shape[3]
-    ring = np.zeros((2, most, 3 * size), np.float32)
-    rows = np.zeros((2, 3 * size), np.float32)
-    ring_planes, row_planes = ring.reshape(2, most, 3, size), rows.reshape(2, 3, size)
-    near = np.zeros(size, np.uint64)
-    down, across = np.zeros((2, most, size), np.float32), np.zeros((2, most, size), np.float32)
-    first, offsets = np.zeros((2, size), np.int64), np.zeros((2, size), np.uint64)
-    tall, wide, made = np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
+    ring, ring_planes, rows, row_planes, down, across, first, offsets, near = scratch
+    tall, wide, made = counts[0], counts[1], counts[2]
+    size, most = near.shape[0], ring.shape[1]
     for pair in range(0, flip.shape[0], together):
         for i in range(together):
-            top, left, height, width = boxes[:, pair + i]
-            tall[i] = _taps(top, height, False, stored, first[i], down[i])
-            wide[i] = _taps(left, width, flip[pair + i], stored, offsets[i], across[i])
+            b = pair + i
+            tall[i] = _taps(boxes[0, b], boxes[2, b], False, stored, first[i], down[i])
+            wide[i] = _taps(boxes[1, b], boxes[3, b], flip[b], stored, offsets[i], across[i])
             made[i] = first[i, 0]
             for x in range(size):
                 offsets[i, x] *= np.uint64(3)

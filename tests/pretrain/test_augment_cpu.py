@@ -209,12 +209,10 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
         crop_mix_normalise(images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16)
 
 
-def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
-    """A file stands where numba would make its directory, beside the source and at home: no rights get past that."""
-    source = tmp_path / "augment_cpu.py"
-    shutil.copy(augment_cpu.__file__, source)
-    (tmp_path / "__pycache__").touch()
-    home = tmp_path / "home"
+def crop_elsewhere(folder: Path) -> None:
+    """Crops in a process of its own, with a copy of the source in `folder` and no way to keep files at home."""
+    shutil.copy(augment_cpu.__file__, folder / "augment_cpu.py")
+    home = folder / "home"
     home.touch()
     script = (
         "import types, numpy as np, torch, augment_cpu as a\n"
@@ -222,16 +220,32 @@ def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
         "boxes = types.SimpleNamespace(top=z, left=z, height=f, width=f, flip=np.zeros(1, bool))\n"
         "print(a.crop(torch.full((1, 2, 2, 3), 7, dtype=torch.uint8), boxes, size=1).tolist())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
     environment.pop("NUMBA_CACHE_DIR", None)
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([[[[7.0]], [[7.0]], [[7.0]]]])
+
+
+def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    """A file stands where numba would make its directory, beside the source and at home: no rights get past that."""
+    (tmp_path / "__pycache__").touch()
+    crop_elsewhere(tmp_path)
+    assert (tmp_path / "__pycache__").is_file()
+
+
+def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
+    line = augment_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
+    index = tmp_path / "__pycache__" / f"augment_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
+    index.parent.mkdir()
+    index.touch()
+    crop_elsewhere(tmp_path)
+    assert index.stat().st_size > 0
