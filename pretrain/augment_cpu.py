@@ -1,0 +1,338 @@
+"""Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU they run on.
+
+Same pictures as `resample`, MixUp and normalisation of pretrain.augment, in float32 throughout. Those are two batched matrix
+products whose weights are nearly all zero (2 of 64 in a row count), then passes over memory; this is one pass over the taps
+that count. Measured in one run per CPU second at 64 px (to 224 px from 256): RATIOS
+
+How: the two neighbours that MixUp mixes are made together, one output row at a time. The source rows that it needs are resized
+across once, into a ring of a few planar float rows, with one 8-byte load per output pixel (two RGB neighbours; hence
+little-endian, and spare bytes behind the last picture); all arithmetic then runs over contiguous floats, which LLVM turns into
+vector instructions. Then down, mix, normalise and round, all in the core's own cache: a pair works on 12 KB at 64 px, 43 KB at 224.
+To keep it so: no loop takes more than four arrays (LLVM gives up proving that more do not overlap, and stays scalar), inner
+axes are contiguous by type, and an index is one that cannot be negative.
+
+Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number of pictures) per thread.
+Numba's own threads are not used: they do not survive a fork, and compete with torch's.
+Compiling takes seconds, once per kind of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else (neither can be
+written) it is compiled in every process. On a platform without numba this module raises ImportError.
+"""
+
+import pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pretrain.augment import Boxes
+
+if sys.byteorder != "little":
+    raise ImportError("pretrain.augment_cpu takes pixels apart in little-endian order")
+
+Function = TypeVar("Function", bound=Callable[..., object])
+Colours = tuple[float, float, float]
+Bits = NDArray[np.uint16]
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float32]
+Scratch = tuple[Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.int64], Words, Words]
+
+# "contract" allows a * b + c in one instruction. "numpy": a division by zero makes no branch.
+_OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+_BYTE = np.uint32(255)
+_SECOND, _THIRD, _HALF = np.uint32(8), np.uint32(16), np.uint32(0x7FFF)
+_PIXEL = np.uint64(24)
+_ONE = np.uint32(1)
+
+
+def crop_mix_normalise(
+    images_BHWC: Tensor,
+    boxes: "Boxes",
+    *,
+    size: int,
+    mean: Colours,
+    scale: Colours,
+    weights: NDArray[np.float64] | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(B, 3, size, size): the boxes at `size` pixels, mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1], then (x - mean) * scale.
+
+    Pictures are uint8 and square. `weights` None: no mixing. `dtype` float32, or bfloat16 rounded to nearest even.
+    `out` takes the result instead of fresh memory.
+    """
+    batch, stored = _check(images_BHWC, boxes, weights)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype {dtype}: the CPU augmentation makes torch.float32 or torch.bfloat16")
+    shape = (batch, 3, size, size)
+    out = torch.empty(shape, dtype=dtype) if out is None else out
+    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"out is {tuple(out.shape)} {out.dtype}: it must be {shape} {dtype}, contiguous")
+    if batch == 0:
+        return out
+    boxes_4B = np.stack([boxes.top, boxes.left, boxes.height, boxes.width]).astype(np.float64)
+    taps = _most_taps(boxes_4B[2:].max() / size)
+    words, tail_words, in_tail = _words(images_BHWC, spare=3 * taps + 8)
+    rounds = dtype == torch.bfloat16
+    scale_C = np.array(scale, np.float32)
+    arguments = (
+        words,
+        tail_words,
+        batch - in_tail,
+        stored,
+        boxes_4B,
+        np.array(boxes.flip, np.bool_),
+        np.ones(batch) if weights is None else np.array(weights, np.float64),
+        1 if weights is None else 2,
+        scale_C,
+        (-np.array(mean, np.float64) * np.array(scale, np.float64)).astype(np.float32),
+        _scratch(size, taps),
+        np.zeros((3, 2), np.int64),
+        np.empty((0, 3, size, size), np.float32) if rounds else out.numpy(),
+        out.view(torch.uint16).numpy() if rounds else np.empty((0, 3, size, size), np.uint16),
+    )
+    try:
+        _augment(*arguments)
+    except (EOFError, pickle.UnpicklingError):  # numba's file was cut short, by a full disk or a crash: make it anew
+        _augment._cache.flush()  # type: ignore[attr-defined]
+        _augment(*arguments)
+    return out
+
+
+def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int) -> Tensor:
+    """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
+    zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return crop_mix_normalise(images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32)
+
+
+def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> tuple[int, int]:
+    """Batch and stored size. The loops below read memory unchecked: nothing may pass here that leads them astray."""
+    if images_BHWC.dtype != torch.uint8 or images_BHWC.device.type != "cpu" or images_BHWC.ndim != 4:
+        raise ValueError(
+            f"pictures are {images_BHWC.dtype} on {images_BHWC.device}: they must be uint8 (B, H, W, 3) on the CPU"
+        )
+    batch, stored, width, colours = images_BHWC.shape
+    if width != stored or colours != 3:
+        raise ValueError(f"pictures are {stored} x {width} with {colours} colours: they must be square and RGB")
+    sides = (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip)
+    if any(side.shape != (batch,) for side in sides):
+        raise ValueError(f"boxes for {[len(side) for side in sides]} pictures: there are {batch}")
+    for start, extent in ((boxes.top, boxes.height), (boxes.left, boxes.width)):
+        if not ((start >= 0) & (extent >= 1) & (start + extent <= stored)).all():
+            raise ValueError(f"a box leaves its picture of {stored} pixels, or is smaller than one pixel")
+    if weights is not None and (weights.shape != (batch,) or batch % 2):
+        raise ValueError(
+            f"MixUp of {batch} pictures with {len(weights)} weights: it needs pairs, and a weight for each picture"
+        )
+    return batch, stored
+
+
+def _most_taps(ratio: float) -> int:
+    """An even number that no output pixel's taps exceed."""
+    return 2 * ((int(np.ceil(2 * max(ratio, 1.0))) + 2) // 2)
+
+
+def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
+    """The pictures as the 8 bytes from each byte on; the same of a copy of the last few, with spare bytes; their number.
+
+    A load may reach `spare` bytes behind its picture; whatever it finds there is multiplied by zero.
+    """
+    flat = images_BHWC.contiguous().numpy().reshape(-1)
+    picture = flat.size // len(images_BHWC)
+    in_tail = min(len(images_BHWC), 1 + spare // picture)
+    tail = np.zeros(in_tail * picture + spare + 8, np.uint8)
+    tail[: in_tail * picture] = flat[flat.size - in_tail * picture :]
+    whole = flat if in_tail < len(images_BHWC) else tail
+    return _view(whole), _view(tail), in_tail
+
+
+def _view(flat: NDArray[np.uint8]) -> Words:
+    return np.ndarray((flat.size - 7,), np.uint64, flat, 0, (1,))
+
+
+def _inner(function: Function) -> Function:
+    """Compiled into its caller, and kept with it."""
+    return cast(Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function))
+
+
+def _kept(function: Function) -> Function:
+    try:
+        return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
+    except RuntimeError:  # no directory for numba's cache can be written: compile in every process
+        return cast(Function, numba.njit(**_OPTIONS)(function))
+
+
+@_inner
+def _taps(
+    start: float, extent: float, mirror: bool, stored: int, first: NDArray[np.int64] | Words, weights: Floats
+) -> int:
+    """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the most taps that one has."""
+    size = first.shape[0]
+    ratio = extent / size
+    support = max(ratio, 1.0)
+    most = 1
+    for o in range(size):
+        at = size - 1 - o if mirror else o
+        centre = start + (o + 0.5) * ratio
+        # the first pixel whose centre may count; rounding may make it one too early, which the weights below find out
+        low = max(int(max(centre - support, start) - 0.5), 0)
+        taps, total = 0, 0.0
+        for pixel in range(low, stored):
+            middle = pixel + 0.5
+            if middle >= start + extent or middle >= centre + support:
+                break
+            weight = 1 - abs(middle - centre) / support
+            if weight > 0 and middle > start:
+                low = pixel if taps == 0 else low
+                weights[taps, at] = weight
+                total += weight
+                taps += 1
+        if taps == 0:  # a box of one pixel that lies half on each of two
+            weights[0, at], total, taps = 1.0, 1.0, 1
+        first[at] = low
+        most = max(most, taps)
+        for k in range(taps):
+            weights[k, at] /= total
+        for k in range(taps, weights.shape[0]):
+            weights[k, at] = 0
+    return most
+
+
+@_inner
+def _across(
+    words: Words, start: np.uint64, offsets: Words, weights: Floats, taps: int, near: Words, row: Floats
+) -> None:
+    """One source row, which starts at a byte, resized across into three planes (3 * O)."""
+    size = near.shape[0]
+    for x in range(size):
+        near[x] = words[start + offsets[x]]
+    for x in range(size):
+        one, two = np.uint32(near[x]), np.uint32(near[x] >> _PIXEL)
+        u, v = weights[0, x], weights[1, x]
+        row[0, x] = np.float32(np.int32(one & _BYTE)) * u + np.float32(np.int32(two & _BYTE)) * v
+        row[1, x] = (
+            np.float32(np.int32((one >> _SECOND) & _BYTE)) * u + np.float32(np.int32((two >> _SECOND) & _BYTE)) * v
+        )
+        row[2, x] = (
+            np.float32(np.int32((one >> _THIRD) & _BYTE)) * u + np.float32(np.int32((two >> _THIRD) & _BYTE)) * v
+        )
+    for k in range(2, taps, 2):
+        for x in range(size):
+            near[x] = words[start + np.uint64(3 * k) + offsets[x]]
+        for x in range(size):
+            one, two = np.uint32(near[x]), np.uint32(near[x] >> _PIXEL)
+            u, v = weights[k, x], weights[k + 1, x]
+            row[0, x] += np.float32(np.int32(one & _BYTE)) * u + np.float32(np.int32(two & _BYTE)) * v
+            row[1, x] += (
+                np.float32(np.int32((one >> _SECOND) & _BYTE)) * u + np.float32(np.int32((two >> _SECOND) & _BYTE)) * v
+            )
+            row[2, x] += (
+                np.float32(np.int32((one >> _THIRD) & _BYTE)) * u + np.float32(np.int32((two >> _THIRD) & _BYTE)) * v
+            )
+
+
+@_inner
+def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats) -> None:
+    """One output row of three planes out of `taps` rows of the ring, from source row `at` on."""
+    rows = ring.shape[0]
+    one, two = ring[at % rows], ring[(at + 1) % rows]
+    u, v = weights[0, o], weights[1, o]
+    for x in range(row.shape[0]):
+        row[x] = one[x] * u + two[x] * v
+    for k in range(2, taps):
+        more, u = ring[(at + k) % rows], weights[k, o]
+        for x in range(row.shape[0]):
+            row[x] += more[x] * u
+
+
+@_inner
+def _finish(
+    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Floats, b: int, o: int
+) -> None:
+    """Mixes two rows of three planes, and normalises."""
+    for c in range(3):
+        mine, his, line = own[c], other[c], out[b, c, o]
+        u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
+        for x in range(line.shape[0]):
+            line[x] = mine[x] * u + his[x] * v + w
+
+
+@_inner
+def _finish_rounded(
+    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Bits, b: int, o: int
+) -> None:
+    """The same as the bits of bfloat16, to nearest, ties to even."""
+    for c in range(3):
+        mine, his, line = own[c], other[c], out[b, c, o]
+        u, v, w = np.float32(share * scale[c]), np.float32((1 - share) * scale[c]), shift[c]
+        for x in range(line.shape[0]):
+            bits = np.float32(mine[x] * u + his[x] * v + w).view(np.uint32)
+            line[x] = np.uint16((bits + _HALF + ((bits >> _THIRD) & _ONE)) >> _THIRD)
+
+
+def _scratch(size: int, taps: int) -> Scratch:
+    """The working memory of two pictures; made out here because numba takes seconds more to compile that."""
+    ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
+    return (
+        ring,
+        ring.reshape(2, taps, 3, size),
+        rows,
+        rows.reshape(2, 3, size),
+        np.zeros((2, taps, size), np.float32),
+        np.zeros((2, taps, size), np.float32),
+        np.zeros((2, size), np.int64),
+        np.zeros((2, size), np.uint64),
+        np.zeros(size, np.uint64),
+    )
+
+
+@_kept
+def _augment(
+    words: Words,
+    tail_words: Words,
+    tail_from: int,
+    stored: int,
+    boxes: NDArray[np.float64],
+    flip: NDArray[np.bool_],
+    shares: NDArray[np.float64],
+    together: int,
+    scale: Floats,
+    shift: Floats,
+    scratch: Scratch,
+    counts: NDArray[np.int64],
+    out32: Floats,
+    out16: Bits,
+) -> None:
+    """`together` pictures (1, or 2 that are mixed) at a time, output row by output row."""
+    ring, ring_planes, rows, row_planes, down, across, first, offsets, near = scratch
+    tall, wide, made = counts[0], counts[1], counts[2]
+    size, most = near.shape[0], ring.shape[1]
+    for pair in range(0, flip.shape[0], together):
+        for i in range(together):
+            b = pair + i
+            tall[i] = _taps(boxes[0, b], boxes[2, b], False, stored, first[i], down[i])
+            wide[i] = _taps(boxes[1, b], boxes[3, b], flip[b], stored, offsets[i], across[i])
+            made[i] = first[i, 0]
+            for x in range(size):
+                offsets[i, x] *= np.uint64(3)
+        for o in range(size):
+            for i in range(together):
+                b, at = pair + i, first[i, o]
+                source = words if b < tail_from else tail_words
+                picture = b if b < tail_from else b - tail_from
+                until = min(at + tall[i], stored)
+                for y in range(made[i], until):
+                    start = np.uint64((picture * stored + y) * stored * 3)
+                    _across(source, start, offsets[i], across[i], wide[i], near, ring_planes[i, y % most])
+                made[i] = max(until, made[i])
+                _down(ring[i], at, down[i], o, tall[i], rows[i])
+            for i in range(together):
+                b, own, other = pair + i, row_planes[i], row_planes[i ^ (together - 1)]
+                if out16.shape[0]:
+                    _finish_rounded(own, other, shares[b], scale, shift, out16, b, o)
+                else:
+                    _finish(own, other, shares[b], scale, shift, out32, b, o)

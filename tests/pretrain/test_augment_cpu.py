@@ -1,0 +1,251 @@
+"""The CPU's compiled augmentation against `resample`, torchvision and plain arithmetic; what it refuses; where its code is kept."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.transforms.v2 import functional as reference
+
+from pretrain import augment_cpu
+from pretrain.augment import Boxes, resample, whole_boxes
+from pretrain.augment_cpu import crop, crop_mix_normalise
+
+MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
+
+
+def pictures(count: int, size: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
+
+
+def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
+    """Whole pixels, any size from one to the whole picture; the first is the whole picture, the last its last pixel."""
+    generator = np.random.Generator(np.random.Philox(seed))
+    height, width = (generator.integers(1, stored + 1, count).astype(np.float64) for _ in range(2))
+    height[0] = width[0] = stored
+    height[-1] = width[-1] = 1
+    top, left = (np.floor(generator.random(count) * (stored - side + 1)) for side in (height, width))
+    top[-1] = left[-1] = stored - 1
+    return Boxes(top, left, height, width, generator.random(count) < 0.5)
+
+
+def plain_mix(cropped: Tensor, weights: NDArray[np.float64] | None) -> Tensor:
+    """MixUp and normalisation in float64, picture by picture."""
+    values = cropped.double()
+    if weights is not None:
+        values = torch.stack([w * values[i] + (1 - w) * values[i ^ 1] for i, w in enumerate(weights.tolist())])
+    mean, scale = (torch.tensor(side, dtype=torch.float64).view(3, 1, 1) for side in (MEAN, SCALE))
+    return (values - mean) * scale
+
+
+@pytest.mark.parametrize(
+    ("stored", "size"),
+    [(32, 8), (32, 13), (64, 32), (48, 48), (64, 64), (20, 64), (96, 64), (256, 224), (1, 4), (2, 1), (3, 5), (200, 7)],
+)
+def test_crop_equals_resample_and_torchvision(stored: int, size: int) -> None:
+    count = 10 if stored > 96 else 40
+    images, boxes = pictures(count, stored), random_boxes(count, stored)
+    ours = crop(images, boxes, size=size)
+    assert ours.shape == (count, 3, size, size) and ours.dtype == torch.float32 and ours.is_contiguous()
+    torch.testing.assert_close(ours, resample(images, boxes, size=size), rtol=0, atol=1e-2)
+    for number in range(0, count, 3):
+        box = [int(side[number]) for side in (boxes.top, boxes.left, boxes.height, boxes.width)]
+        expected = reference.resized_crop(images[number].permute(2, 0, 1).float(), *box, [size, size], antialias=True)
+        expected = reference.horizontal_flip(expected) if boxes.flip[number] else expected
+        torch.testing.assert_close(ours[number], expected, rtol=0, atol=1e-2)
+
+
+def test_boxes_need_not_lie_on_whole_pixels() -> None:
+    generator = np.random.Generator(np.random.Philox(2))
+    height, width = generator.uniform(1, 40, 30), generator.uniform(1, 40, 30)
+    top, left = generator.random(30) * (40 - height), generator.random(30) * (40 - width)
+    images, boxes = pictures(30, 40), Boxes(top, left, height, width, np.zeros(30, bool))
+    torch.testing.assert_close(crop(images, boxes, size=16), resample(images, boxes, size=16), rtol=0, atol=1e-2)
+
+
+def test_a_box_between_two_pixels_is_one_of_them_and_not_nan() -> None:
+    half, one = np.array([0.5]), np.array([1.0])
+    images = pictures(1, 4)
+    ours = crop(images, Boxes(half, half, one, one, np.zeros(1, bool)), size=2)
+    assert any(torch.equal(ours[0, :, 0, 0], images[0, y, x].float()) for y in (0, 1) for x in (0, 1))
+
+
+def test_the_whole_box_at_the_stored_size_is_the_picture_itself_and_flip_its_mirror() -> None:
+    images, boxes = pictures(3, 16), whole_boxes(3, 16)
+    assert torch.equal(crop(images, boxes, size=16), images.permute(0, 3, 1, 2).float())
+    flipped = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.ones(3, bool))
+    assert torch.equal(crop(images, flipped, size=16), images.permute(0, 3, 1, 2).float().flip(-1))
+
+
+@pytest.mark.parametrize(("stored", "size"), [(24, 32), (64, 64), (96, 64)])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:
+    images, boxes = pictures(12, stored), random_boxes(12, stored)
+    weights = np.random.Generator(np.random.Philox(3)).random(12) if mixed else None
+    ours = crop_mix_normalise(images, boxes, size=size, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32)
+    expected = plain_mix(resample(images, boxes, size=size), weights)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-2 * min(SCALE))
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_bfloat16_is_the_float32_result_rounded_to_nearest_even(mixed: bool) -> None:
+    images, boxes = pictures(16, 40), random_boxes(16, 40)
+    weights = np.linspace(0, 1, 16) if mixed else None
+    wide, narrow = (
+        crop_mix_normalise(images, boxes, size=33, mean=MEAN, scale=SCALE, weights=weights, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide.to(torch.bfloat16))
+
+
+def test_ties_round_to_even() -> None:
+    """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259 between 258 and 260."""
+    images = torch.full((1, 2, 2, 3), 1, dtype=torch.uint8)
+    ours = crop_mix_normalise(
+        images,
+        whole_boxes(1, 2),
+        size=2,
+        mean=(0.0, 0.0, 0.0),
+        scale=(257.0, 259.0, -257.0),
+        weights=None,
+        dtype=torch.bfloat16,
+    )
+    assert ours[0, :, 0, 0].tolist() == [256.0, 260.0, -256.0]
+
+
+@pytest.mark.parametrize("spread", ["rows", "transposed", "expanded", "cut"])
+def test_pictures_need_not_be_contiguous(spread: str) -> None:
+    images = pictures(8, 12)
+    views = {
+        "rows": images[::2],
+        "transposed": images.transpose(1, 2),
+        "expanded": images[:1].expand(5, -1, -1, -1),
+        "cut": images[:, 2:9, 3:10],
+    }
+    view = views[spread]
+    boxes = random_boxes(len(view), view.shape[1])
+    assert not view.is_contiguous()
+    assert torch.equal(
+        crop(view, boxes, size=9), crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9)
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_any_number_of_pictures_alone_or_together(count: int) -> None:
+    images, boxes = pictures(9, 10), random_boxes(9, 10)
+    part = Boxes(*(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)), boxes.flip[:count])
+    assert torch.equal(crop(images[:count], part, size=12), crop(images, boxes, size=12)[:count])
+    if count == 0:
+        nothing = np.zeros(0)
+        assert crop_mix_normalise(
+            images[:0], part, size=4, mean=MEAN, scale=SCALE, weights=nothing, dtype=torch.bfloat16
+        ).shape == (0, 3, 4, 4)
+
+
+def test_bytes_behind_the_pictures_do_not_matter() -> None:
+    """The loads reach past a row's last pixel: what lies there must not show, nor be read past the end of the memory."""
+    boxes, size = random_boxes(2, 6), 5
+    around = torch.zeros((4, 6, 6, 3), dtype=torch.uint8)
+    around[1:3] = pictures(2, 6)
+    first = crop(around[1:3], boxes, size=size)
+    around[0], around[3] = 255, 255
+    assert torch.equal(crop(around[1:3], boxes, size=size), first)
+
+
+def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
+    images, boxes = pictures(64, 20), random_boxes(64, 20)
+    whole = crop(images, boxes, size=24)
+
+    def part(start: int) -> Tensor:
+        z = slice(start, start + 4)
+        return crop(
+            images[z], Boxes(boxes.top[z], boxes.left[z], boxes.height[z], boxes.width[z], boxes.flip[z]), size=24
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert torch.equal(torch.cat(list(pool.map(part, range(0, 64, 4)))), whole)
+    frozen = boxes.top.astype(np.float32)
+    frozen.flags.writeable = False
+    crop(images, Boxes(frozen, boxes.left, boxes.height, boxes.width, boxes.flip), size=24)
+    crop(images[:1, :1, :1], whole_boxes(1, 1), size=1)
+    assert len(augment_cpu._augment.signatures) == 1  # type: ignore[attr-defined]
+
+
+def test_out_takes_the_result() -> None:
+    images, boxes = pictures(4, 8), random_boxes(4, 8)
+    settings = {"size": 8, "mean": MEAN, "scale": SCALE, "weights": None, "dtype": torch.bfloat16}
+    out = torch.full((4, 3, 8, 8), torch.nan, dtype=torch.bfloat16)
+    assert crop_mix_normalise(images, boxes, out=out, **settings) is out  # type: ignore[arg-type]
+    assert torch.equal(out, crop_mix_normalise(images, boxes, **settings))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="out is"):
+        crop_mix_normalise(images, boxes, out=out[:2], **settings)  # type: ignore[arg-type]
+
+
+def test_what_would_lead_the_loops_astray_is_refused() -> None:
+    images, good = pictures(4, 8), whole_boxes(4, 8)
+    for field, value in (("top", 1.0), ("left", -1.0), ("height", 0.5), ("width", 9.0), ("top", np.nan)):
+        sides = {name: getattr(good, name) for name in ("top", "left", "height", "width", "flip")}
+        with pytest.raises(ValueError, match="leaves its picture"):
+            crop(images, Boxes(**{**sides, field: np.array([0.0, 0.0, 0.0, value])}), size=8)
+    for wrong in (images.float(), images[..., :2], images[:, :4], images[0]):
+        with pytest.raises(ValueError, match="pictures are"):
+            crop(wrong, good, size=8)
+    with pytest.raises(ValueError, match="there are 3"):
+        crop(images[:3], good, size=8)
+    for weights in (np.ones(3), np.ones(4)):
+        with pytest.raises(ValueError, match="pairs"):
+            crop_mix_normalise(
+                images[:3], whole_boxes(3, 8), size=8, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32
+            )
+    with pytest.raises(ValueError, match="float16"):
+        crop_mix_normalise(images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16)
+
+
+def crop_elsewhere(folder: Path) -> None:
+    """Crops in a process of its own, with a copy of the source in `folder` and no way to keep files at home."""
+    shutil.copy(augment_cpu.__file__, folder / "augment_cpu.py")
+    home = folder / "home"
+    home.touch()
+    script = (
+        "import types, numpy as np, torch, augment_cpu as a\n"
+        "z, f = np.zeros(1), np.full(1, 2.0)\n"
+        "boxes = types.SimpleNamespace(top=z, left=z, height=f, width=f, flip=np.zeros(1, bool))\n"
+        "print(a.crop(torch.full((1, 2, 2, 3), 7, dtype=torch.uint8), boxes, size=1).tolist())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([[[[7.0]], [[7.0]], [[7.0]]]])
+
+
+def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    """A file stands where numba would make its directory, beside the source and at home: no rights get past that."""
+    (tmp_path / "__pycache__").touch()
+    crop_elsewhere(tmp_path)
+    assert (tmp_path / "__pycache__").is_file()
+
+
+def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
+    line = augment_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
+    index = tmp_path / "__pycache__" / f"augment_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
+    index.parent.mkdir()
+    index.touch()
+    crop_elsewhere(tmp_path)
+    assert index.stat().st_size > 0
