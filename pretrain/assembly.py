@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.manifest import Manifest
 from pretrain import checkpoint
-from pretrain.augment import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.card import CheckpointError, ModelCard, parse_card
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import same_on_all_ranks

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data_prep.manifest import load_manifest
 from pretrain.assembly import Task, open_tracker, supervise
-from pretrain.augment import Normalisation
+from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model, num_parameters

@@ -16,7 +16,7 @@ from pathlib import Path
 from data_prep.progress import ProgressLine, progress
 from data_prep.settings import UserError
 from pretrain import checkpoint
-from pretrain.augment import Augmentation
+from pretrain.augment.augmentation import Augmentation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import barrier, mean_and_vote

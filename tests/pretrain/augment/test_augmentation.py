@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
-from pretrain.augment import Augmentation, Boxes, Normalisation, resample, whole_boxes
-from pretrain.config import AugmentSettings
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.crops import Boxes, resample, whole_boxes
+from pretrain.augment.draws import Draws
+from pretrain.augment.settings import AugmentSettings
 from pretrain.loader import Batch
 
 PLAIN = Normalisation((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
@@ -53,8 +55,9 @@ def test_the_whole_box_at_the_stored_size_is_the_picture_itself() -> None:
 
 
 def test_boxes_are_inside_and_have_the_areas_and_ratios_asked_for() -> None:
-    augmentation = make(AugmentSettings(crop_scale=(0.3, 0.7), crop_ratio=(0.5, 2.0)), size=64)
-    boxes = augmentation.boxes(batch_of(pictures(1, 64).expand(4000, -1, -1, -1), np.arange(4000)), stored_size=64)
+    settings = AugmentSettings(crop_scale=(0.3, 0.7), crop_ratio=(0.5, 2.0))
+    samples = np.arange(4000)
+    boxes = draw_boxes(settings, Draws((3, np.zeros_like(samples), samples)), count=4000, stored_size=64)
     assert (boxes.top >= 0).all() and (boxes.top + boxes.height <= 64).all()
     assert (boxes.left >= 0).all() and (boxes.left + boxes.width <= 64).all()
     area, ratio = boxes.height * boxes.width / 64**2, boxes.width / boxes.height
