@@ -6,6 +6,9 @@ Every result equals PIL's bit for bit (tests/pretrain/augment/test_operations.py
 colour of 500 it is a level off Pillow's, and so off ours, which moves COLOR by a level there.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,21 +19,34 @@ from pretrain.augment.plan import Operation
 LEVELS = np.arange(256)
 
 
-def fixed_table(operation: Operation, strength: float) -> NDArray[np.uint8]:
-    """The 256 levels that the levels become, for what needs no look at the picture."""
-    if operation is Operation.INVERT:
-        return (255 - LEVELS).astype(np.uint8)
-    if operation is Operation.POSTERIZE:
-        bits = min(max(int(strength), 0), 8)
-        kept: NDArray[np.uint8] = (LEVELS >> (8 - bits) << (8 - bits)).astype(np.uint8)
-        return kept
-    if operation is Operation.SOLARIZE:
-        return np.where(strength > LEVELS, LEVELS, 255 - LEVELS).astype(np.uint8)
-    if operation is Operation.SOLARIZE_ADD:
-        return np.where(LEVELS < 128, np.minimum(LEVELS + int(strength), 255), LEVELS).astype(np.uint8)
-    assert operation is Operation.BRIGHTNESS
-    brighter: NDArray[np.uint8] = np.clip(np.float32(strength) * LEVELS.astype(np.float32), 0, 255).astype(np.uint8)
-    return brighter
+def fixed_tables(operations_n: NDArray[np.int64], strengths_n: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """The 256 levels that the levels become, for what needs no look at the picture: (n, 256)."""
+    tables = np.empty((len(operations_n), 256), np.uint8)
+    for operation, table in _FIXED.items():
+        here = operations_n == operation
+        if here.any():
+            tables[here] = table(strengths_n[here, None])
+    return tables
+
+
+def _posterized(bits: NDArray[np.float64]) -> NDArray[np.int64]:
+    dropped = 8 - np.clip(bits.astype(np.int64), 0, 8)
+    return LEVELS >> dropped << dropped
+
+
+def _brightened(factor: NDArray[np.float64]) -> NDArray[np.float32]:
+    return np.clip(factor.astype(np.float32) * LEVELS.astype(np.float32), 0, 255)
+
+
+_FIXED: dict[Operation, Callable[[NDArray[np.float64]], NDArray[Any]]] = {
+    Operation.INVERT: lambda _: 255 - LEVELS,
+    Operation.POSTERIZE: _posterized,
+    Operation.SOLARIZE: lambda threshold: np.where(threshold > LEVELS, LEVELS, 255 - LEVELS),
+    Operation.SOLARIZE_ADD: lambda added: np.where(LEVELS < 128, np.minimum(LEVELS + added, 255), LEVELS),
+    Operation.BRIGHTNESS: _brightened,
+}
+FIXED = tuple(_FIXED)
+"""The operations of `fixed_tables`."""
 
 
 def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:

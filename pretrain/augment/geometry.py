@@ -5,7 +5,6 @@ and values are cut off to whole levels. All in float64, as PIL has it: with shif
 a whole level, and float32 would fall on its other side.
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -15,26 +14,52 @@ from torch import Tensor
 
 from pretrain.augment.plan import Operation
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-def matrix_of(operation: Operation, strength: float, *, height: int, width: int) -> NDArray[np.float64]:
-    """(a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y + f)."""
-    if operation is Operation.ROTATE:
-        angle = -math.radians(strength % 360.0)
-        a, b, d, e = (round(v, 15) for v in (math.cos(angle), math.sin(angle), -math.sin(angle), math.cos(angle)))
-        x, y = width / 2, height / 2
-        return np.array([a, b, a * -x + b * -y + x, d, e, d * -x + e * -y + y])
-    return np.array(
-        {
-            Operation.SHEAR_X: (1, strength, 0, 0, 1, 0),
-            Operation.SHEAR_Y: (1, 0, 0, strength, 1, 0),
-            Operation.TRANSLATE_X: (1, 0, strength * width, 0, 1, 0),
-            Operation.TRANSLATE_Y: (1, 0, 0, 0, 1, strength * height),
-        }[operation],
-        np.float64,
+_TOGETHER_ON_CPU = 8
+"""Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
+
+
+GEOMETRIC = (
+    Operation.ROTATE,
+    Operation.SHEAR_X,
+    Operation.SHEAR_Y,
+    Operation.TRANSLATE_X,
+    Operation.TRANSLATE_Y,
+)
+
+
+def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
+    """(n, 6), each (a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y + f)."""
+
+    def only(operation: Operation) -> Floats:
+        return np.where(operations_n == operation, strengths_n, 0.0)
+
+    angle = -np.radians(only(Operation.ROTATE) % 360.0)
+    cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)  # a quarter turn is exact
+    x, y = width / 2, height / 2  # about the middle
+    return np.stack(
+        [
+            cosine,
+            sine + only(Operation.SHEAR_X),
+            cosine * -x + sine * -y + x + only(Operation.TRANSLATE_X) * width,
+            -sine + only(Operation.SHEAR_Y),
+            cosine,
+            -sine * -x + cosine * -y + y + only(Operation.TRANSLATE_Y) * height,
+        ],
+        axis=1,
     )
 
 
 def sample(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
+    if pictures_nHWC.device.type != "cpu":
+        return _sample(pictures_nHWC, matrices_n6, cubic=cubic, fill_C=fill_C)
+    parts = (slice(first, first + _TOGETHER_ON_CPU) for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU))
+    return torch.cat([_sample(pictures_nHWC[part], matrices_n6[part], cubic=cubic, fill_C=fill_C) for part in parts])
+
+
+def _sample(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
     count, height, width, colours = pictures_nHWC.shape
     device = pictures_nHWC.device
     x_W = torch.arange(width, device=device, dtype=torch.float64) + 0.5

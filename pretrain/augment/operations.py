@@ -15,13 +15,6 @@ from pretrain.augment import colour, geometry
 from pretrain.augment.plan import Operation, Plan
 from pretrain.augment.transfer import send
 
-_FIXED = (
-    Operation.INVERT, Operation.POSTERIZE, Operation.SOLARIZE, Operation.SOLARIZE_ADD, Operation.BRIGHTNESS,
-)  # fmt: skip
-_GEOMETRIC = (
-    Operation.ROTATE, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y,
-)  # fmt: skip
-
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -42,12 +35,10 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     """The rows of each kind that occurs, and what the kind needs to know about them."""
     operations, strengths = plan.operations_LB[layer], plan.strengths_LB[layer]
     arrays: Arrays = {}
-    fixed = np.flatnonzero(np.isin(operations, _FIXED))
+    fixed = np.flatnonzero(np.isin(operations, colour.FIXED))
     if len(fixed):
         arrays["fixed"] = fixed
-        arrays["fixed.tables"] = np.stack(
-            [colour.fixed_table(Operation(operations[row]), strengths[row]) for row in fixed]
-        )
+        arrays["fixed.tables"] = colour.fixed_tables(operations[fixed], strengths[fixed])
     for operation in (
         Operation.AUTOCONTRAST,
         Operation.EQUALIZE,
@@ -59,16 +50,13 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
         if len(rows):
             arrays[operation.name] = rows
             arrays[f"{operation.name}.factors"] = strengths[rows].astype(np.float32)
-    moved = np.isin(operations, _GEOMETRIC)
+    moved = np.isin(operations, geometry.GEOMETRIC)
     for name, chosen in (("linear", moved & ~plan.cubic_LB[layer]), ("cubic", moved & plan.cubic_LB[layer])):
         rows = np.flatnonzero(chosen)
         if len(rows):
             arrays[name] = rows
-            arrays[f"{name}.matrices"] = np.stack(
-                [
-                    geometry.matrix_of(Operation(operations[row]), strengths[row], height=height, width=width)
-                    for row in rows
-                ]
+            arrays[f"{name}.matrices"] = geometry.matrices(
+                operations[rows], strengths[rows], height=height, width=width
             )
     return arrays
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.crops import Boxes, resample, whole_boxes
+from pretrain.augment.crops import Boxes, draw_boxes, resample, whole_boxes
 from pretrain.augment.draws import Draws
 from pretrain.augment.settings import AugmentSettings
 from pretrain.loader import Batch
