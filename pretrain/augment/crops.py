@@ -8,6 +8,7 @@ picture does not depend on the batch that it is in.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | Non
 def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
     """The same in whole levels: uint8 (B, O, O, C). Rows first, rounded between the axes, as PIL does it."""
     batch, height, width, colours = images_BHWC.shape
-    rows_BOH, columns_BOW = (_fixed_point(weights) for weights in _weights(images_BHWC, boxes, size=size, cubic=cubic))
+    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, fixed_point=True)
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
     narrow_BOHC = _levels(torch.bmm(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
     down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
@@ -112,8 +113,12 @@ def axis_weights(
     stored_size: int,
     size: int,
     cubic_B: Tensor | None = None,
+    fixed_point: bool = False,
 ) -> Tensor:
-    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels."""
+    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels.
+
+    In fixed point they have 15 bits behind the point, before and after they are divided by their sum, which is exact, too.
+    """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
     out_1O1 = torch.arange(size, device=device, dtype=torch.float32).view(1, -1, 1)
@@ -127,7 +132,11 @@ def axis_weights(
         weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)
     inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
     weights_BOH = weights_BOH * inside_B1H
-    return weights_BOH / weights_BOH.sum(dim=-1, keepdim=True)
+    if not fixed_point:
+        return weights_BOH / weights_BOH.sum(dim=-1, keepdim=True)
+    one = float(2**_LEVEL_BITS)
+    whole_BOH = (weights_BOH * one).round_()
+    return (whole_BOH * one / whole_BOH.sum(dim=-1, keepdim=True)).round_() / one
 
 
 def padded_crop(
@@ -165,14 +174,16 @@ def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
 
 
-def _weights(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None) -> tuple[Tensor, Tensor]:
+def _weights(
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None, fixed_point: bool = False
+) -> tuple[Tensor, Tensor]:
     _, height, width, _ = images_BHWC.shape
     sides = {name: getattr(boxes, name).astype(np.float32) for name in ("top", "left", "height", "width")}
     flags = {"flip": boxes.flip, "never": np.zeros_like(boxes.flip)} | ({} if cubic is None else {"cubic": cubic})
     sent = send({**sides, **flags}, images_BHWC.device)
-    cubic_B = sent.get("cubic")
-    rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, size=size, cubic_B=cubic_B)
-    columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, size=size, cubic_B=cubic_B)
+    kind: dict[str, Any] = {"size": size, "cubic_B": sent.get("cubic"), "fixed_point": fixed_point}
+    rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, **kind)
+    columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, **kind)
     return rows_BOH, columns_BOW
 
 
@@ -181,10 +192,6 @@ def _cubic(distance: Tensor) -> Tensor:
     near = (1.5 * distance - 2.5) * distance * distance + 1
     far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))
-
-
-def _fixed_point(weights: Tensor) -> Tensor:
-    return (weights * float(2**_LEVEL_BITS)).round() * 2.0**-_LEVEL_BITS
 
 
 def _levels(values: Tensor) -> Tensor:
