@@ -3,7 +3,7 @@
 A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each output
 pixel (antialiased triangle or cubic filter, as torchvision's and PIL's). `resample` gives exact floats. `resample_levels` gives
 0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in float32 whatever its order, and a
-picture does not depend on the batch that it is in.
+picture does not depend on the batch that it is in. (TF32 would end that; torch leaves it off for matrix products unless told to.)
 """
 
 import math
@@ -95,7 +95,7 @@ def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | Non
 
 
 def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
-    """The same in whole levels: uint8 (B, O, O, C). Rows first, rounded between the axes, as PIL does it."""
+    """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as PIL does it."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, fixed_point=True)
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()

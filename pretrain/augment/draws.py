@@ -65,6 +65,10 @@ class Draws:
         """64 bits a picture, for numbers that are made on the device."""
         return hash64(*self._parts(purpose, ())).view(np.int64)
 
+    def of(self, rows: NDArray[np.int64]) -> "Draws":
+        """For some of the pictures only."""
+        return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
+
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
         """Each array on an axis of its own, so that what they share is hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)

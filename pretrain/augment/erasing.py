@@ -39,22 +39,22 @@ class Blocks:
 
 def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks:
     rows = np.flatnonzero(draws.uniform(Purpose.ERASE) < settings.erase_probability)
+    draws = draws.of(rows)
     blocks, tries = np.arange(settings.erase_count), np.arange(_TRIES)
-    count_B1 = 1 + draws.integer(Purpose.ERASE_COUNT, settings.erase_count)[:, None]
-    share_BKT = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * draws.uniform(Purpose.ERASE_AREA, blocks, tries)
-    area_BKT = share_BKT * size**2 / count_B1[:, :, None]
-    ratio_BKT = np.exp(math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries)))
-    heights_BKT, widths_BKT = np.round(np.sqrt(area_BKT * ratio_BKT)), np.round(np.sqrt(area_BKT / ratio_BKT))
-    fits_BKT = (heights_BKT < size) & (widths_BKT < size)
-    first_BK1 = np.expand_dims(fits_BKT.argmax(axis=2), 2)
-    drawn_BK = fits_BKT.any(axis=2) & (blocks[None, :] < count_B1)
-    height_BK = np.where(drawn_BK, np.take_along_axis(heights_BKT, first_BK1, axis=2)[:, :, 0], 0).astype(np.int64)
-    width_BK = np.where(drawn_BK, np.take_along_axis(widths_BKT, first_BK1, axis=2)[:, :, 0], 0).astype(np.int64)
-    top_BK = draws.integer(Purpose.ERASE_TOP, size - height_BK + 1, blocks)
-    left_BK = draws.integer(Purpose.ERASE_LEFT, size - width_BK + 1, blocks)
-    colours_BKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
-    keys_B = draws.key(Purpose.ERASE_NOISE)
-    return Blocks(rows, top_BK[rows], left_BK[rows], height_BK[rows], width_BK[rows], colours_BKC[rows], keys_B[rows])
+    count_n1 = 1 + draws.integer(Purpose.ERASE_COUNT, settings.erase_count)[:, None]
+    share_nKT = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * draws.uniform(Purpose.ERASE_AREA, blocks, tries)
+    area_nKT = share_nKT * size**2 / count_n1[:, :, None]
+    ratio_nKT = np.exp(math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries)))
+    heights_nKT, widths_nKT = np.round(np.sqrt(area_nKT * ratio_nKT)), np.round(np.sqrt(area_nKT / ratio_nKT))
+    fits_nKT = (heights_nKT < size) & (widths_nKT < size)
+    first_nK1 = np.expand_dims(fits_nKT.argmax(axis=2), 2)
+    drawn_nK = fits_nKT.any(axis=2) & (blocks[None, :] < count_n1)
+    height_nK = np.where(drawn_nK, np.take_along_axis(heights_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
+    width_nK = np.where(drawn_nK, np.take_along_axis(widths_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
+    top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
+    left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
+    colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
+    return Blocks(rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE))
 
 
 def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:

@@ -112,6 +112,17 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
     assert 0.4 < filled.max() < 0.5  # 0.45 of a side
 
 
+@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"])
+def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
+    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for it, would raise."""
+    normalisation, device = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)), torch.device("meta")
+    made = Augmentation(
+        settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16
+    )
+    prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
+    assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
+
+
 def test_stored_pictures_are_never_changed() -> None:
     stored = pictures(24, 16)
     before = stored.clone()
