@@ -18,8 +18,9 @@ from frame import DATA, arguments, rates, ratio, report
 
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
-from pretrain.augment import Augmentation, Normalisation
-from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.settings import AugmentSettings
+from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.loader import TrainingBatches
 from pretrain.models.build import build_model

@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 
 from data_prep.manifest import Manifest
 from data_prep.settings import Settings
+from pretrain.augment.settings import AugmentSettings
 from pretrain.card import ModelCard
 from pretrain.config import (
-    AugmentSettings,
     CheckpointSettings,
     DataSettings,
     EngineSettings,

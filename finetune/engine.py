@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from finetune.config import TuneEngineSettings
-from pretrain.augment import Prepared
+from pretrain.augment.augmentation import Prepared
 from pretrain.optim import set_lr
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World

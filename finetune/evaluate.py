@@ -8,9 +8,9 @@ from torch import Tensor
 from data_prep.manifest import load_manifest
 from finetune.config import EvaluateSettings, check_classes
 from finetune.engine import start_accelerator
-from pretrain.augment import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.settings import AugmentSettings
 from pretrain.checkpoint import load_weights
-from pretrain.config import AugmentSettings
 from pretrain.evaluate import Scores, evaluate
 from pretrain.models.build import build_model
 from pretrain.shards import open_split

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from data_prep.progress import progress
-from pretrain.augment import Augmentation
+from pretrain.augment.augmentation import Augmentation
 from pretrain.collectives import all_sum
 from pretrain.loader import evaluation_batches
 from pretrain.shards import ShardReader

@@ -17,9 +17,9 @@ from data_prep.progress import progress
 from finetune.config import ProbeSettings
 from finetune.engine import start_accelerator
 from finetune.features import Extract, pixels, split_features
-from pretrain.augment import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.settings import AugmentSettings
 from pretrain.checkpoint import load_weights
-from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model, pooled_features
 from pretrain.run import claim, flatten, save_result
 from pretrain.shards import open_split

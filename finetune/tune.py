@@ -5,7 +5,7 @@ from pathlib import Path
 from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker, supervise
-from pretrain.augment import Normalisation
+from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard
 from pretrain.checkpoint import load_weights
 from pretrain.config import check_against_ranks

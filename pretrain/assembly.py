@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pretrain import checkpoint
-from pretrain.augment import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.bad_samples import BadSamples, check_share
 from pretrain.card import CheckpointError, ModelCard, parse_card
 from pretrain.checkpoint import TrainerState

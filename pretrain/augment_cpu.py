@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pretrain.augment import Boxes
+    from pretrain.augment.crops import Boxes
 
 if sys.byteorder != "little":
     raise ImportError("pretrain.augment_cpu takes pixels apart in little-endian order")

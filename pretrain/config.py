@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.settings import Settings
+from pretrain.augment.settings import AugmentSettings
 from pretrain.durations import Cadence, Duration
 from pretrain.models.spec import ModelSpec, expand_preset
 from pretrain.order import LastBatch, Shuffle
@@ -62,24 +63,6 @@ class DataSettings(Settings):
             raise ValueError(
                 f"data.last_batch: {self.last_batch!r} will not do with data.also, whose datasets end at different times"
             )
-        return self
-
-
-class AugmentSettings(Settings):
-    crop_scale: tuple[float, float] | None = None
-    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
-    crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    flip_probability: float = Field(0.5, ge=0, le=1)
-    mixup_alpha: float = Field(0.0, ge=0)
-    """MixUp with lambda ~ Beta(alpha, alpha) between neighbours of a batch; 0 is off."""
-
-    @model_validator(mode="after")
-    def _ranges_are_ranges(self) -> "AugmentSettings":
-        for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
-            if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
-                raise ValueError(
-                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}"
-                )
         return self
 
 
@@ -185,11 +168,10 @@ def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
         raise ValueError(
             f"train.local_batch_size: {local} does not divide global_batch_size {whole}; the nearest that does is {near}"
         )
-    if augment.mixup_alpha > 0 and (local or whole) % 2:
+    if augment.mixing and (local or whole) % 2:
         field = "local_batch_size" if local else "global_batch_size"
-        raise ValueError(
-            f"train.{field}: {local or whole} is odd, but MixUp pairs neighbours; make it even, or augment.mixup_alpha=0"
-        )
+        off = " ".join(f"augment.{alpha}=0" for alpha in augment.mixing.values())
+        raise ValueError(f"train.{field}: {local or whole} is odd, but {_pairing(augment)}; make it even, or set {off}")
 
 
 def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> None:
@@ -216,11 +198,15 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
             f"train.local_batch_size: {local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} "
             f"ranks); the nearest that does is {nearest}"
         )
-    if augment.mixup_alpha > 0 and local % 2:
+    if augment.mixing and local % 2:
         raise ValueError(
-            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but MixUp pairs neighbours; make it even"
+            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even"
         )
     return local
+
+
+def _pairing(augment: AugmentSettings) -> str:
+    return " and ".join(augment.mixing) + (" pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours")
 
 
 def nearest_divisor(whole: int, wanted: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from data_prep.settings import SettingsError
-from pretrain.augment import Prepared
+from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan

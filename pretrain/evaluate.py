@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from data_prep.manifest import DatasetError
 from data_prep.progress import progress
-from pretrain.augment import Augmentation
+from pretrain.augment.augmentation import Augmentation
 from pretrain.collectives import all_sum
 from pretrain.loader import evaluation_batches
 from pretrain.shards import ShardReader

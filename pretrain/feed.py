@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from pretrain.augment import Augmentation, Prepared
+from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.loader import Batch, Batches, as_stored
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pretrain.augment import Prepared
+from pretrain.augment.augmentation import Prepared
 
 
 @dataclass(frozen=True)

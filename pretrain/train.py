@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pretrain.assembly import Task, open_tracker, supervise
-from pretrain.augment import Normalisation
+from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import load_training_data
 from pretrain.engine import DeepSpeedEngine, start_distributed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.augment import Prepared
+from pretrain.augment.augmentation import Prepared
 from pretrain.collectives import exchange
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.models.build import build_model

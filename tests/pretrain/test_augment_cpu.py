@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
 from pretrain import augment_cpu
-from pretrain.augment import Boxes, resample, whole_boxes
+from pretrain.augment.crops import Boxes, resample, whole_boxes
 from pretrain.augment_cpu import crop, crop_mix_normalise
 
 MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)

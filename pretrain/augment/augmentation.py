@@ -1,0 +1,126 @@
+"""Stored uint8 pictures in, normalised float pictures out, on the training device, in batches.
+
+In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing, MixUp or CutMix. All random
+numbers are hashes of (seed, epoch, sample) or of the pair, so the pictures do not depend on rank, worker or resume: in whole
+levels bit for bit, and within the rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment.
+B batch, H/W height and width in, O out, C colours.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.augment.crops import (
+    draw_boxes,
+    draw_flips,
+    draw_kernels,
+    draw_offsets,
+    padded_crop,
+    resample,
+    resample_levels,
+    whole_boxes,
+)
+from pretrain.augment.draws import Draws
+from pretrain.augment.erasing import draw_blocks, erase
+from pretrain.augment.mixing import Mixer, partners
+from pretrain.augment.operations import apply_plan
+from pretrain.augment.plan import draw_plan
+from pretrain.augment.policies import parse_policy
+from pretrain.augment.settings import AugmentSettings
+from pretrain.loader import Batch
+
+
+class Normalisation(NamedTuple):
+    """Channel mean and standard deviation on the scale 0..1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a training step needs: pictures, and labels as a mixture of two."""
+
+    images_BCHW: Tensor
+    labels_B: Tensor
+    other_labels_B: Tensor | None = None
+    weight_B: Tensor | None = None
+    """Share of `labels_B`; the rest belongs to `other_labels_B`."""
+
+
+class Augmentation:
+    """Turns stored batches into model inputs, for training (`prepare`) and for evaluation (`plain`)."""
+
+    def __init__(
+        self,
+        settings: AugmentSettings,
+        *,
+        seed: int,
+        image_size: int,
+        normalisation: Normalisation,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.settings, self.seed, self.image_size, self.device, self.dtype = settings, seed, image_size, device, dtype
+        self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
+        self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(
+            1, 3, 1, 1
+        )
+        mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
+        self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
+        self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
+        self._mixer = Mixer(settings) if settings.mixing else None
+
+    def prepare(self, batch: Batch) -> Prepared:
+        draws = Draws((self.seed, batch.epochs, batch.samples))
+        labels = self._move(batch.labels_B)
+        pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
+        if self.settings.erase_probability > 0:
+            blocks = draw_blocks(self.settings, draws, size=self.image_size)
+            pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
+        if self._mixer is None:
+            return Prepared(pictures.to(self.dtype), labels)
+        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size)
+        mixed, weight = self._mixer.mix(pictures, drawn)
+        return Prepared(mixed.to(self.dtype), labels, labels[partners(labels)], weight)
+
+    def plain(self, batch: Batch) -> Prepared:
+        images = self._move(batch.images_BHWC)
+        stored = images.shape[1]
+        pictures = images.permute(0, 3, 1, 2).float()
+        if stored != self.image_size:
+            pictures = resample(images, whole_boxes(len(images), stored), size=self.image_size)
+        return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
+
+    def _cropped(self, images_BHWC: Tensor, draws: Draws) -> Tensor:
+        """Cropped, flipped and auto-augmented: float (B, C, O, O) on the scale 0..255."""
+        settings, count, stored = self.settings, len(images_BHWC), images_BHWC.shape[1]
+        boxes = draw_boxes(settings, draws, count=count, stored_size=stored)
+        done = settings.crop_scale is None and settings.flip_probability == 0
+        if settings.crop_padding:
+            top, left = draw_offsets(settings, draws)
+            images_BHWC = padded_crop(
+                images_BHWC,
+                top,
+                left,
+                flip=draw_flips(settings, draws),
+                padding=settings.crop_padding,
+                mode=settings.padding_mode,
+            )
+            boxes, done = whole_boxes(count, stored), True
+        kernels = draw_kernels(settings, draws, count=count)
+        if self._policy is not None:
+            levels = resample_levels(images_BHWC, boxes, size=self.image_size, cubic=kernels)
+            levels = apply_plan(levels, draw_plan(self._policy, draws), fill_C=self._fill_C)
+            return levels.permute(0, 3, 1, 2).float()
+        if done and stored == self.image_size:
+            return images_BHWC.permute(0, 3, 1, 2).float()
+        return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels)
+
+    def _normalise(self, pictures: Tensor) -> Tensor:
+        return (pictures - self._mean) * self._scale
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)

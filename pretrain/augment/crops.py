@@ -1,0 +1,198 @@
+"""Crop, resize and flip. B batch, H/W height and width in, O out, C colours.
+
+A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each output
+pixel (antialiased triangle or cubic filter, as torchvision's and PIL's). `resample` gives exact floats. `resample_levels` gives
+0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in float32 whatever its order, and a
+picture does not depend on the batch that it is in. (TF32 would end that; torch leaves it off for matrix products unless told to.)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pretrain.augment.draws import Draws, Purpose
+from pretrain.augment.settings import AugmentSettings, PaddingMode
+from pretrain.augment.transfer import send
+
+Flags = NDArray[np.bool_]
+
+_CROP_TRIES = 10
+_LEVEL_BITS = 15
+"""Of a weight: 8 bits of a pixel, 15 of a weight and the 1.3 that a cubic's weights can add up to, fit float32's 24."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """One crop per picture, in pixels; `flip` mirrors it."""
+
+    top: NDArray[np.float64]
+    left: NDArray[np.float64]
+    height: NDArray[np.float64]
+    width: NDArray[np.float64]
+    flip: Flags
+
+
+def whole_boxes(count: int, size: int) -> Boxes:
+    zero, full = np.zeros(count), np.full(count, float(size))
+    return Boxes(zero, zero, full, full, np.zeros(count, bool))
+
+
+def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
+    return draws.uniform(Purpose.FLIP) < settings.flip_probability
+
+
+def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_size: int) -> Boxes:
+    """Random resized crops, as torchvision draws them: ten tries at an area and a ratio that fit, else the centre."""
+    flip, boxes = draw_flips(settings, draws), whole_boxes(count, stored_size)
+    if settings.crop_scale is None:
+        return Boxes(boxes.top, boxes.left, boxes.height, boxes.width, flip)
+    (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
+    tries = np.arange(_CROP_TRIES)
+    area = stored_size**2 * (low + (high - low) * draws.uniform(Purpose.CROP_AREA, tries))
+    spread = math.log(wide) - math.log(narrow)
+    ratio = np.exp(math.log(narrow) + spread * draws.uniform(Purpose.CROP_RATIO, tries))
+    widths, heights = np.round(np.sqrt(area * ratio)), np.round(np.sqrt(area / ratio))
+    fits = (widths >= 1) & (heights >= 1) & (widths <= stored_size) & (heights <= stored_size)
+    first, found = np.expand_dims(fits.argmax(axis=1), 1), fits.any(axis=1)
+    # The largest centre crop of an allowed ratio (a square picture has ratio 1).
+    height = boxes.height if narrow <= 1 else np.full_like(boxes.height, round(stored_size / narrow))
+    width = boxes.width if wide >= 1 else np.full_like(boxes.width, round(stored_size * wide))
+    height = np.where(found, np.take_along_axis(heights, first, axis=1)[:, 0], height)
+    width = np.where(found, np.take_along_axis(widths, first, axis=1)[:, 0], width)
+    top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
+    left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
+    centre_top, centre_left = np.floor((stored_size - height) / 2), np.floor((stored_size - width) / 2)
+    return Boxes(np.where(found, top, centre_top), np.where(found, left, centre_left), height, width, flip)
+
+
+def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
+    """Which pictures are resized with the cubic filter; None: none."""
+    if settings.crop_interpolation == "bilinear":
+        return None
+    if settings.crop_interpolation == "bicubic":
+        return np.ones(count, bool)
+    return draws.uniform(Purpose.CROP_KERNEL) < 0.5
+
+
+def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
+    """The boxes of the pictures at `size` pixels: float (B, C, O, O)."""
+    batch, height, width, colours = images_BHWC.shape
+    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic)
+    pictures_BHWC = images_BHWC.float()
+    down_BOWC = torch.bmm(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
+        batch, size, width, colours
+    )
+    across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
+    out_BOOC = torch.bmm(columns_BOW, across_BWOC).view(batch, size, size, colours)
+    out_BCOO = out_BOOC.permute(0, 3, 2, 1)
+    return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
+
+
+def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
+    """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as PIL does it."""
+    batch, height, width, colours = images_BHWC.shape
+    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, fixed_point=True)
+    across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
+    narrow_BOHC = _levels(torch.bmm(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
+    down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
+    out_BOOC = _levels(torch.bmm(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
+    return out_BOOC.view(batch, size, size, colours).to(torch.uint8)
+
+
+def axis_weights(
+    start_B: Tensor,
+    extent_B: Tensor,
+    flip_B: Tensor,
+    *,
+    stored_size: int,
+    size: int,
+    cubic_B: Tensor | None = None,
+    fixed_point: bool = False,
+) -> Tensor:
+    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels.
+
+    In fixed point they have 15 bits behind the point, before and after they are divided by their sum, which is exact, too.
+    """
+    device = start_B.device
+    start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
+    out_1O1 = torch.arange(size, device=device, dtype=torch.float32).view(1, -1, 1)
+    out_BO1 = torch.where(flip_B.view(-1, 1, 1), size - 1 - out_1O1, out_1O1)
+    ratio_B11 = extent_B11 / size
+    centre_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
+    pixel_11H = torch.arange(stored_size, device=device, dtype=torch.float32).view(1, 1, -1) + 0.5
+    distance_BOH = (pixel_11H - centre_BO1).abs() / ratio_B11.clamp(min=1.0)
+    weights_BOH = (1 - distance_BOH).clamp(min=0)
+    if cubic_B is not None:
+        weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)
+    inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
+    weights_BOH = weights_BOH * inside_B1H
+    if not fixed_point:
+        return weights_BOH / weights_BOH.sum(dim=-1, keepdim=True)
+    one = float(2**_LEVEL_BITS)
+    whole_BOH = (weights_BOH * one).round_()
+    return (whole_BOH * one / whole_BOH.sum(dim=-1, keepdim=True)).round_() / one
+
+
+def padded_crop(
+    images_BHWC: Tensor,
+    top: NDArray[np.int64],
+    left: NDArray[np.int64],
+    *,
+    flip: Flags,
+    padding: int,
+    mode: PaddingMode,
+) -> Tensor:
+    """Crops of the stored size from the pictures with `padding` pixels around them, at (top, left), then flipped."""
+    _, height, width, _ = images_BHWC.shape
+    rows_BH = top[:, None] + np.arange(height)
+    columns_BW = left[:, None] + np.arange(width)
+    columns_BW = np.where(flip[:, None], columns_BW[:, ::-1], columns_BW)
+    if mode == "reflect":
+        rows_BH, columns_BW = _reflected(rows_BH - padding, height), _reflected(columns_BW - padding, width)
+    else:
+        images_BHWC = pad(images_BHWC, (0, 0, padding, padding, padding, padding))
+    sent = send({"rows": rows_BH, "columns": columns_BW}, images_BHWC.device)
+    pictures = torch.arange(len(images_BHWC), device=images_BHWC.device)
+    return images_BHWC[pictures[:, None, None], sent["rows"][:, :, None], sent["columns"][:, None, :]]
+
+
+def draw_offsets(settings: AugmentSettings, draws: Draws) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    places = 2 * settings.crop_padding + 1
+    return draws.integer(Purpose.CROP_TOP, places), draws.integer(Purpose.CROP_LEFT, places)
+
+
+def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Mirrored at the first and the last pixel, which are not doubled."""
+    period = max(2 * size - 2, 1)
+    around = places % period
+    return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
+
+
+def _weights(
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None, fixed_point: bool = False
+) -> tuple[Tensor, Tensor]:
+    _, height, width, _ = images_BHWC.shape
+    sides = {name: getattr(boxes, name).astype(np.float32) for name in ("top", "left", "height", "width")}
+    flags = {"flip": boxes.flip, "never": np.zeros_like(boxes.flip)} | ({} if cubic is None else {"cubic": cubic})
+    sent = send({**sides, **flags}, images_BHWC.device)
+    kind: dict[str, Any] = {"size": size, "cubic_B": sent.get("cubic"), "fixed_point": fixed_point}
+    rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, **kind)
+    columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, **kind)
+    return rows_BOH, columns_BOW
+
+
+def _cubic(distance: Tensor) -> Tensor:
+    """Keys's kernel with a = -1/2, as PIL's and torchvision's antialiased bicubic."""
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))
+
+
+def _levels(values: Tensor) -> Tensor:
+    return (values + 0.5).floor_().clamp_(0, 255)

@@ -1,0 +1,104 @@
+"""Random erasing of blocks of normalised pictures, as in timm: K blocks at most, B batch, n erased pictures, O size, C colours.
+
+A block takes 2 % to a third of the picture (shared by the blocks of a picture), with sides 0.3 to 1/0.3 as long as each other. It
+is filled with 0 (the mean colour), one normal colour, or normal noise. Noise is made on the device from a key per picture and the
+place of the pixel, so it, too, is independent of the batch. Where noisy blocks overlap they show the same noise.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pretrain.augment.draws import Draws, Purpose
+from pretrain.augment.settings import AugmentSettings, EraseMode
+from pretrain.augment.transfer import send
+
+_MIN_AREA, _MAX_AREA = 0.02, 1 / 3
+_MIN_RATIO = 0.3
+_TRIES = 10
+
+_GOLDEN, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as signed numbers
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What is erased of the pictures `rows` of a batch; a block that is not drawn has no height."""
+
+    rows: NDArray[np.int64]
+    top_nK: NDArray[np.int64]
+    left_nK: NDArray[np.int64]
+    height_nK: NDArray[np.int64]
+    width_nK: NDArray[np.int64]
+    colours_nKC: NDArray[np.float32]
+    noise_keys_n: NDArray[np.int64]
+
+
+def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks:
+    rows = np.flatnonzero(draws.uniform(Purpose.ERASE) < settings.erase_probability)
+    draws = draws.of(rows)
+    blocks, tries = np.arange(settings.erase_count), np.arange(_TRIES)
+    count_n1 = 1 + draws.integer(Purpose.ERASE_COUNT, settings.erase_count)[:, None]
+    share_nKT = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * draws.uniform(Purpose.ERASE_AREA, blocks, tries)
+    area_nKT = share_nKT * size**2 / count_n1[:, :, None]
+    ratio_nKT = np.exp(math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries)))
+    heights_nKT, widths_nKT = np.round(np.sqrt(area_nKT * ratio_nKT)), np.round(np.sqrt(area_nKT / ratio_nKT))
+    fits_nKT = (heights_nKT < size) & (widths_nKT < size)
+    first_nK1 = np.expand_dims(fits_nKT.argmax(axis=2), 2)
+    drawn_nK = fits_nKT.any(axis=2) & (blocks[None, :] < count_n1)
+    height_nK = np.where(drawn_nK, np.take_along_axis(heights_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
+    width_nK = np.where(drawn_nK, np.take_along_axis(widths_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
+    top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
+    left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
+    colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
+    return Blocks(rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE))
+
+
+def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
+    """Changes the pictures in place."""
+    if not len(blocks.rows):
+        return pictures_BCOO
+    _, colours, size, _ = pictures_BCOO.shape
+    edges = {
+        "rows": blocks.rows, "top": blocks.top_nK, "bottom": blocks.top_nK + blocks.height_nK,
+        "left": blocks.left_nK, "right": blocks.left_nK + blocks.width_nK,
+        "colours": blocks.colours_nKC, "keys": blocks.noise_keys_n,
+    }  # fmt: skip
+    sent = send(edges, pictures_BCOO.device)
+    place_O = torch.arange(size, device=pictures_BCOO.device)
+    inside_nKO1 = _between(place_O, sent["top"], sent["bottom"]).unsqueeze(-1)
+    inside_nK1O = _between(place_O, sent["left"], sent["right"]).unsqueeze(-2)
+    pictures_nCOO = pictures_BCOO.index_select(0, sent["rows"])
+    if mode == "pixel":
+        noise_nCOO = normal_noise(sent["keys"], colours * size * size).view(-1, colours, size, size)
+        inside_n1OO = (inside_nKO1 & inside_nK1O).any(dim=1, keepdim=True)
+        pictures_nCOO = torch.where(inside_n1OO, noise_nCOO, pictures_nCOO)
+    else:
+        for block in range(blocks.top_nK.shape[1]):
+            inside_n1OO = (inside_nKO1[:, block] & inside_nK1O[:, block]).unsqueeze(1)
+            fill = sent["colours"][:, block, :, None, None] if mode == "rand" else 0.0
+            pictures_nCOO = torch.where(inside_n1OO, fill, pictures_nCOO)
+    return pictures_BCOO.index_copy_(0, sent["rows"], pictures_nCOO)
+
+
+def normal_noise(keys_n: Tensor, count: int) -> Tensor:
+    """(n, count) normal numbers: SplitMix64's sequence from each key, its top 23 bits through the inverse distribution."""
+    place = torch.arange(1, count + 1, device=keys_n.device)
+    state = keys_n.unsqueeze(-1) + place * _GOLDEN
+    state = (state ^ _shifted(state, 30)) * _M1
+    state = (state ^ _shifted(state, 27)) * _M2
+    bits = _shifted(state ^ _shifted(state, 31), 41)
+    normal: Tensor = torch.special.ndtri((bits.float() + 0.5) * 2.0**-23)
+    return normal
+
+
+def _shifted(values: Tensor, places: int) -> Tensor:
+    """To the right, zeros coming in (torch's >> repeats the sign)."""
+    return (values >> places) & ((1 << (64 - places)) - 1)
+
+
+def _between(place_O: Tensor, start_nK: Tensor, end_nK: Tensor) -> Tensor:
+    return (place_O >= start_nK.unsqueeze(-1)) & (place_O < end_nK.unsqueeze(-1))

@@ -1,0 +1,77 @@
+"""MixUp and CutMix of neighbours: the pictures at positions 2j and 2j + 1 of a batch are mixed with each other. B batch, O size.
+
+Both of a pair have the same weight and the same box, drawn for the pair: mixed at all, then which way, then lambda ~ Beta(alpha,
+alpha). CutMix's box has the share 1 - lambda of the picture around a uniform centre; where the border cuts it, the weight is
+that of the box as it is (timm's `correct_lam`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pretrain.augment.draws import BetaTable, Draws, Floats, Purpose
+from pretrain.augment.settings import AugmentSettings
+from pretrain.augment.transfer import send
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One row per picture, the same for both of a pair."""
+
+    weight: Floats
+    """Share of the picture's own label."""
+    blend: Floats
+    """Share of the picture itself in each pixel outside the box."""
+    top: Ints
+    bottom: Ints
+    left: Ints
+    right: Ints
+    """The box, which is the partner's; empty for MixUp."""
+
+
+class Mixer:
+    def __init__(self, settings: AugmentSettings):
+        self.settings = settings
+        self._lambda = {"MixUp": BetaTable(settings.mixup_alpha), "CutMix": BetaTable(settings.cutmix_alpha)}
+
+    def draw(self, pairs: Draws, *, size: int) -> Mix:
+        settings, ways = self.settings, self.settings.mixing
+        mixed = pairs.uniform(Purpose.MIX) < settings.mix_probability
+        cuts = np.full(len(mixed), "CutMix" in ways)
+        if len(ways) > 1:
+            cuts = pairs.uniform(Purpose.SWITCH) < settings.switch_probability
+        weight = np.ones(len(mixed))
+        for way, purpose in (("MixUp", Purpose.MIXUP), ("CutMix", Purpose.CUTMIX)):
+            if way in ways:
+                here = mixed & (cuts == (way == "CutMix"))
+                weight = np.where(here, self._lambda[way](pairs.uniform(purpose)), weight)
+        side = np.where(mixed & cuts, np.floor(size * np.sqrt(1 - weight)), 0).astype(np.int64)
+        row, column = pairs.integer(Purpose.CUTMIX_ROW, size), pairs.integer(Purpose.CUTMIX_COLUMN, size)
+        top, bottom = np.clip(row - side // 2, 0, size), np.clip(row + (side + 1) // 2, 0, size)
+        left, right = np.clip(column - side // 2, 0, size), np.clip(column + (side + 1) // 2, 0, size)
+        blend = np.where(cuts, 1.0, weight)
+        weight = np.where(cuts, 1 - (bottom - top) * (right - left) / size**2, weight)
+        return Mix(weight, blend, top, bottom, left, right)
+
+    def mix(self, pictures_BCOO: Tensor, drawn: Mix) -> tuple[Tensor, Tensor]:
+        """The mixed pictures, and the share of each picture's own label."""
+        device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
+        shares = {"weight": drawn.weight.astype(np.float32), "blend": drawn.blend.astype(np.float32)}
+        box = {name: getattr(drawn, name) for name in ("top", "bottom", "left", "right")}
+        sent = send(shares | box, device)
+        own_B111 = sent["blend"].view(-1, 1, 1, 1)
+        if "CutMix" in self.settings.mixing:
+            place_O = torch.arange(size, device=device)
+            rows_BO = (place_O >= sent["top"].unsqueeze(-1)) & (place_O < sent["bottom"].unsqueeze(-1))
+            columns_BO = (place_O >= sent["left"].unsqueeze(-1)) & (place_O < sent["right"].unsqueeze(-1))
+            own_B111 = torch.where(rows_BO[:, None, :, None] & columns_BO[:, None, None, :], 0.0, own_B111)
+        return torch.lerp(pictures_BCOO[partners(pictures_BCOO)], pictures_BCOO, own_B111), sent["weight"]
+
+
+def partners(pictures: Tensor) -> Tensor:
+    return torch.arange(len(pictures), device=pictures.device) ^ 1

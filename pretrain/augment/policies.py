@@ -1,0 +1,184 @@
+"""timm's names of augmentation policies -> which operations they choose from. No torch and no drawing here.
+
+RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n (operations per picture), p (probability
+of each), mstd (spread of the magnitude; above 100: uniform from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows
+with the magnitude), tweights (weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
+and may be followed by mstd.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from data_prep.settings import nearest
+
+FULL_MAGNITUDE = 10.0
+"""Magnitudes are tenths of an operation's full strength."""
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    """As timm calls it, with its way from magnitude to strength: PosterizeIncreasing, TranslateXRel."""
+    probability: float
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is drawn from for each picture."""
+
+    steps: tuple[Step, ...]
+    num_layers: int
+    """Operations per picture."""
+    chained: bool = False
+    """The steps are chains of `num_layers`, of which one is chosen whole; otherwise every layer chooses a step."""
+    weights: tuple[float, ...] | None = None
+    """How often each step is chosen, and then no step twice for a picture; None: all alike, independently."""
+    magnitude_std: float = 0.0
+    """inf: uniform from 0 to the magnitude."""
+    magnitude_max: float = FULL_MAGNITUDE
+
+
+def parse_policy(text: str) -> Policy:
+    head, *sections = text.split("-")
+    if head == "rand":
+        return _rand_augment(text, _sections(text, sections, known=("m", "n", "p", "mstd", "mmax", "inc", "t")))
+    if head in _SEARCHED:
+        given = _sections(text, sections, known=("mstd",))
+        chains = [[_step(words) for words in line.split(",")] for line in _SEARCHED[head].strip().splitlines()]
+        steps = tuple(step for chain in chains for step in chain)
+        return Policy(steps, num_layers=2, chained=True, magnitude_std=_spread(given))
+    known = ["rand-m9-mstd0.5-inc1", *_SEARCHED]
+    raise ValueError(f"augment.auto_augment: {text!r} is not a policy; {nearest(text, known)}")
+
+
+def _rand_augment(text: str, given: dict[str, str]) -> Policy:
+    for key in ("m", "n", "mmax", "inc"):
+        if "." in given.get(key, ""):
+            raise _wrong(text, f"{key}{given[key]}", "a whole number is needed")
+    magnitude, num_layers = int(given.get("m", "10")), int(given.get("n", "2"))
+    probability, highest = float(given.get("p", "0.5")), int(given.get("mmax", "10"))
+    choice = given.get("t")
+    if choice not in (None, "weights"):
+        raise _wrong(text, f"t{choice}", "of timm's choices only tweights is offered (the others blur)")
+    if given.get("inc", "0") not in ("0", "1"):
+        raise _wrong(text, f"inc{given['inc']}", "write inc0 or inc1")
+    if not 0 <= probability <= 1:
+        raise _wrong(text, f"p{given['p']}", "a probability is between 0 and 1")
+    if highest < 1:
+        raise _wrong(text, f"mmax{highest}", "it must be at least 1")
+    names = _INCREASING if given.get("inc") == "1" else _PLAIN
+    weights = None
+    if choice == "weights":
+        names, weights = tuple(_WEIGHTED), tuple(_WEIGHTED.values())
+    if not 1 <= num_layers <= len(names):
+        raise _wrong(text, f"n{num_layers}", f"it must be between 1 and {len(names)}")
+    steps = tuple(Step(name, probability, magnitude) for name in names)
+    return Policy(steps, num_layers, weights=weights, magnitude_std=_spread(given), magnitude_max=float(highest))
+
+
+def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
+    """Key -> value; each at most once."""
+    given: dict[str, str] = {}
+    for section in sections:
+        match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
+        key, value = ("t", match[1]) if match and match[1] else (match[2], match[3]) if match else ("", "")
+        if key not in known:
+            raise _wrong(
+                text, section, f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5"
+            )
+        if key in given:
+            raise _wrong(text, section, f"{key} is given twice")
+        given[key] = value
+    return given
+
+
+def _wrong(text: str, section: str, remedy: str) -> ValueError:
+    return ValueError(f"augment.auto_augment: {section!r} in {text!r} will not do; {remedy}")
+
+
+def _spread(given: dict[str, str]) -> float:
+    spread = float(given.get("mstd", "0"))
+    return math.inf if spread > 100 else spread
+
+
+def _step(words: str) -> Step:
+    name, probability, magnitude = words.split()
+    return Step(name, float(probability), float(magnitude))
+
+
+_PLAIN = (
+    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness",
+    "Sharpness", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel",
+)  # fmt: skip
+_HAS_INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
+_INCREASING = tuple(f"{name}Increasing" if name in _HAS_INCREASING else name for name in _PLAIN)
+_WEIGHTED = {
+    "Rotate": 3.0, "ShearX": 2.0, "ShearY": 2.0, "TranslateXRel": 1.0, "TranslateYRel": 1.0,
+    "ColorIncreasing": 0.25, "SharpnessIncreasing": 0.25, "AutoContrast": 0.25,
+    "SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05, "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05,
+    "Equalize": 0.05, "PosterizeIncreasing": 0.05, "Invert": 0.05,
+}  # fmt: skip
+
+_ORIGINAL = """
+PosterizeOriginal 0.4 8, Rotate 0.6 9
+Solarize 0.6 5, AutoContrast 0.6 5
+Equalize 0.8 8, Equalize 0.6 3
+PosterizeOriginal 0.6 7, PosterizeOriginal 0.6 6
+Equalize 0.4 7, Solarize 0.2 4
+Equalize 0.4 4, Rotate 0.8 8
+Solarize 0.6 3, Equalize 0.6 7
+PosterizeOriginal 0.8 5, Equalize 1.0 2
+Rotate 0.2 3, Solarize 0.6 8
+Equalize 0.6 8, PosterizeOriginal 0.4 6
+Rotate 0.8 8, Color 0.4 0
+Rotate 0.4 9, Equalize 0.6 2
+Equalize 0.0 7, Equalize 0.8 8
+Invert 0.6 4, Equalize 1.0 8
+Color 0.6 4, Contrast 1.0 8
+Rotate 0.8 8, Color 1.0 2
+Color 0.8 8, Solarize 0.8 7
+Sharpness 0.4 7, Invert 0.6 8
+ShearX 0.6 5, Equalize 1.0 9
+Color 0.4 0, Equalize 0.6 3
+Equalize 0.4 7, Solarize 0.2 4
+Solarize 0.6 5, AutoContrast 0.6 5
+Invert 0.6 4, Equalize 1.0 8
+Color 0.6 4, Contrast 1.0 8
+Equalize 0.8 8, Equalize 0.6 3
+"""
+_V0 = """
+Equalize 0.8 1, ShearY 0.8 4
+Color 0.4 9, Equalize 0.6 3
+Color 0.4 1, Rotate 0.6 8
+Solarize 0.8 3, Equalize 0.4 7
+Solarize 0.4 2, Solarize 0.6 2
+Color 0.2 0, Equalize 0.8 8
+Equalize 0.4 8, SolarizeAdd 0.8 3
+ShearX 0.2 9, Rotate 0.6 8
+Color 0.6 1, Equalize 1.0 2
+Invert 0.4 9, Rotate 0.6 0
+Equalize 1.0 9, ShearY 0.6 3
+Color 0.4 7, Equalize 0.6 0
+Posterize 0.4 6, AutoContrast 0.4 7
+Solarize 0.6 8, Color 0.6 9
+Solarize 0.2 4, Rotate 0.8 9
+Rotate 1.0 7, TranslateYRel 0.8 9
+ShearX 0.0 0, Solarize 0.8 4
+ShearY 0.8 0, Color 0.6 4
+Color 1.0 0, Rotate 0.6 2
+Equalize 0.8 4, Equalize 0.0 8
+Equalize 1.0 4, AutoContrast 0.6 2
+ShearY 0.4 7, SolarizeAdd 0.6 7
+Posterize 0.8 2, Solarize 0.6 10
+Solarize 0.6 8, Equalize 0.6 1
+Color 0.8 6, Rotate 0.4 5
+"""
+_SEARCHED = {
+    "original": _ORIGINAL,
+    "originalr": _ORIGINAL.replace("PosterizeOriginal", "PosterizeIncreasing"),
+    "v0": _V0,
+    "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
+}
+"""Ekin D. Cubuk et al., AutoAugment: 25 chains of (operation, probability, magnitude), as timm reads them."""

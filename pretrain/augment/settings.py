@@ -1,0 +1,70 @@
+"""The `augment` section of a config. No torch here.
+
+Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing, then MixUp or CutMix.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from data_prep.settings import Settings
+from pretrain.augment.policies import parse_policy
+
+Interpolation = Literal["bilinear", "bicubic", "random"]
+PaddingMode = Literal["constant", "reflect"]
+EraseMode = Literal["const", "rand", "pixel"]
+
+
+class AugmentSettings(Settings):
+    crop_scale: tuple[float, float] | None = None
+    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
+    crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
+    crop_interpolation: Interpolation = "bilinear"
+    """Antialiased; random is one of the two for each picture, which is timm's way."""
+    crop_padding: int = Field(0, ge=0, le=1024)
+    """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel recipes take 4); 0 is off."""
+    padding_mode: PaddingMode = "constant"
+    """constant is black."""
+    flip_probability: float = Field(0.5, ge=0, le=1)
+    auto_augment: str | None = None
+    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r."""
+    erase_probability: float = Field(0.0, ge=0, le=1)
+    """Random erasing; 0 is off."""
+    erase_mode: EraseMode = "pixel"
+    """Filled with the mean colour, with one random colour, or with noise."""
+    erase_count: int = Field(1, ge=1, le=100)
+    """At most so many blocks in a picture, sharing the area of one."""
+    mixup_alpha: float = Field(0.0, ge=0)
+    """MixUp with lambda ~ Beta(alpha, alpha) between neighbours of a batch; 0 is off."""
+    cutmix_alpha: float = Field(0.0, ge=0)
+    """CutMix, likewise."""
+    mix_probability: float = Field(1.0, ge=0, le=1)
+    """Of a pair of neighbours being mixed at all."""
+    switch_probability: float = Field(0.5, ge=0, le=1)
+    """Of CutMix rather than MixUp, where both are on."""
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self) -> "AugmentSettings":
+        for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
+            if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
+                raise ValueError(
+                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "AugmentSettings":
+        if self.crop_padding and self.crop_scale is not None:
+            raise ValueError(
+                f"augment.crop_padding: {self.crop_padding} will not do with crop_scale {list(self.crop_scale)}, which crops "
+                "too; set crop_padding=0 or crop_scale=null"
+            )
+        if self.auto_augment is not None:
+            parse_policy(self.auto_augment)
+        return self
+
+    @property
+    def mixing(self) -> dict[str, str]:
+        """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
+        ways = {"MixUp": ("mixup_alpha", self.mixup_alpha), "CutMix": ("cutmix_alpha", self.cutmix_alpha)}
+        return {name: field for name, (field, alpha) in ways.items() if alpha > 0 and self.mix_probability > 0}

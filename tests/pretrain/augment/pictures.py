@@ -1,0 +1,55 @@
+"""Pictures and batches for the tests of the augmentation."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.draws import Draws
+from pretrain.augment.settings import AugmentSettings
+from pretrain.loader import Batch
+
+PLAIN = Normalisation((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
+
+
+def pictures(count: int, size: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
+
+
+def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
+    """Noise, slopes, flat ones, black, white, little contrast, extremes only: (9, H, W, 3)."""
+    generator = np.random.Generator(np.random.Philox(5))
+    y, x = np.mgrid[:height, :width]
+    grey = generator.integers(0, 256, (height, width, 1))
+    kinds = [
+        generator.integers(0, 256, (height, width, 3)),
+        generator.integers(0, 256, (height, width, 3)),
+        np.stack([x * 255 // width, y * 255 // height, (x + y) * 127 // width % 256], axis=-1),
+        np.full((height, width, 3), 77),
+        np.zeros((height, width, 3)),
+        np.full((height, width, 3), 255),
+        generator.integers(100, 140, (height, width, 3)),
+        generator.integers(0, 2, (height, width, 3)) * 255,
+        np.repeat(grey, 3, axis=2),
+    ]
+    return np.stack(kinds).astype(np.uint8)
+
+
+def make(settings: AugmentSettings, *, size: int, seed: int = 3, normalisation: Normalisation = PLAIN) -> Augmentation:
+    device = torch.device("cpu")
+    return Augmentation(
+        settings, seed=seed, image_size=size, normalisation=normalisation, device=device, dtype=torch.float32
+    )
+
+
+def batch_of(images: Tensor, samples: NDArray[np.int64], *, epoch: int = 0) -> Batch:
+    rows = torch.from_numpy(samples)
+    epochs = np.full(len(samples), epoch)
+    return Batch(images[rows], rows % 5, epochs, samples, samples // 2)
+
+
+def draws_of(count: int, *, seed: int = 3) -> Draws:
+    samples = np.arange(count)
+    return Draws((seed, np.zeros_like(samples), samples))

@@ -1,0 +1,157 @@
+"""The whole chain: independent of rank, batch and resume, in timm's order, in the type that the model takes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as reference
+
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.draws import Draws, Purpose
+from pretrain.augment.erasing import draw_blocks
+from pretrain.augment.mixing import Mixer
+from pretrain.augment.settings import AugmentSettings
+from tests.pretrain.augment.pictures import batch_of, draws_of, make, pictures
+
+PAPER_A = AugmentSettings(
+    crop_scale=(0.08, 1.0),
+    crop_interpolation="random",
+    auto_augment="rand-m9-mstd0.5-inc1",
+    erase_probability=0.25,
+    mixup_alpha=0.8,
+    cutmix_alpha=1.0,
+)
+CIFAR = AugmentSettings(
+    crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", cutmix_alpha=1.0
+)
+FLOATS = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
+RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    # Of 255. Without MixUp (whose lerp may be rounded otherwise in a vector's tail) whole levels are the same bit for bit.
+    [
+        (PAPER_A, 1e-3),
+        (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0),
+        (CIFAR, 0.0),
+        (FLOATS, 1e-3),
+        (RESIZED, 1e-3),
+    ],
+    ids=["paper A", "paper A without MixUp", "padding", "floats", "padding and resize"],
+)
+def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSettings, tolerance: float) -> None:
+    augmentation = make(settings, size=16)
+    stored, samples = pictures(48, 20 if settings is not CIFAR else 16), np.arange(48)
+    whole = augmentation.prepare(batch_of(stored, samples))
+    assert whole.weight_B is not None
+    for cut in (2, 4, 6, 16, 24):
+        parts = [augmentation.prepare(batch_of(stored, chunk)) for chunk in np.split(samples, 48 // cut)]
+        images = torch.cat([part.images_BCHW for part in parts])
+        torch.testing.assert_close(images, whole.images_BCHW, rtol=0, atol=tolerance)
+        for name in ("labels_B", "other_labels_B", "weight_B"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS], ids=["paper A", "padding", "floats"])
+def test_epochs_samples_and_seeds_change_the_pictures(settings: AugmentSettings) -> None:
+    stored = pictures(1, 16).expand(64, -1, -1, -1)
+    first = make(settings, size=16).prepare(batch_of(stored, np.arange(64))).images_BCHW
+    assert torch.equal(first, make(settings, size=16).prepare(batch_of(stored, np.arange(64))).images_BCHW)
+    assert len({tuple(picture.flatten().tolist()) for picture in first}) > 60
+    for other in (
+        make(settings, size=16).prepare(batch_of(stored, np.arange(64), epoch=1)),
+        make(settings, size=16, seed=4).prepare(batch_of(stored, np.arange(64))),
+    ):
+        differ = (first != other.images_BCHW).flatten(1).any(dim=1)
+        assert differ.float().mean() > 0.9
+
+
+def test_no_number_is_drawn_twice() -> None:
+    draws = draws_of(500)
+    table = np.stack([draws.uniform(purpose) for purpose in Purpose])
+    assert np.abs(np.corrcoef(table) - np.eye(len(table))).max() < 0.25
+    assert len(np.unique(table)) == table.size
+    several = draws.uniform(Purpose.ERASE_AREA, np.arange(3), np.arange(4))
+    assert several.shape == (500, 3, 4) and len(np.unique(several)) == several.size
+    alone = Draws((3, 0, 17)).uniform(Purpose.ERASE_AREA, np.arange(3), np.arange(4))
+    assert np.array_equal(alone, several[17])
+
+
+def test_the_order_is_crop_then_erase_then_mix() -> None:
+    """Erased pixels are exactly 0 after normalising, and are mixed afterwards."""
+    settings = AugmentSettings(flip_probability=0.0, erase_probability=1.0, erase_mode="const", mixup_alpha=0.8)
+    normalisation = Normalisation((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    stored = pictures(40, 16)
+    batch = batch_of(stored, np.arange(40))
+    found = make(settings, size=16, normalisation=normalisation).prepare(batch).images_BCHW
+    expected = reference.normalize(stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalisation))
+    blocks = draw_blocks(settings, draws_of(40), size=16)
+    for place, row in enumerate(blocks.rows):
+        top, left = int(blocks.top_nK[place, 0]), int(blocks.left_nK[place, 0])
+        height, width = int(blocks.height_nK[place, 0]), int(blocks.width_nK[place, 0])
+        expected[row, :, top : top + height, left : left + width] = 0
+    mix = Mixer(settings).draw(Draws((3, batch.pairs)), size=16)
+    weight = torch.from_numpy(mix.weight).float().view(-1, 1, 1, 1)
+    partner = torch.arange(40).view(-1, 2).flip(1).flatten()
+    torch.testing.assert_close(found, weight * expected + (1 - weight) * expected[partner], rtol=0, atol=1e-5)
+
+
+def test_auto_augment_fills_with_the_mean_colour() -> None:
+    """Level 9 of translations leaves bars of it."""
+    mean = (0.2, 0.4, 0.6)
+    settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
+    stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)
+    found = make(settings, size=16, normalisation=Normalisation(mean, (1, 1, 1))).prepare(
+        batch_of(stored, np.arange(400))
+    )
+    levels = (found.images_BCHW * 255 + torch.tensor(mean).view(1, 3, 1, 1) * 255).round()
+    filled = (levels == torch.tensor([51, 102, 153]).view(1, 3, 1, 1)).all(dim=1).flatten(1).float().mean(dim=1)
+    assert 90 < (filled > 0).sum() < 180  # 5 of 15 operations
+    assert 0.4 < filled.max() < 0.5  # 0.45 of a side
+
+
+@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"])
+def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
+    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for it, would raise."""
+    normalisation, device = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)), torch.device("meta")
+    made = Augmentation(
+        settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16
+    )
+    prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
+    assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
+
+
+def test_stored_pictures_are_never_changed() -> None:
+    stored = pictures(24, 16)
+    before = stored.clone()
+    batch = batch_of(stored, np.arange(24))
+    for settings in (PAPER_A, CIFAR, AugmentSettings(flip_probability=0.0, auto_augment="v0", erase_probability=1.0)):
+        images = batch.images_BHWC.clone()
+        given = dataclasses.replace(batch, images_BHWC=images)
+        make(settings, size=16).prepare(given)
+        assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, AugmentSettings()])
+def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
+    normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    batch = batch_of(pictures(16, 16), np.arange(16))
+    exact = make(settings, size=16, normalisation=normalisation).prepare(batch).images_BCHW
+    device = torch.device("cpu")
+    made = Augmentation(
+        settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16
+    )
+    short = made.prepare(batch).images_BCHW
+    assert short.dtype == torch.bfloat16 and short.shape == (16, 3, 16, 16)
+    assert torch.equal(short, exact.to(torch.bfloat16))
+
+
+def test_evaluation_normalises_and_upscales_like_torchvision() -> None:
+    stored = pictures(3, 12)
+    normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    ours = make(PAPER_A, size=24, normalisation=normalisation).plain(batch_of(stored, np.arange(3))).images_BCHW
+    scaled = reference.resize(stored.permute(0, 3, 1, 2).float() / 255, [24, 24], antialias=True)
+    expected = reference.normalize(scaled, list(normalisation.mean), list(normalisation.std))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)

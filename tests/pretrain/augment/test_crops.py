@@ -1,0 +1,161 @@
+"""Crops against torchvision and PIL on the same boxes."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as reference
+
+from pretrain.augment.crops import (
+    Boxes,
+    axis_weights,
+    draw_boxes,
+    draw_kernels,
+    draw_offsets,
+    padded_crop,
+    resample,
+    resample_levels,
+    whole_boxes,
+)
+from pretrain.augment.settings import AugmentSettings, PaddingMode
+from tests.pretrain.augment.pictures import draws_of, hard_pictures, pictures
+
+
+def some_boxes(count: int, size: int) -> Boxes:
+    generator = np.random.Generator(np.random.Philox(1))
+    height, width = generator.integers(4, size + 1, count), generator.integers(4, size + 1, count)
+    top, left = generator.integers(0, size + 1 - height), generator.integers(0, size + 1 - width)
+    return Boxes(*(side.astype(np.float64) for side in (top, left, height, width)), np.arange(count) % 2 == 0)
+
+
+def crop_of(boxes: Boxes, number: int) -> list[int]:
+    return [int(side[number]) for side in (boxes.top, boxes.left, boxes.height, boxes.width)]
+
+
+@pytest.mark.parametrize("cubic", [None, np.array([True, False, True, True, False, False])])
+@pytest.mark.parametrize("size", [8, 13, 32, 48])
+def test_crop_resize_and_flip_equal_torchvision(size: int, cubic: NDArray[np.bool_] | None) -> None:
+    stored, boxes = pictures(6, 32), some_boxes(6, 32)
+    ours = resample(stored, boxes, size=size, cubic=cubic)
+    for number in range(6):
+        kernel = InterpolationMode.BICUBIC if cubic is not None and cubic[number] else InterpolationMode.BILINEAR
+        picture = stored[number].permute(2, 0, 1).float()
+        crop = crop_of(boxes, number)
+        expected = reference.resized_crop(picture, *crop, [size, size], interpolation=kernel, antialias=True)
+        expected = reference.horizontal_flip(expected) if boxes.flip[number] else expected
+        torch.testing.assert_close(ours[number], expected.clamp(0, 255), rtol=0, atol=2e-3)  # of 255
+
+
+@pytest.mark.parametrize("size", [8, 13, 32, 48])
+def test_levels_equal_pils_within_one(size: int) -> None:
+    """PIL's weights have 22 bits, ours 15: a value near a half can be rounded to the other side."""
+    stored = hard_pictures(32, 32)
+    boxes, cubic = some_boxes(len(stored), 32), np.arange(len(stored)) % 3 == 0
+    ours = resample_levels(torch.from_numpy(stored), boxes, size=size, cubic=cubic).numpy()
+    assert ours.dtype == np.uint8 and ours.shape == (len(stored), size, size, 3)
+    differing = []
+    for number, picture in enumerate(stored):
+        top, left, height, width = crop_of(boxes, number)
+        kernel = Image.Resampling.BICUBIC if cubic[number] else Image.Resampling.BILINEAR
+        cut = Image.fromarray(picture).crop((left, top, left + width, top + height))
+        expected = np.asarray(cut.resize((size, size), kernel))
+        expected = expected[:, ::-1] if boxes.flip[number] else expected
+        apart = np.abs(ours[number].astype(int) - expected)
+        assert apart.max() <= 1, number
+        differing.append((apart > 0).mean())
+    assert np.mean(differing) < 0.02
+
+
+def test_levels_do_not_depend_on_the_batch() -> None:
+    stored, boxes = pictures(40, 40), some_boxes(40, 40)
+    cubic = np.arange(40) % 2 == 0
+    whole = resample_levels(stored, boxes, size=24, cubic=cubic)
+    for part in (slice(0, 1), slice(1, 4), slice(4, 23), slice(23, 40)):
+        cut = Boxes(*(getattr(boxes, side)[part] for side in ("top", "left", "height", "width", "flip")))
+        assert torch.equal(resample_levels(stored[part], cut, size=24, cubic=cubic[part]), whole[part])
+
+
+@pytest.mark.parametrize("cubic", [False, True])
+@pytest.mark.parametrize("size", [8, 24, 96])
+def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:
+    """float32 has all that float64 has, so no order of summation on any device gives another level."""
+    boxes, pixels = some_boxes(50, 64), pictures(50, 64).flatten(2).float()
+    weights = axis_weights(
+        torch.from_numpy(boxes.top).float(),
+        torch.from_numpy(boxes.height).float(),
+        torch.from_numpy(boxes.flip),
+        stored_size=64,
+        size=size,
+        cubic_B=torch.full((50,), cubic),
+        fixed_point=True,
+    )
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(50, size), rtol=0, atol=1e-3)
+    # The largest sum that any order can meet on its way.
+    assert (weights.abs().double() @ pixels.double()).max() * 2**15 <= 2**24
+    assert torch.equal((weights @ pixels).double(), weights.double() @ pixels.double())
+
+
+def test_the_whole_box_at_the_stored_size_is_the_picture_itself() -> None:
+    stored = pictures(3, 16)
+    assert torch.equal(resample(stored, whole_boxes(3, 16), size=16), stored.permute(0, 3, 1, 2).float())
+    for cubic in (None, np.ones(3, bool)):
+        assert torch.equal(resample_levels(stored, whole_boxes(3, 16), size=16, cubic=cubic), stored)
+
+
+def test_boxes_are_inside_and_have_the_areas_and_ratios_asked_for() -> None:
+    settings = AugmentSettings(crop_scale=(0.3, 0.7), crop_ratio=(0.5, 2.0))
+    boxes = draw_boxes(settings, draws_of(4000), count=4000, stored_size=64)
+    assert (boxes.top >= 0).all() and (boxes.top + boxes.height <= 64).all()
+    assert (boxes.left >= 0).all() and (boxes.left + boxes.width <= 64).all()
+    area, ratio = boxes.height * boxes.width / 64**2, boxes.width / boxes.height
+    assert area.min() > 0.28 and area.max() < 0.72 and area.std() > 0.08
+    assert 0.45 < ratio.min() < 0.6 and 1.7 < ratio.max() < 2.2
+    assert 0.45 < boxes.flip.mean() < 0.55
+
+
+def test_a_box_that_fits_nowhere_is_the_largest_in_the_middle() -> None:
+    settings = AugmentSettings(crop_scale=(1.0, 1.0), crop_ratio=(2.0, 2.0))
+    boxes = draw_boxes(settings, draws_of(5), count=5, stored_size=64)
+    assert {crop_of(boxes, number).__str__() for number in range(5)} == {"[16, 0, 32, 64]"}
+
+
+def test_kernels_are_drawn_half_and_half_if_random() -> None:
+    assert draw_kernels(AugmentSettings(), draws_of(9), count=9) is None
+    always = draw_kernels(AugmentSettings(crop_interpolation="bicubic"), draws_of(9), count=9)
+    assert always is not None and always.all()
+    mixed = draw_kernels(AugmentSettings(crop_interpolation="random"), draws_of(4000), count=4000)
+    assert mixed is not None and 0.45 < mixed.mean() < 0.55
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+@pytest.mark.parametrize("padding", [1, 4, 11])
+def test_crop_with_padding_equals_torchvision(mode: PaddingMode, padding: int) -> None:
+    stored = pictures(40, 12)
+    settings = AugmentSettings(crop_padding=padding, padding_mode=mode)
+    top, left = draw_offsets(settings, draws_of(40))
+    assert top.min() == left.min() == 0 or padding == 11
+    assert top.min() >= 0 and top.max() <= 2 * padding and top.max() > padding
+    flip = np.arange(40) % 2 == 0
+    ours = padded_crop(stored, top, left, flip=flip, padding=padding, mode=mode)
+    for number in range(40):
+        around = reference.pad(stored[number].permute(2, 0, 1), [padding] * 4, padding_mode=mode)
+        expected = reference.crop(around, int(top[number]), int(left[number]), 12, 12)
+        expected = reference.horizontal_flip(expected) if flip[number] else expected
+        assert torch.equal(ours[number], expected.permute(1, 2, 0))
+
+
+def test_padding_may_be_wider_than_the_picture() -> None:
+    """numpy reflects as often as it takes."""
+    stored = pictures(1, 3)
+    ours = padded_crop(stored, np.array([0]), np.array([9]), flip=np.array([False]), padding=8, mode="reflect")
+    around = np.pad(stored[0].numpy(), ((8, 8), (8, 8), (0, 0)), mode="reflect")
+    assert np.array_equal(ours[0].numpy(), around[0:3, 9:12])
+
+
+def test_offsets_are_uniform() -> None:
+    top, left = draw_offsets(AugmentSettings(crop_padding=2), draws_of(20_000))
+    for offsets in (top, left):
+        assert np.abs(np.bincount(offsets, minlength=5) / 20_000 - 0.2).max() < 0.01
+    assert abs(np.corrcoef(top, left)[0, 1]) < 0.02

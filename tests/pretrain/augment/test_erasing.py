@@ -1,0 +1,103 @@
+"""Random erasing against a loop over pictures and blocks, and against timm's distributions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from timm.data.random_erasing import RandomErasing
+
+from pretrain.augment.draws import Draws
+from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
+from pretrain.augment.settings import AugmentSettings, EraseMode
+from pretrain.counter import hash64
+from tests.pretrain.augment.pictures import draws_of
+
+SIZE = 32
+
+
+def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> Blocks:
+    settings = AugmentSettings(erase_probability=probability, erase_count=count)
+    return draw_blocks(settings, draws_of(pictures), size=size)
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_erasing_equals_a_loop(mode: EraseMode, count: int) -> None:
+    stored = torch.randn(60, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+    blocks = blocks_of(0.5, count=count, pictures=60)
+    noise = normal_noise(torch.from_numpy(blocks.noise_keys_n), 3 * SIZE * SIZE).view(-1, 3, SIZE, SIZE)
+    expected = stored.clone()
+    assert 15 < len(blocks.rows) < 45
+    for place, row in enumerate(blocks.rows):
+        for block in range(count):
+            top, left = blocks.top_nK[place, block], blocks.left_nK[place, block]
+            height, width = blocks.height_nK[place, block], blocks.width_nK[place, block]
+            area = (slice(None), slice(top, top + height), slice(left, left + width))
+            colour = torch.from_numpy(blocks.colours_nKC[place, block]).view(3, 1, 1)
+            expected[row][area] = {"const": torch.zeros(1), "rand": colour, "pixel": noise[place][area]}[mode]
+    found = erase(stored.clone(), blocks, mode=mode)
+    assert torch.equal(found, expected) and not torch.equal(found, stored)
+
+
+def test_blocks_have_timms_shapes() -> None:
+    """Share of the erased area and of the erased pictures, against timm's own generator."""
+    torch.manual_seed(0)
+    theirs = RandomErasing(probability=0.4, mode="const", device="cpu")
+    erased = theirs(torch.ones(3000, 1, SIZE, SIZE)).eq(0).float().mean(dim=(1, 2, 3)).numpy()
+    blocks = blocks_of(0.4, count=1, pictures=20_000)
+    assert abs(len(blocks.rows) / 20_000 - 0.4) < 0.015 and abs((erased > 0).mean() - 0.4) < 0.03
+    area = (blocks.height_nK * blocks.width_nK)[:, 0] / SIZE**2
+    assert abs(area.mean() - erased[erased > 0].mean()) < 0.01
+    assert abs(area.std() - erased[erased > 0].std()) < 0.01
+    assert 0.015 < area.min() < 0.03 and 0.32 < area.max() < 0.36
+    spread = np.log(blocks.height_nK / blocks.width_nK)[:, 0]
+    assert abs(spread.mean()) < 0.03 and np.abs(spread).max() < math.log(1 / 0.3) + 0.5
+    assert (blocks.top_nK >= 0).all() and (blocks.top_nK + blocks.height_nK <= SIZE).all()
+    assert (blocks.left_nK >= 0).all() and (blocks.left_nK + blocks.width_nK <= SIZE).all()
+    assert (blocks.top_nK + blocks.height_nK == SIZE).any() and (blocks.top_nK == 0).any()
+
+
+def test_several_blocks_share_the_area() -> None:
+    blocks = blocks_of(1.0, count=4, pictures=8000)
+    number = (blocks.height_nK > 0).sum(axis=1)
+    assert np.abs(np.bincount(number, minlength=5)[1:] / 8000 - 0.25).max() < 0.02
+    for count in (1, 4):
+        area = (blocks.height_nK * blocks.width_nK)[number == count].sum(axis=1) / SIZE**2
+        assert abs(area.mean() - (0.02 + 1 / 3) / 2) < 0.01
+
+
+def test_probability_none_and_all() -> None:
+    stored = torch.ones(8, 3, SIZE, SIZE)
+    assert torch.equal(erase(stored.clone(), blocks_of(0.0, count=1, pictures=8), mode="const"), stored)
+    assert erase(stored.clone(), blocks_of(1.0, count=1, pictures=8), mode="const").eq(0).flatten(1).any(dim=1).all()
+
+
+def test_noise_is_splitmix64_and_normal() -> None:
+    """The key's sequence as the counter module has it, and the moments of a normal distribution."""
+    keys = np.array([1, -5, 2**62], np.int64)
+    noise = normal_noise(torch.from_numpy(keys), 200_000).numpy()
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        state = keys.view(np.uint64)[:, None] + np.arange(1, 5, dtype=np.uint64) * golden
+        # hash64(x) mixes golden + golden + x
+        bits = hash64(state - golden - golden) >> np.uint64(41)
+    from scipy.special import ndtri
+
+    np.testing.assert_allclose(noise[:, :4], ndtri((bits.astype(float) + 0.5) / 2**23), rtol=0, atol=1e-5)
+    assert np.isfinite(noise).all() and np.abs(noise).max() > 4
+    for row in noise:
+        assert abs(row.mean()) < 0.01 and abs(row.std() - 1) < 0.01 and abs((row**4).mean() - 3) < 0.1
+    assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.01
+
+
+def test_blocks_do_not_depend_on_the_batch() -> None:
+    settings = AugmentSettings(erase_probability=0.5, erase_count=2)
+    samples = np.arange(40)
+    whole = draw_blocks(settings, Draws((3, np.zeros_like(samples), samples)), size=SIZE)
+    stored = torch.randn(40, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+    expected = erase(stored.clone(), whole, mode="pixel")
+    for part in (slice(0, 1), slice(1, 17), slice(17, 40)):
+        draws = Draws((3, np.zeros_like(samples[part]), samples[part]))
+        blocks = draw_blocks(settings, draws, size=SIZE)
+        assert torch.equal(erase(stored[part].clone(), blocks, mode="pixel"), expected[part])
