@@ -3,6 +3,7 @@
 In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing, MixUp or CutMix. All random
 numbers are hashes of (seed, epoch, sample) or of the pair, so the pictures do not depend on rank, worker or resume: in whole
 levels bit for bit, and within the rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment.
+On a CPU the papers' usual recipe (crop, flip, MixUp, normalise) is one pass of compiled loops (`on_cpu.py`).
 B batch, H/W height and width in, O out, C colours.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pretrain.augment.crops import (
+    Boxes,
     draw_boxes,
     draw_flips,
     draw_kernels,
@@ -22,7 +24,7 @@ from pretrain.augment.crops import (
     resample_levels,
     whole_boxes,
 )
-from pretrain.augment.draws import Draws
+from pretrain.augment.draws import Draws, Floats
 from pretrain.augment.erasing import draw_blocks, erase
 from pretrain.augment.mixing import Mixer, partners
 from pretrain.augment.operations import apply_plan
@@ -30,6 +32,11 @@ from pretrain.augment.plan import draw_plan
 from pretrain.augment.policies import parse_policy
 from pretrain.augment.settings import AugmentSettings
 from pretrain.loader import Batch
+
+try:
+    from pretrain.augment import on_cpu
+except ImportError:  # a platform that numba does not know; matrix products serve everywhere
+    on_cpu = None  # type: ignore[assignment]
 
 
 class Normalisation(NamedTuple):
@@ -72,9 +79,13 @@ class Augmentation:
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = Mixer(settings) if settings.mixing else None
+        self._on_cpu = on_cpu is not None and device.type == "cpu"
+        self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
     def prepare(self, batch: Batch) -> Prepared:
         draws = Draws((self.seed, batch.epochs, batch.samples))
+        if self._in_one_pass:
+            return self._prepare_in_one_pass(batch, draws)
         labels = self._move(batch.labels_B)
         pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
         if self.settings.erase_probability > 0:
@@ -86,7 +97,26 @@ class Augmentation:
         mixed, weight = self._mixer.mix(pictures, drawn)
         return Prepared(mixed.to(self.dtype), labels, labels[partners(labels)], weight)
 
+    def _prepare_in_one_pass(self, batch: Batch, draws: Draws) -> Prepared:
+        images, labels = batch.images_BHWC, batch.labels_B
+        boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
+        if self._mixer is None:
+            return Prepared(self._finished(images, boxes, weights=None), labels)
+        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size)
+        weight = torch.from_numpy(drawn.weight).float()
+        return Prepared(self._finished(images, boxes, weights=drawn.weight), labels, labels[partners(labels)], weight)
+
+    def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
+        assert on_cpu is not None
+        mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
+        return on_cpu.crop_mix_normalise(
+            images_BHWC, boxes, size=self.image_size, mean=mean, scale=scale, weights=weights, dtype=self.dtype
+        )
+
     def plain(self, batch: Batch) -> Prepared:
+        if self._on_cpu:
+            boxes = whole_boxes(len(batch.images_BHWC), batch.images_BHWC.shape[1])
+            return Prepared(self._finished(batch.images_BHWC, boxes, weights=None), batch.labels_B)
         images = self._move(batch.images_BHWC)
         stored = images.shape[1]
         pictures = images.permute(0, 3, 1, 2).float()
@@ -117,6 +147,8 @@ class Augmentation:
             return levels.permute(0, 3, 1, 2).float()
         if done and stored == self.image_size:
             return images_BHWC.permute(0, 3, 1, 2).float()
+        if on_cpu is not None and self._on_cpu and kernels is None:
+            return on_cpu.crop(images_BHWC, boxes, size=self.image_size)
         return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels)
 
     def _normalise(self, pictures: Tensor) -> Tensor:

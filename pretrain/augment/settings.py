@@ -64,6 +64,12 @@ class AugmentSettings(Settings):
         return self
 
     @property
+    def is_crop_flip_mixup(self) -> bool:
+        """Nothing but what can be done in one pass over the pictures."""
+        others = self.crop_padding or self.auto_augment or self.erase_probability > 0
+        return not others and self.crop_interpolation == "bilinear" and "CutMix" not in self.mixing
+
+    @property
     def mixing(self) -> dict[str, str]:
         """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
         ways = {"MixUp": ("mixup_alpha", self.mixup_alpha), "CutMix": ("cutmix_alpha", self.cutmix_alpha)}

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
-from pretrain import augment_cpu
+from pretrain.augment import on_cpu
 from pretrain.augment.crops import Boxes, resample, whole_boxes
-from pretrain.augment_cpu import crop, crop_mix_normalise
+from pretrain.augment.on_cpu import crop, crop_mix_normalise
 
 MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
 
@@ -176,7 +176,7 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
     frozen.flags.writeable = False
     crop(images, Boxes(frozen, boxes.left, boxes.height, boxes.width, boxes.flip), size=24)
     crop(images[:1, :1, :1], whole_boxes(1, 1), size=1)
-    assert len(augment_cpu._augment.signatures) == 1  # type: ignore[attr-defined]
+    assert len(on_cpu._augment.signatures) == 1  # type: ignore[attr-defined]
 
 
 def test_out_takes_the_result() -> None:
@@ -210,7 +210,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
 
 
 EDGES = """
-import types, numpy as np, torch, augment_cpu as a
+import types, numpy as np, torch, on_cpu as a
 for stored, size in ((1, 1), (1, 5), (2, 1), (3, 2), (9, 40), (16, 2), (33, 32), (64, 5), (40, 40)):
     for batch in (1, 2, 6):
         for side in {1, (stored + 1) // 2, stored}:
@@ -226,7 +226,7 @@ for stored, size in ((1, 1), (1, 5), (2, 1), (3, 2), (9, 40), (16, 2), (33, 32),
 
 def crop_elsewhere(folder: Path, **settings: str) -> None:
     """Runs EDGES in a process of its own, with a copy of the source in `folder`, and no way to keep files at home."""
-    shutil.copy(augment_cpu.__file__, folder / "augment_cpu.py")
+    shutil.copy(on_cpu.__file__, folder / "on_cpu.py")
     home = folder / "home"
     home.touch()
     environment = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
@@ -254,8 +254,8 @@ def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
 
 
 def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
-    line = augment_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
-    index = tmp_path / "__pycache__" / f"augment_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
+    line = on_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
+    index = tmp_path / "__pycache__" / f"on_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
     index.parent.mkdir()
     index.touch()
     crop_elsewhere(tmp_path)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes
 
 if sys.byteorder != "little":
-    raise ImportError("pretrain.augment_cpu takes pixels apart in little-endian order")
+    raise ImportError("pretrain.augment.on_cpu takes pixels apart in little-endian order")
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Colours = tuple[float, float, float]
