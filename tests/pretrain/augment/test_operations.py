@@ -93,6 +93,16 @@ def test_an_operation_equals_timms(operation: Operation, height: int, width: int
             assert (apart > 0).mean() <= (0.002 if operation is Operation.COLOR else 0.0), (strength, cubic)
 
 
+def test_autocontrast_of_every_range() -> None:
+    """All levels cut off to [low, high]: where 255 / (high - low) is not a float, the last bit decides about a level."""
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
+    ranges = [(low, low + width) for width in (1, 3, 7, 39, 49, 98, 103, 161, 196, 254) for low in (0, 1, 57, 128, 200)]
+    stored = np.stack([levels.clip(low, high) for low, high in ranges if high <= 255])
+    assert len(stored) > 30
+    expected = np.stack([theirs(picture, Operation.AUTOCONTRAST, 0.0, cubic=False) for picture in stored])
+    assert np.array_equal(ours(stored, one_for_all(len(stored), Operation.AUTOCONTRAST, 0.0, cubic=False)), expected)
+
+
 @pytest.mark.parametrize("strength", [0.4, 1.6])
 def test_contrast_of_a_known_picture(strength: float) -> None:
     """Half black, half white: the mean is 127.5, which PIL rounds up to 128."""

@@ -98,7 +98,7 @@ def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
     theirs = timm_policies.rand_augment_transform("rand-m9-p1-tweights", {"img_mean": (1, 2, 3)})
     np.random.seed(0)
     weights = theirs.choice_weights
-    expected = np.array([np.random.choice(15, 2, replace=False, p=weights) for _ in range(20_000)])
+    expected = np.array([np.random.choice(15, 2, replace=False, p=weights) for _ in range(6000)])
     names = [step.name for step in parse_policy("rand-m9-p1-tweights").steps]
     for layer in range(2):
         for name, operation in (
@@ -107,7 +107,7 @@ def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
             ("Equalize", Operation.EQUALIZE),
         ):
             share = (plan.operations_LB[layer] == operation).mean()
-            assert abs(share - (expected[:, layer] == names.index(name)).mean()) < 0.015
+            assert abs(share - (expected[:, layer] == names.index(name)).mean()) < 0.02
 
 
 def test_a_chain_is_applied_whole() -> None:
