@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain train | show | models | sync`.
+"""Command line of the second floor: `pretrain train | preview | show | models | sync`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -61,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
     train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
     train.set_defaults(run=_train)
+    preview = verbs.add_parser("preview", help="draw the pictures that a config feeds to the model")
+    preview.add_argument("config")
+    preview.add_argument("overrides", nargs="*")
+    preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
+    preview.add_argument("--count", type=int, default=64, help="how many pictures (default: 64)")
+    preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
+    preview.set_defaults(run=_preview)
     show = verbs.add_parser("show", help="print the resolved config")
     show.add_argument("config")
     show.add_argument("overrides", nargs="*")
@@ -126,6 +133,21 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: boo
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+
+
+def _preview(options: argparse.Namespace) -> int:
+    from data_prep.images.sheet import check_out, save_sheet
+
+    check_out(options.out)
+    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    data = load_training_data(settings.data)
+    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    from pretrain.preview import preview
+
+    sheet = preview(settings, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
+    save_sheet(sheet, options.out)
+    print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
+    return OK
 
 
 def _show(options: argparse.Namespace) -> int:

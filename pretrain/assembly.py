@@ -70,12 +70,7 @@ class Task:
 
     @cached_property
     def cache(self) -> ShardCache | None:
-        """Where the run has remote shards; shared with other ranks, runs and users' processes by its directory."""
-        data = self.settings.data
-        if not self.data.has_remote_shards:
-            return None
-        directory = Path(data.cache_dir) if data.cache_dir else default_cache_dir()
-        return ShardCache(directory, max_bytes=int(data.cache_gb * 1e9), storage=data.storage)
+        return open_cache(self.data)
 
     @cached_property
     def reader(self) -> ShardReader:
@@ -249,8 +244,14 @@ def shown_command(words: list[str]) -> str:
     return " ".join(re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words)
 
 
-def default_cache_dir() -> Path:
-    return Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
+def open_cache(data: TrainingData) -> ShardCache | None:
+    """Where there are remote shards; its directory is what ranks and runs share."""
+    if not data.has_remote_shards:
+        return None
+    settings = data.settings
+    default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
+    directory = Path(settings.cache_dir) if settings.cache_dir else default
+    return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
 
 
 def git_commit() -> str:

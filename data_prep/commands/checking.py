@@ -111,7 +111,8 @@ def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, s
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_prep.checking.contact_sheet import check_out, contact_sheet, save_sheet
+    from data_prep.checking.contact_sheet import contact_sheet
+    from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
     sheet = contact_sheet(

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image, ImageFont
 
 from data_prep.__main__ import main
-from data_prep.checking.contact_sheet import CELL, contact_sheet, shortened
+from data_prep.checking.contact_sheet import contact_sheet
+from data_prep.images.sheet import CELL, shortened
 from tests.data_prep.samples import build, encoded, files_of, write_files
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 128, 0), "red": (255, 0, 0)}
