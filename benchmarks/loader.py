@@ -106,7 +106,7 @@ def installed() -> tuple[Path, set[str]]:
 def tasks(options: argparse.Namespace) -> dict[str, Task]:
     """Batches alike for everybody; `few` is the part of the raw pictures that the slow loaders take."""
     num_raw, num_jpeg = 40_960, 8_192
-    num_few = min(num_raw, 4 * 1024 * CORES * (1 if options.quick else 2))
+    num_few = min(num_raw, (2 if options.quick else 4) * 1024 * CORES)
     shards, files = dataset("raw", num_samples=num_raw, image_size=64)
     raw = Task("raw", str(shards), str(shards.parent), str(files), num_raw, 64, 1024, CORES)
     shards, files = dataset("jpeg", num_samples=num_jpeg, image_size=224)
@@ -187,7 +187,10 @@ def start(field: Field, task: Task, few: Task, *, rounds: int) -> None:
         medians = [f"{statistics.median(values):.2f}" if values else "" for values in (imports, first, resumed)]
         table.add_row(name, *medians, same)
     Console(width=120).print(table)
-    print("FFCV compiles its pipeline (numba) in every process; imports are of the whole process, torch included", flush=True)
+    print(
+        "FFCV compiles its pipeline (numba) in every process; imports are of the whole process, torch included",
+        flush=True,
+    )
 
 
 def memory(field: Field, found: dict[str, Task]) -> None:

@@ -58,7 +58,7 @@ class Indexed:
         import ffcv.fields.rgb_image as module
 
         # FFCV would compress the pixels once more: it is given the bytes that the others have
-        module.encode_jpeg = lambda image, quality: np.frombuffer(data, np.uint8)  # noqa: ARG005
+        module.encode_jpeg = lambda image, quality: np.frombuffer(data, np.uint8)
         return np.zeros((size, size, 3), np.uint8), label
 
 

@@ -1,8 +1,8 @@
 """Our loader, and the limits that it is held against, as contestants of `loader.py`; run by our own interpreter.
 
-    ours            shards -> TrainingBatches (-> Augmentation.prepare): what `pretrain train` does before its step
-    random copy     the same bytes in one tensor in memory, random rows of it into one buffer
-    libjpeg-turbo   the same JPEG bytes in memory, decoded one after another into one picture's buffer, on every core
+ours            shards -> TrainingBatches (-> Augmentation.prepare): what `pretrain train` does before its step
+random copy     the same bytes in one tensor in memory, random rows of it into one buffer
+libjpeg-turbo   the same JPEG bytes in memory, decoded one after another into one picture's buffer, on every core
 """
 
 import multiprocessing

@@ -84,14 +84,8 @@ class FFCV(Contestant):
         from ffcv.fields.basics import IntDecoder
         from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
         from ffcv.loader import Loader, OrderOption
-        from ffcv.transforms import (
-            ImageMixup,
-            LabelMixup,
-            NormalizeImage,
-            RandomHorizontalFlip,
-            ToTensor as FromNumpy,
-            ToTorchImage,
-        )
+        from ffcv.transforms import ImageMixup, LabelMixup, NormalizeImage, RandomHorizontalFlip, ToTorchImage
+        from ffcv.transforms import ToTensor as FromNumpy
 
         image: list[Any] = [SimpleRGBImageDecoder()]
         label: list[Any] = [IntDecoder()]

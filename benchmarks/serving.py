@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,31 +59,31 @@ class Desk:
 
     def __init__(self, contestants: dict[str, Contestant]):
         self.contestants = contestants
-        self.loaders: dict[tuple[str, Task], Any] = {}
+        self.loaders: dict[tuple[Contestant, Task], Any] = {}
 
     def answer(self, name: str, task: dict[str, Any], do: str, **words: Any) -> dict[str, Any]:
-        return getattr(self, do)(self.contestants[name], name, Task(**task), **words)  # type: ignore[no-any-return]
+        return getattr(self, do)(self.contestants[name], Task(**task), **words)  # type: ignore[no-any-return]
 
-    def run(self, contestant: Contestant, name: str, task: Task, *, seconds: float) -> dict[str, Any]:
+    def run(self, contestant: Contestant, task: Task, *, seconds: float) -> dict[str, Any]:
         """Whole passes until so many seconds are over."""
-        loader = self._loader(contestant, name, task)
+        loader = self._loader(contestant, task)
         count, began_s = 0, time.perf_counter()
         while count == 0 or time.perf_counter() - began_s < seconds:
             for batch in contestant.batches(loader):
                 count += len(batch)
         return {"count": count, "seconds": time.perf_counter() - began_s}
 
-    def check(self, contestant: Contestant, name: str, task: Task) -> dict[str, Any]:
+    def check(self, contestant: Contestant, task: Task) -> dict[str, Any]:
         """One pass, uncounted: how many pictures, of what shape and type, and the sum of their pixels."""
         count, total, form = 0, 0.0, ""
-        for batch in contestant.batches(self._loader(contestant, name, task)):
+        for batch in contestant.batches(self._loader(contestant, task)):
             count += len(batch)
             if task.kind == "raw":
                 total += int(batch.sum())
             form = f"{tuple(sorted(batch.shape[1:]))} {batch.dtype}"
         return {"count": count, "total": total, "form": form}
 
-    def first(self, contestant: Contestant, name: str, task: Task, *, state: str | None = None) -> dict[str, Any]:
+    def first(self, contestant: Contestant, task: Task, *, state: str | None = None) -> dict[str, Any]:
         """From nothing, or from a state on file, to the first batch."""
         began_s = time.perf_counter()
         loader = contestant.open(task, json.loads(Path(state).read_text()) if state else None)
@@ -91,7 +91,7 @@ class Desk:
         seconds = time.perf_counter() - began_s
         return {"seconds": seconds, "batch": digest(batch)}
 
-    def save(self, contestant: Contestant, name: str, task: Task, *, path: str) -> dict[str, Any]:
+    def save(self, contestant: Contestant, task: Task, *, path: str) -> dict[str, Any]:
         """Half a pass, then the state to go on from; and what the next batch would have been."""
         loader = contestant.open(task)
         batches = contestant.batches(loader)
@@ -101,7 +101,7 @@ class Desk:
         Path(path).write_text(json.dumps(contestant.state(loader, count)))
         return {"batch": digest(next(batches))}
 
-    def memory(self, contestant: Contestant, name: str, task: Task) -> dict[str, Any]:
+    def memory(self, contestant: Contestant, task: Task) -> dict[str, Any]:
         """Before anything is open, and after each tenth of one epoch."""
         found = [contestant.memory_bytes()]
         loader, count = contestant.open(task), 0
@@ -111,11 +111,10 @@ class Desk:
                 found.append(contestant.memory_bytes())
         return {"bytes": found}
 
-    def _loader(self, contestant: Contestant, name: str, task: Task) -> Any:
-        key = (name, task)
-        if key not in self.loaders:
-            self.loaders[key] = contestant.open(task)
-        return self.loaders[key]
+    def _loader(self, contestant: Contestant, task: Task) -> Any:
+        if (contestant, task) not in self.loaders:
+            self.loaders[contestant, task] = contestant.open(task)
+        return self.loaders[contestant, task]
 
 
 def digest(batch: Any) -> str:
@@ -169,6 +168,3 @@ class Server:
         if not line:
             sys.exit(f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}")  # type: ignore[arg-type]
         return json.loads(line)  # type: ignore[no-any-return]
-
-
-Measure = Callable[[], float]
