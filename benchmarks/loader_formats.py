@@ -27,8 +27,9 @@ def stored(task: Task) -> Iterator[Stored]:
             image = b""
             for member in tar:
                 data = tar.extractfile(member).read()  # type: ignore[union-attr]
-                if not member.name.endswith(".cls"):
+                if member.name.endswith((".ppm", ".jpg")):
                     image = data
+                if not member.name.endswith(".cls"):
                     continue
                 yield image, int(data)
                 count += 1

@@ -81,7 +81,7 @@ def members(task: Task) -> Iterator[bytes]:
     for path in sorted(Path(task.shards).glob("train-*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
-                if not member.name.endswith(".cls"):
+                if member.name.endswith((".ppm", ".jpg")):
                     stored = tar.extractfile(member)
                     assert stored is not None
                     yield stored.read()
