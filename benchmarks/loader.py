@@ -110,7 +110,8 @@ def tasks(options: argparse.Namespace) -> dict[str, Task]:
     shards, files = dataset("raw", num_samples=num_raw, image_size=64)
     raw = Task("raw", str(shards), str(shards.parent), str(files), num_raw, 64, 1024, CORES)
     shards, files = dataset("jpeg", num_samples=num_jpeg, image_size=224)
-    jpeg = Task("jpeg", str(shards), str(shards.parent), str(files), num_jpeg, 224, 256, CORES)
+    num_jpeg = 1024 * CORES if options.quick else num_jpeg
+    jpeg = Task("jpeg", str(shards), str(shards.parent), str(files), min(num_jpeg, 8_192), 224, 256, CORES)
     few = replace(raw, num_samples=num_few)
     return {"raw": raw, "raw, few": few, "recipe": replace(few, kind="recipe"), "jpeg": jpeg}
 

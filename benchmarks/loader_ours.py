@@ -6,7 +6,6 @@ libjpeg-turbo   the same JPEG bytes in memory, decoded one after another into on
 """
 
 import multiprocessing
-import os
 import sys
 import tarfile
 import time
@@ -157,10 +156,7 @@ def decode_on_demand(stored: list[bytes], pipe: Any) -> None:
     height, width = simplejpeg.decode_jpeg_header(stored[0])[:2]
     buffer = np.empty((height, width, 3), np.uint8)
     while True:
-        try:
-            pipe.recv()
-        except EOFError:
-            os._exit(0)
+        pipe.recv()
         for data in stored:
             simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
         pipe.send(None)

@@ -7,6 +7,7 @@ run. Both sides are here; only the standard library is used, because the peers' 
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -132,9 +133,15 @@ def serve(contestants: dict[str, Contestant]) -> None:
         answers.flush()
         line = sys.stdin.readline()
         if not line:
-            # at once: worker processes of libraries can hang in their own clean-up
-            os._exit(0)
+            _end()
         answer = desk.answer(**json.loads(line))
+
+
+def _end() -> None:
+    """At once and with all worker processes, which libraries would wait for in their own clean-up, or leave behind."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(0)
 
 
 class Server:
@@ -146,7 +153,7 @@ class Server:
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-            )
+            )  # a process group of its own, see `_end`
         self._read()
         self.import_s = time.perf_counter() - began_s
 
@@ -157,7 +164,6 @@ class Server:
         return self._read()
 
     def close(self) -> None:
-        """Worker processes see that their parent is gone."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
