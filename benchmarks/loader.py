@@ -203,7 +203,8 @@ def memory(field: Field, found: dict[str, Task]) -> None:
         server = field.server("ours", fresh=True)
         sizes = server.ask("ours", found["raw" if kind == "raw" else kind], "memory")["bytes"]
         server.close()
-        table.add_row(kind, *(f"{sizes[place] / 1e6:,.0f}" for place in (0, 1, 5, -1)))
+        places = [0, *(-(-len(sizes[1:]) * tenths // 10) for tenths in (1, 5, 10))]
+        table.add_row(kind, *(f"{sizes[place] / 1e6:,.0f}" for place in places))
     Console(width=120).print(table)
 
 

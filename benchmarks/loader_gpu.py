@@ -123,6 +123,8 @@ def waiting(batches: TrainingBatches, augmentation: Augmentation, engine: DeepSp
 
 def main() -> None:
     options = arguments(__doc__ or "")
+    if not ON_GPU:
+        print("no GPU here: a small model on the CPU, to see that everything runs; the numbers mean nothing")
     batch, times = (16_384 if ON_GPU else 256), (10 if options.quick else 40) if ON_GPU else 4
     shards, _ = dataset("raw", num_samples=40_960, image_size=IMAGE_SIZE)
     manifest = load_manifest(shards)
