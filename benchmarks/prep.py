@@ -46,10 +46,10 @@ SHARDS = "samples_per_shard=500"
 """A shard is one worker's work: the default of 8,192 would leave cores idle with so few files."""
 
 
-def photograph(number: int) -> Image.Image:
-    """Noise whose amplitude falls with frequency; brightness varies more than colour."""
+def photograph(number: int, *, shape: tuple[int, int] | None = None) -> Image.Image:
+    """Noise whose amplitude falls with frequency; brightness varies more than colour. `shape` is (height, width)."""
     generator = np.random.default_rng(number)
-    width, height = ((400, 300), (300, 400), (400, 400))[number % 3]
+    height, width = shape or ((300, 400), (400, 300), (400, 400))[number % 3]
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1
     planes = []
