@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,18 +20,20 @@ from benchmarks.frame import arguments, commit, machine, rates, ratio, report
 from benchmarks.loader_data import CORES, dataset
 from benchmarks.loader_ours import RECIPE
 from data_prep.manifest import Manifest, load_manifest
-from pretrain.augment import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.engine import DeepSpeedEngine, start_distributed
-from pretrain.loader import TrainingBatches
+from pretrain.feed import Feed
+from pretrain.loader import Batch, Batches, as_stored, training_batches
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 from pretrain.world import read_world
 
 IMAGE_SIZE = 64
+T = TypeVar("T")
 ON_GPU = torch.cuda.is_available()
 
 
@@ -66,7 +69,7 @@ def engine_of(manifest: Manifest, plan: BatchPlan) -> DeepSpeedEngine:
     )
 
 
-def copies(batches: TrainingBatches, device: torch.device, *, times: int) -> None:
+def copies(batches: Batches[Batch], device: torch.device, *, times: int) -> None:
     """GB/s to the device, of what the loader hands out and of a plain pinned tensor of that size."""
     handed = [next(batches).images_BHWC for _ in range(4)]
     plain = torch.empty_like(handed[0]).fill_(1)
@@ -89,10 +92,7 @@ def copies(batches: TrainingBatches, device: torch.device, *, times: int) -> Non
     report("copy", found, unit="GB/s", against="plain pinned copy", headline=f"{share:.1%} of a plain pinned copy")
 
 
-def augmenting(
-    batches: TrainingBatches, augmentation: Augmentation, engine: DeepSpeedEngine, *, batch: int, times: int
-) -> None:
-    stored = next(batches)
+def augmenting(stored: Batch, augmentation: Augmentation, engine: DeepSpeedEngine, *, batch: int, times: int) -> None:
     prepared = augmentation.prepare(stored)
     found = rates(
         {
@@ -105,7 +105,7 @@ def augmenting(
     report("augment", found, unit="images/s", against="step alone", headline=f"it takes {share:.1%} of a step's time")
 
 
-def waiting(batches: TrainingBatches, augmentation: Augmentation, engine: DeepSpeedEngine, *, times: int) -> None:
+def waiting(feed: Feed, engine: DeepSpeedEngine, *, times: int) -> None:
     """As the trainer measures it; what a step costs is seen because the device is waited for once at the end."""
     shares = []
     for _ in range(5):
@@ -113,9 +113,9 @@ def waiting(batches: TrainingBatches, augmentation: Augmentation, engine: DeepSp
         wait_s, began_s = 0.0, time.perf_counter()
         for _ in range(times):
             asked_s = time.perf_counter()
-            batch = next(batches)
+            prepared = next(feed).prepared
             wait_s += time.perf_counter() - asked_s
-            engine.train_step([augmentation.prepare(batch)], lr=1e-5)
+            engine.train_step([prepared], lr=1e-5)
         synchronize()
         shares.append(wait_s / (time.perf_counter() - began_s))
     print(f"data wait: {sorted(shares)[2]:.2%} of the time of a training loop (five of {times} steps)")
@@ -139,13 +139,17 @@ def main() -> None:
         device=device,
         dtype=engine.input_dtype,
     )
-    reader = SplitReader(shards, manifest, "train")
-    order = Order(reader.num_samples, 1)
-    words = {"rank": 0, "consumed": 0, "num_threads": min(CORES, 8), "prefetch": 4, "pin": ON_GPU}
-    with TrainingBatches(reader, order, plan, **words) as batches:
-        copies(batches, device, times=times)
-        augmenting(batches, augmentation, engine, batch=batch, times=times)
-        waiting(batches, augmentation, engine, times=times)
+    reader = open_split(shards, manifest, "train")
+
+    def batches(finish: Callable[[Batch], T]) -> Batches[T]:
+        words = {"rank": 0, "consumed": 0, "num_threads": min(CORES, 8), "prefetch": 4, "pin": ON_GPU}
+        return training_batches(reader, Order(reader.num_samples, 1), plan, **words, finish=finish)
+
+    with batches(as_stored) as stored:
+        copies(stored, device, times=times)
+        augmenting(next(stored), augmentation, engine, batch=batch, times=times)
+    with Feed(batches, augmentation) as feed:
+        waiting(feed, engine, times=times)
     print(f"{machine()}, commit {commit()}")
 
 

@@ -1,6 +1,6 @@
 """Our loader, and the limits that it is held against, as contestants of `loader.py`; run by our own interpreter.
 
-ours            shards -> TrainingBatches (-> Augmentation.prepare): what `pretrain train` does before its step
+ours            shards -> training_batches, augmented in its threads: what `pretrain train` does before its step
 random copy     the same bytes in one tensor in memory, random rows of it into one buffer
 libjpeg-turbo   the same JPEG bytes in memory, decoded one after another into one picture's buffer, on every core
 """
@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.serving import Contestant, Task, serve
 from data_prep.manifest import load_manifest
-from pretrain.augment import Augmentation, Normalisation
-from pretrain.config import AugmentSettings
-from pretrain.loader import TrainingBatches
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.settings import AugmentSettings
+from pretrain.loader import Batches, training_batches
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import SplitReader
+from pretrain.shards import open_split
 
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 
@@ -36,11 +36,12 @@ class Ours(Contestant):
 
     def open(self, task: Task, state: Any = None) -> Any:
         manifest = load_manifest(Path(task.shards))
-        reader = SplitReader(Path(task.shards), manifest, "train")
+        reader = open_split(Path(task.shards), manifest, "train")
         self.manifest = manifest
         # fewer samples than there are: the order of a smaller split
         order = Order(min(task.num_samples, reader.num_samples), 1)
-        batches = TrainingBatches(
+        augmentation = self._augmentation(task)
+        batches: Batches[torch.Tensor] = training_batches(
             reader,
             order,
             BatchPlan(task.batch_size, task.batch_size, 1),
@@ -49,14 +50,14 @@ class Ours(Contestant):
             num_threads=task.cores,
             prefetch=4,
             pin=False,
+            finish=lambda batch: augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC,
         )
-        return task, batches, self._augmentation(task)
+        return task, batches
 
     def batches(self, loader: Any) -> Iterator[torch.Tensor]:
-        task, batches, augmentation = loader
+        task, batches = loader
         for _ in range(task.num_samples // task.batch_size):
-            batch = next(batches)
-            yield augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC
+            yield next(batches)
 
     def state(self, loader: Any, num_consumed: int) -> Any:  # noqa: ARG002
         return num_consumed

@@ -12,6 +12,7 @@ Contestants, each the same number of steps of the same engine (DeepSpeed, ZeRO 1
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from frame import DATA, arguments, rates, ratio, report
@@ -22,7 +23,8 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.engine import DeepSpeedEngine, start_distributed
-from pretrain.loader import TrainingBatches
+from pretrain.feed import Feed
+from pretrain.loader import Batch, Batches, as_stored, training_batches
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -31,6 +33,7 @@ from pretrain.shards import open_split
 from pretrain.world import read_world
 
 IMAGE_SIZE = 64
+T = TypeVar("T")
 
 
 def dataset(per_class: int) -> Path:
@@ -98,18 +101,18 @@ def main() -> None:
     reader = open_split(directory, manifest, "train")
     products = matmuls(spec, batch=batch, classes=len(manifest.classes), dtype=engine.input_dtype, device=device)
 
-    def batches() -> TrainingBatches:
-        order = Order(reader.num_samples, 1)
-        return TrainingBatches(reader, order, plan, rank=0, consumed=0, num_threads=2, prefetch=4, pin=on_gpu)
+    def batches(finish: Callable[[Batch], T]) -> Batches[T]:
+        order, kind = Order(reader.num_samples, 1), {"rank": 0, "consumed": 0, "num_threads": 2, "prefetch": 4}
+        return training_batches(reader, order, plan, **kind, pin=on_gpu, finish=finish)
 
-    with batches() as source:
+    with batches(as_stored) as source:
         stored = next(source)
     prepared = augmentation.prepare(stored)
 
     def from_shards() -> float:
         """Its loader starts and ends inside the clock: nothing is fetched at another's expense."""
-        with batches() as source:
-            return repeat(lambda: engine.train_step([augmentation.prepare(next(source))], lr=1e-5))()
+        with Feed(batches, augmentation) as feed:
+            return repeat(lambda: engine.train_step([next(feed).prepared], lr=1e-5))()
 
     def repeat(step: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
