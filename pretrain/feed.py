@@ -1,11 +1,14 @@
 """What the trainer takes its steps on: augmented micro-batches on the training device, one after the other.
 
-On a CPU the loader's threads augment, and nothing is left to do here. On a GPU a side stream copies the next micro-batch from
-pinned memory and augments it while the model works on this one: the model's stream waits for an event, the host for nothing.
-Pinned buffers come from torch's caching allocator, which hands one out again only when the copies from it are done.
+On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread draws the augmentation of the next
+micro-batches, and queues their copies from pinned memory and their augmentation on a side stream, while the model works: the
+model's stream waits for an event, the host for nothing. Pinned buffers come from torch's caching allocator, which hands one out
+again only when the copies from it are done.
 """
 
+import collections
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,6 +17,9 @@ from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.loader import Batch, Batches, as_stored
+
+NUM_AHEAD = 2
+"""Micro-batches on the GPU besides the one in use."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,19 @@ class Feed:
         *,
         end_waits: Callable[[], None] | None = None,
     ):
-        self._augmentation, self._device = augmentation, augmentation.device
-        self._on_gpu = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
-        self._next: Fed | None = None
-        self._end_waits = end_waits
-        self._batches = open_batches(as_stored if self._on_gpu else self._prepare)
+        self._augmentation, self._end_waits = augmentation, end_waits
+        self._thread: ThreadPoolExecutor | None = None
+        if augmentation.device.type != "cuda":
+            self._batches = open_batches(self._prepare)
+            return
+        self._batches = open_batches(as_stored)
+        self._device, self._stream = augmentation.device, torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,)
+        )
+        self._ahead: collections.deque[Future[Fed]] = collections.deque(
+            self._thread.submit(self._launch) for _ in range(NUM_AHEAD)
+        )
 
     def __enter__(self) -> "Feed":
         return self
@@ -48,26 +61,27 @@ class Feed:
     ) -> None:
         if self._end_waits is not None:
             self._end_waits()  # or closing would last as long as a download
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
         self._batches.close()
 
     def __next__(self) -> Fed:
-        found = self._next or self._take()
-        self._next = None
-        if self._on_gpu:
-            self._hand_over(found)
-            if self._batches.is_ready:
-                self._next = self._take()
-        return found
-
-    def _take(self) -> Fed:
-        batch = next(self._batches)
-        return batch if isinstance(batch, Fed) else self._launch(batch)
+        if self._thread is None:
+            found = next(self._batches)
+            assert isinstance(found, Fed)
+            return found
+        fed = self._ahead.popleft().result()
+        self._ahead.append(self._thread.submit(self._launch))
+        self._hand_over(fed)
+        return fed
 
     def _prepare(self, batch: Batch) -> Fed:
         return Fed(self._augmentation.prepare(batch), batch.num_bad)
 
-    def _launch(self, batch: Batch) -> Fed:
-        """Copy and augmentation, queued on the side stream."""
+    def _launch(self) -> Fed:
+        """The next micro-batch: copy and augmentation, queued on the side stream."""
+        batch = next(self._batches)
+        assert isinstance(batch, Batch)
         with torch.cuda.stream(self._stream):
             prepared = self._augmentation.prepare(batch)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -75,7 +75,11 @@ class Batches(Generic[T]):
         self.look_ahead = LookAhead(reader, order)
         self._requests = iter(requests)
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="loader")
+        # pinned memory belongs to a GPU's context: without this every rank would open one on the first GPU
+        on_gpu: dict[str, Any] = (
+            {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if pin else {}
+        )
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="loader", **on_gpu)
         self._ahead: collections.deque[Future[T]] = collections.deque()
         for _ in range(prefetch):
             self._request()
@@ -95,11 +99,6 @@ class Batches(Generic[T]):
         batch = self._ahead.popleft().result()
         self._request()
         return batch
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the next batch can be had without waiting."""
-        return bool(self._ahead) and self._ahead[0].done()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
