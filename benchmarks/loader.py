@@ -128,6 +128,10 @@ def measure(field: Field, found: dict[str, Task], kind: str, *, rounds: int, sec
     rows = field.rows(kind)
     task_of = {name: found["raw, few"] if kind == "raw" and name not in FAST else found[kind] for name in rows}
     totals: dict[str, set[float]] = {}
+    for row in rows.values():
+        field.server(row.server)  # so that they import side by side
+    for row in rows.values():
+        field.server(row.server).ready()
     for name, row in rows.items():
         checked = field.server(row.server).ask(row.contestant, task_of[name], "check")
         assert checked["count"] == task_of[name].num_samples, (name, checked)
@@ -176,7 +180,7 @@ def start(field: Field, task: Task, few: Task, *, rounds: int) -> None:
                 server.close()
             for _ in range(rounds):
                 server = field.server(row.server, fresh=True)
-                imports.append(server.import_s)
+                imports.append(server.ready())
                 first.append(server.ask(row.contestant, job, "first")["seconds"])
                 server.close()
                 if name in CAN_RESUME:

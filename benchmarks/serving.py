@@ -147,15 +147,21 @@ class Server:
 
     def __init__(self, command: list[str], *, log: Path):
         self.log = log
-        began_s = time.perf_counter()
+        self._began_s, self._is_ready = time.perf_counter(), False
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
             )  # a process group of its own, see `_end`
-        self._read()
-        self.import_s = time.perf_counter() - began_s
+
+    def ready(self) -> float:
+        """Waits for its imports; seconds since it was started, at the first call."""
+        if not self._is_ready:
+            self._read()
+            self._is_ready = True
+        return time.perf_counter() - self._began_s
 
     def ask(self, name: str, task: Task, do: str, **words: Any) -> dict[str, Any]:
+        self.ready()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"name": name, "task": asdict(task), "do": do, **words}) + "\n")
         self.process.stdin.flush()
