@@ -48,7 +48,7 @@ class Ours(Contestant):
             rank=0,
             consumed=state or 0,
             num_threads=task.cores,
-            prefetch=4,
+            prefetch=2,  # three buffers go round, which the cores' cache nearly holds
             pin=False,
             finish=lambda batch: augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC,
         )

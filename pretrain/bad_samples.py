@@ -42,7 +42,7 @@ class BadSamples:
     def _stand_in(self, bad: Unreadable, place_1HWC: Tensor) -> int:
         for attempt in range(MAX_ATTEMPTS):
             candidate = self._reader.stand_in(bad.sample, attempt)
-            if not self._reader.read(np.array([candidate]), place_1HWC):
+            if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self._note(bad, candidate)
                 return candidate
         raise DatasetError(

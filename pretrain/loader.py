@@ -8,12 +8,12 @@ locates its samples; 3. the threads fill parts of one buffer; 4. the thread that
 (on a CPU the augmentation; for a GPU nothing, see `feed.py`). At most `prefetch` batches are under way or waiting.
 """
 
-import collections
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pretrain.bad_samples import BadSamples, left_out
 from pretrain.order import BatchPlan, Ids, InSequence, Line, evaluation_slices
-from pretrain.shards import ShardReader, Unreadable
+from pretrain.shards import Places, ShardReader, Unreadable
 from pretrain.world import World
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 
 SMALLEST_PART = 32
 """Pictures: less is not worth the change of threads."""
+LOCATED_TOGETHER = 8192
+"""Samples."""
 LOOK_AHEAD = 32_768
 """Samples whose remote shards are asked for in advance; said anew every half of it."""
 
@@ -75,12 +77,9 @@ class Batches(Generic[T]):
         self.look_ahead = LookAhead(reader, order)
         self._requests = iter(requests)
         self._num_threads = num_threads
-        # pinned memory belongs to a GPU's context: without this every rank would open one on the first GPU
-        on_gpu: dict[str, Any] = (
-            {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if pin else {}
-        )
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="loader", **on_gpu)
-        self._ahead: collections.deque[Future[T]] = collections.deque()
+        self._pool = _threads(num_threads, pin=pin)
+        self._ahead: deque[Future[T]] = deque()
+        self._group: deque[tuple[_Group, Request, int]] = deque()
         for _ in range(prefetch):
             self._request()
 
@@ -104,26 +103,79 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _request(self) -> None:
-        request = next(self._requests, None)
-        if request is None:
+        if not self._group:
+            self._group = deque(_Group(self.reader, self.order, self.look_ahead, self._requests).jobs())
+        if not self._group:
             return
+        group, request, start = self._group.popleft()
         num_parts = max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART))
-        job = _Job(self, request, num_parts=num_parts)
+        job = _Job(self, group, request, start=start, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):
             self._pool.submit(job.run, part)
 
 
+def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
+    """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
+    device = torch.cuda.current_device() if pin else None
+    started, before = threading.Barrier(number + 1), torch.get_num_threads()
+
+    def settle() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
+        torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
+        started.wait()
+
+    pool = ThreadPoolExecutor(number, thread_name_prefix="loader")
+    for _ in range(number):
+        pool.submit(settle)
+    started.wait()
+    torch.set_num_threads(before)
+    return pool
+
+
+class _Group:
+    """Some requests whose samples are located together: numpy is slow at finding few numbers at a time."""
+
+    def __init__(self, reader: ShardReader, order: Line, look_ahead: "LookAhead", requests: Iterator[Request]):
+        self._reader, self._order, self._look_ahead = reader, order, look_ahead
+        self._requests: list[Request] = []
+        while sum(len(request.positions) for request in self._requests) < LOCATED_TOGETHER:
+            request = next(requests, None)
+            if request is None:
+                break
+            self._requests.append(request)
+        self._lock = threading.Lock()
+        self._located: tuple[Ids, Places] | None = None
+
+    def jobs(self) -> Iterator[tuple["_Group", Request, int]]:
+        """(self, request, where its samples begin among those of the group)."""
+        start = 0
+        for request in self._requests:
+            yield self, request, start
+            start += len(request.positions)
+
+    def located(self) -> tuple[Ids, Places]:
+        """(epochs, places): by the thread that comes first; the others wait."""
+        with self._lock:
+            if self._located is None:
+                self._look_ahead.announce(int(self._requests[0].positions[0]))
+                epochs, samples = self._order.locate(np.concatenate([each.positions for each in self._requests]))
+                self._located = epochs, self._reader.locate(samples)
+            return self._located
+
+
 class _Job(Generic[T]):
     """One batch on its way through the threads."""
 
-    def __init__(self, batches: Batches[T], request: Request, *, num_parts: int):
-        self._batches, self._request = batches, request
-        self._cuts = np.linspace(0, len(request.positions), num_parts + 1).astype(np.int64)
+    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, start: int, num_parts: int):
+        self._batches, self._group, self._request = batches, group, request
+        self._start, self._size = start, len(request.positions)
+        self._cuts = [self._size * part // num_parts for part in range(num_parts + 1)]
         self._lock = threading.Lock()
-        self._located: tuple[Ids, Ids, Tensor] | None = None
+        self._images_BHWC: Tensor | None = None
         self._shown: dict[int, Ids] = {}
-        self._num_bad = 0
+        self._num_done = self._num_bad = 0
         self.done: Future[T] = Future()
 
     def run(self, part: int) -> None:
@@ -135,39 +187,43 @@ class _Job(Generic[T]):
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
-        epochs, samples, images_BHWC = self._locate()
-        start, end = self._cuts[part : part + 2].tolist()
-        ids, images = samples[start:end], images_BHWC[start:end]
-        bad = self._batches.reader.read(ids, images)
-        shown = self._batches.on_bad(bad, ids, images) if bad else ids
+        epochs, places = self._group.located()
+        first, end = self._cuts[part], self._cuts[part + 1]
+        mine, images = places.part(self._start + first, self._start + end), self._buffer()[first:end]
+        bad = self._batches.reader.read(mine, images)
+        shown = self._batches.on_bad(bad, mine.ids, images) if bad else None
         with self._lock:
-            self._shown[part] = shown
-            self._num_bad += len(bad)
-            is_last = len(self._shown) == len(self._cuts) - 1
+            if shown is not None:
+                self._shown[first] = shown
+                self._num_bad += len(bad)
+            self._num_done += 1
+            is_last = self._num_done == len(self._cuts) - 1
         if is_last:
-            self.done.set_result(self._batches.finish(self._batch(epochs, samples, images_BHWC)))
+            own = slice(self._start, self._start + self._size)
+            self.done.set_result(self._batches.finish(self._batch(epochs[own], places.part(own.start, own.stop))))
 
-    def _locate(self) -> tuple[Ids, Ids, Tensor]:
+    def _buffer(self) -> Tensor:
         with self._lock:
-            if self._located is None:
-                batches, positions = self._batches, self._request.positions
-                batches.look_ahead.announce(int(positions[0]))
-                epochs, samples = batches.order.locate(positions)
-                self._located = (epochs, samples, batches.reader.empty(len(samples), pin=batches.pin))
-            return self._located
+            if self._images_BHWC is None:
+                self._images_BHWC = self._batches.reader.empty(self._size, pin=self._batches.pin)
+            return self._images_BHWC
 
-    def _batch(self, epochs: Ids, samples: Ids, images_BHWC: Tensor) -> Batch:
-        shown = np.concatenate([self._shown[part] for part in sorted(self._shown)])
-        labels_B = torch.from_numpy(self._batches.reader.labels_of(np.maximum(shown, 0)))
-        mask = self._request.mask
+    def _batch(self, epochs: Ids, places: Places) -> Batch:
+        labels, mask = places.labels, self._request.mask
+        readable = np.ones(self._size, np.bool_)
+        for first, shown in self._shown.items():
+            readable[first : first + len(shown)] = shown >= 0
+            labels = labels.copy()
+            labels[first : first + len(shown)] = self._batches.reader.locate(np.maximum(shown, 0)).labels
+        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
         return Batch(
-            images_BHWC=images_BHWC,
+            images_BHWC=self._buffer(),
             labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
             epochs=epochs,
-            samples=samples,
+            samples=places.ids,
             pairs=self._request.positions // 2,
-            mask_B=None if mask is None else torch.from_numpy(mask & (shown >= 0)),
-            num_bad=self._num_bad if mask is None else int((mask & (shown < 0)).sum()),
+            mask_B=None if mask is None else torch.from_numpy(mask & readable),
+            num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )
 
 

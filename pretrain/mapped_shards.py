@@ -27,6 +27,7 @@ class MappedShards:
         self._shards, self._cache = shards, cache
         self.files = FileRange([shard.num_bytes for _, shard in shards])
         self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
+        self.any_remote = bool(self.is_remote.any())
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, Held] = {}
@@ -39,6 +40,9 @@ class MappedShards:
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
         """The shards are mapped for the length of the block; waits for those that are still on their way."""
+        if not self.any_remote and self._mapped[numbers].all():
+            yield  # the common case: local shards are never let go
+            return
         needed = np.unique(numbers)
         with self._lock:
             self._users[needed] += 1

@@ -37,16 +37,16 @@ def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
     """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names; a key each, or one for all."""
     rows = int(np.ceil(np.sqrt(size)))
     columns = -(-size // rows)
-    keys = np.broadcast_to(np.asarray(key, np.uint64), positions.shape)
-    result = _feistel(positions, rows=rows, columns=columns, key=keys)
+    result = _feistel(positions, rows=rows, columns=columns, key=key)
     outside = np.flatnonzero(result >= size)
     while len(outside):
-        result[outside] = _feistel(result[outside], rows=rows, columns=columns, key=keys[outside])
+        left_over = key if isinstance(key, int) else key[outside]
+        result[outside] = _feistel(result[outside], rows=rows, columns=columns, key=left_over)
         outside = outside[result[outside] >= size]
     return result
 
 
-def _feistel(positions: Ids, *, rows: int, columns: int, key: U64) -> Ids:
+def _feistel(positions: Ids, *, rows: int, columns: int, key: int | U64) -> Ids:
     left, right = np.divmod(positions, columns)
     for number in range(_NUM_ROUNDS):
         if number % 2 == 0:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from data_prep.images import Rejection, decode_square, ppm_header
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
+from pretrain.buffers import BufferPool
 from pretrain.counter import hash64
 from pretrain.datasets import Part
 from pretrain.mapped_shards import MappedShards
@@ -45,6 +47,20 @@ class Unreadable:
     reason: str
 
 
+class Places(NamedTuple):
+    """Where samples stand, and what they are."""
+
+    ids: Ids
+    shards: Ids
+    offsets: Ids
+    """In the range of all shards."""
+    lengths: Ids
+    labels: Ids
+
+    def part(self, start: int, end: int) -> "Places":
+        return Places(*(column[start:end] for column in self))
+
+
 @dataclass(frozen=True)
 class _Placed:
     part: Part
@@ -65,28 +81,30 @@ class ShardReader:
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
         """In `_table`; -1 until the index has been mapped and checked."""
-        self._opening = threading.Lock()
+        self._opening, self._buffers = threading.Lock(), BufferPool()
+        self._classes, self._classes_start = _class_numbers(self._placed)
         self._is_raw = np.array([placed.part.manifest.encoding == "raw" for placed in self._placed], np.bool_)
         self._pictures = self._blockwise()
 
     @property
     def is_remote(self) -> bool:
-        return bool(self._shards.is_remote.any())
+        return self._shards.any_remote
 
     @cached_property
     def labels(self) -> Ids:
         """Of all samples; 8 bytes each, so not for training."""
-        return self.labels_of(np.arange(self.num_samples))
+        return self.locate(np.arange(self.num_samples)).labels
 
-    def labels_of(self, ids: Ids) -> Ids:
-        numbers = self.shards_of(ids)
-        labels = self._rows(ids, numbers)[:, _LABEL].copy()
-        for number in np.unique(numbers).tolist():
-            classes = self._placed[number].part.classes
-            if classes is not None:
-                here = numbers == number
-                labels[here] = np.array(classes, np.int64)[labels[here]]
-        return labels
+    def locate(self, ids: Ids) -> Places:
+        """What the indices say of the samples."""
+        shards = self.shards_of(ids)
+        if (self._table_starts[shards] < 0).any():
+            self._open_indices(shards)
+        first = self._table_starts[shards] + 3 * (ids - self._starts[shards])
+        offsets, lengths, labels = (self._table[first + column] for column in (_OFFSET, _LENGTH, _LABEL))
+        if self._classes is not None:
+            labels = self._classes[self._classes_start[shards] + labels]
+        return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
 
     def shards_of(self, ids: Ids) -> Ids:
         """The number of each sample's shard."""
@@ -94,34 +112,34 @@ class ShardReader:
 
     def images(self, ids: Ids) -> Tensor:
         """The pictures of `ids`, uint8 (B, H, W, 3); one that does not decode is an error."""
-        batch = self.empty(len(ids))
-        for bad in self.read(ids, batch):
-            directory = self._placed[int(self.shards_of(ids[bad.place : bad.place + 1])[0])].part.directory
+        places, batch = self.locate(ids), self.empty(len(ids))
+        for bad in self.read(places, batch):
+            directory = self._placed[places.shards[bad.place]].part.directory
             raise DatasetError(
                 f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}"
             )
         return batch
 
     def empty(self, count: int, *, pin: bool = False) -> Tensor:
-        size = self.stored_size
-        return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=pin)
+        """Memory for a batch."""
+        shape = (count, self.stored_size, self.stored_size, 3)
+        if pin:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return self._buffers.empty(*shape, dtype=torch.uint8)
 
-    def read(self, ids: Ids, batch_BHWC: Tensor) -> list[Unreadable]:
-        """Puts the pictures of `ids` into `batch_BHWC`; says which places could not be filled."""
-        numbers = self.shards_of(ids)
-        rows = self._rows(ids, numbers)
-        with self._shards.reading(numbers):
-            offsets = self._shards.files.starts[numbers] + rows[:, _OFFSET]
-            is_raw = self._is_raw[numbers]
+    def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        """Puts the pictures into `batch_BHWC`; says which places could not be filled."""
+        with self._shards.reading(places.shards):
+            is_raw = self._is_raw[places.shards]
             if is_raw.all():
-                blocks = torch.from_numpy(offsets // BLOCK)
-                torch.index_select(self._pictures, 0, blocks, out=batch_BHWC.view(len(ids), -1))
+                blocks = torch.from_numpy(places.offsets // BLOCK)
+                torch.index_select(self._pictures, 0, blocks, out=batch_BHWC.view(len(batch_BHWC), -1))
                 return []
             raw, others = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
             if len(raw):
-                gathered = torch.index_select(self._pictures, 0, torch.from_numpy(offsets[raw] // BLOCK))
+                gathered = torch.index_select(self._pictures, 0, torch.from_numpy(places.offsets[raw] // BLOCK))
                 batch_BHWC[torch.from_numpy(raw)] = gathered.view(-1, *batch_BHWC.shape[1:])
-            return self._decode(batch_BHWC.numpy(), others, ids, numbers, offsets, rows[:, _LENGTH])
+            return self._decode(places, others, batch_BHWC.numpy())
 
     def fetch_ahead(self, ids: Ids) -> None:
         """The samples that are needed next, in their order; only shards behind a network need to know."""
@@ -139,31 +157,24 @@ class ShardReader:
     def close(self) -> None:
         self._shards.close()
 
-    def _decode(
-        self, batch: NDArray[np.uint8], places: Ids, ids: Ids, numbers: Ids, offsets: Ids, lengths: Ids
-    ) -> list[Unreadable]:
+    def _decode(self, places: Places, rows: Ids, batch: NDArray[np.uint8]) -> list[Unreadable]:
         content, bad = self._shards.files.content, []
-        for place in places.tolist():
-            placed, start = self._placed[numbers[place]], int(offsets[place])
-            data = content[start : start + int(lengths[place])].tobytes()
+        for row in rows.tolist():
+            placed, start = self._placed[places.shards[row]], int(places.offsets[row])
+            data = content[start : start + int(places.lengths[row])].tobytes()
             try:
-                decode_square(data, batch[place], crop=placed.part.manifest.crop)
+                decode_square(data, batch[row], crop=placed.part.manifest.crop)
             except Rejection as error:
-                sample = int(ids[place])
-                key = load_paths(placed.part.directory, placed.shard)[sample - int(self._starts[numbers[place]])]
-                bad.append(Unreadable(place, sample, placed.shard.name, key, str(error)))
+                sample = int(places.ids[row])
+                key = load_paths(placed.part.directory, placed.shard)[sample - int(self._starts[places.shards[row]])]
+                bad.append(Unreadable(row, sample, placed.shard.name, key, str(error)))
         return bad
 
-    def _rows(self, ids: Ids, numbers: Ids) -> Ids:
-        """(B, 3) of the index: offset, length, label."""
-        if len(ids) and (self._table_starts[numbers] < 0).any():
-            with self._opening:
-                for number in np.unique(numbers).tolist():
-                    if self._table_starts[number] < 0:
-                        self._table_starts[number] = self._open_index(number)
-        first = self._table_starts[numbers] + 3 * (ids - self._starts[numbers])
-        rows: Ids = self._table[first[:, None] + np.arange(3)]
-        return rows
+    def _open_indices(self, shards: Ids) -> None:
+        with self._opening:
+            for number in np.unique(shards).tolist():
+                if self._table_starts[number] < 0:
+                    self._table_starts[number] = self._open_index(number)
 
     def _open_index(self, number: int) -> int:
         """Where its rows begin in the table."""
@@ -196,6 +207,18 @@ def open_split(
 
 def _shards_of(part: Part) -> list[Shard]:
     return [shard for shard in part.content.shards if shard.num_samples]
+
+
+def _class_numbers(placed: Sequence[_Placed]) -> tuple[Ids | None, Ids]:
+    """The classes of all parts one after the other, and where those of each shard begin; None where all keep their numbers."""
+    if all(each.part.classes is None for each in placed):
+        return None, np.zeros(len(placed), np.int64)
+    numbers: dict[int, Ids] = {}
+    for each in placed:
+        classes = each.part.classes or range(len(each.part.manifest.classes))
+        numbers.setdefault(id(each.part), np.array(classes, np.int64))
+    starts = dict(zip(numbers, np.cumsum([0, *(len(part) for part in numbers.values())])[:-1].tolist(), strict=True))
+    return np.concatenate(list(numbers.values())), np.array([starts[id(each.part)] for each in placed], np.int64)
 
 
 def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:

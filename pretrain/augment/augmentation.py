@@ -31,6 +31,7 @@ from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.augment.policies import parse_policy
 from pretrain.augment.settings import AugmentSettings
+from pretrain.buffers import BufferPool
 from pretrain.loader import Batch
 
 try:
@@ -79,6 +80,7 @@ class Augmentation:
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = Mixer(settings) if settings.mixing else None
+        self._buffers = BufferPool()
         self._on_cpu = on_cpu is not None and device.type == "cpu"
         self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
@@ -109,8 +111,16 @@ class Augmentation:
     def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
         assert on_cpu is not None
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
+        size = self.image_size
         return on_cpu.crop_mix_normalise(
-            images_BHWC, boxes, size=self.image_size, mean=mean, scale=scale, weights=weights, dtype=self.dtype
+            images_BHWC,
+            boxes,
+            size=size,
+            mean=mean,
+            scale=scale,
+            weights=weights,
+            dtype=self.dtype,
+            out=self._buffers.empty(len(images_BHWC), 3, size, size, dtype=self.dtype),
         )
 
     def plain(self, batch: Batch) -> Prepared:

@@ -132,7 +132,7 @@ def test_a_shard_without_one_good_picture_is_an_error(shapes: Path, tmp_path: Pa
     ids = np.array([120])
     batch = reader.empty(1)
     with pytest.raises(DatasetError, match="nor do others of that shard"):
-        BadSamples(reader).replace(reader.read(ids, batch), ids, batch)
+        BadSamples(reader).replace(reader.read(reader.locate(ids), batch), ids, batch)
 
 
 def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() -> None:
