@@ -1,10 +1,11 @@
 """Our loader, and the limits that it is held against, as contestants of `loader.py`; run by our own interpreter.
 
-ours            shards -> training_batches, augmented in its threads: what `pretrain train` does before its step
+ours            shards -> loader, augmented in its threads: what `pretrain train` does before its step
 random copy     the same bytes in one tensor in memory, random rows of it into one buffer
 libjpeg-turbo   the same JPEG bytes in memory, decoded one after another into one picture's buffer, on every core
 """
 
+import itertools
 import multiprocessing
 import sys
 import tarfile
@@ -24,7 +25,8 @@ from benchmarks.serving import Contestant, Task, serve
 from data_prep.manifest import load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.loader import Batches, training_batches
+from pretrain.bad_samples import BadSamples
+from pretrain.loader import Batches, Request
 from pretrain.order import BatchPlan, Order
 from pretrain.shards import open_split
 
@@ -32,32 +34,29 @@ RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 
 
 class Ours(Contestant):
-    """One endless line of batches; a pass is as many as make up the samples. (A change of our interfaces is made up for here.)"""
+    """A pass is a loader of its own over the next stretch of the endless line: nothing is fetched ahead outside of the clock."""
 
     def open(self, task: Task, state: Any = None) -> Any:
-        manifest = load_manifest(Path(task.shards))
-        reader = open_split(Path(task.shards), manifest, "train")
-        self.manifest = manifest
-        # fewer samples than there are: the order of a smaller split
-        order = Order(min(task.num_samples, reader.num_samples), 1)
-        augmentation = self._augmentation(task)
-        batches: Batches[torch.Tensor] = training_batches(
+        self.manifest = load_manifest(Path(task.shards))
+        self.consumed = state or 0
+        return task, open_split(Path(task.shards), self.manifest, "train"), self._augmentation(task)
+
+    def batches(self, loader: Any) -> Iterator[torch.Tensor]:
+        task, reader, augmentation = loader
+        num_samples = min(task.num_samples, reader.num_samples)  # of fewer than there are: the order of a smaller split
+        sequence = BatchPlan(task.batch_size, task.batch_size, 1).sequence(consumed=self.consumed, rank=0)
+        self.consumed += num_samples // task.batch_size * task.batch_size
+        with Batches(
             reader,
-            order,
-            BatchPlan(task.batch_size, task.batch_size, 1),
-            rank=0,
-            consumed=state or 0,
+            Order(num_samples, 1),
+            map(Request, itertools.islice(sequence, num_samples // task.batch_size)),
+            finish=lambda batch: augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC,
+            on_bad=BadSamples(reader).replace,
             num_threads=task.cores,
             prefetch=2,  # three buffers go round, which the cores' cache nearly holds
             pin=False,
-            finish=lambda batch: augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC,
-        )
-        return task, batches
-
-    def batches(self, loader: Any) -> Iterator[torch.Tensor]:
-        task, batches = loader
-        for _ in range(task.num_samples // task.batch_size):
-            yield next(batches)
+        ) as found:
+            yield from found
 
     def state(self, loader: Any, num_consumed: int) -> Any:  # noqa: ARG002
         return num_consumed

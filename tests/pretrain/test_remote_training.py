@@ -65,8 +65,8 @@ def remote(server: tuple[str, Web], tmp_path: Path) -> Path:
 def test_a_local_index_is_trained_on(folder: Path, tmp_path: Path) -> None:
     assert index(tmp_path / "local", f"{folder}/s-*.tar") == 0
     config = write_config(tmp_path, dataset=tmp_path / "local")
-    words = ["data.eval_split=train", "data.image_size=16", "train.duration=3 epochs", "train.eval_every=1 epochs"]
-    output = finish(start(config, tmp_path / "run", *words))
+    words = ["data.eval_split=train", "data.image_size=16", "train.duration=1 epochs", "train.eval_every=1 epochs"]
+    output = finish(start(config, tmp_path / "run", *words, ranks=1))
     assert "finished" in output
     assert json.loads((tmp_path / "run" / "result.json").read_text())["eval/top1"] >= 0
 
@@ -133,9 +133,9 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(
     with s3_server(folder) as storage:
         assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={storage}") == 0
         config = write_config(tmp_path, dataset=tmp_path / "s3")
-        words = ["data.eval_split=train", "data.image_size=16", "train.duration=6 steps", f"data.storage={storage}"]
+        words = ["data.eval_split=train", "data.image_size=16", "train.duration=2 steps", f"data.storage={storage}"]
         cache = f"data.cache_dir={tmp_path / 'cache'}"
-        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true"))
+        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1))
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
     shutil.rmtree(tmp_path / "run")
 
