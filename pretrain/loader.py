@@ -121,16 +121,30 @@ def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
     started, before = threading.Barrier(number + 1), torch.get_num_threads()
 
     def settle() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
-        torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
-        started.wait()
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
+            torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
+            torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
+            started.wait()
+        except BaseException:
+            started.abort()  # nobody waits for who cannot come
+            raise
 
-    pool = ThreadPoolExecutor(number, thread_name_prefix="loader")
-    for _ in range(number):
-        pool.submit(settle)
-    started.wait()
-    torch.set_num_threads(before)
+    pool, settling = ThreadPoolExecutor(number, thread_name_prefix="loader"), deque[Future[None]]()
+    try:
+        for _ in range(number):
+            settling.append(pool.submit(settle))
+        started.wait()
+    except BaseException:
+        started.abort()
+        pool.shutdown()
+        for error in [future.exception() for future in settling]:
+            if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                raise error from None
+        raise
+    finally:
+        torch.set_num_threads(before)
     return pool
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.loader import as_stored, evaluation_batches, training_batches
+from pretrain.loader import Batch, as_stored, evaluation_batches, training_batches
 from pretrain.order import BatchPlan, Order
 from pretrain.shards import ShardReader, open_split
 from pretrain.world import World
@@ -80,3 +81,50 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
                     assert batch.mask_B is not None
                     seen += batch.samples[batch.mask_B.numpy()].tolist()
         assert sorted(seen) == list(range(240))
+
+
+def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
+    """Asked after torch has worked in the thread: it is then that a new thread takes the number of the process."""
+
+    def threads_of_torch(batch: Batch) -> int:
+        assert int(batch.images_BHWC.long().sum()) > 0
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with training_batches(
+            reader,
+            Order(reader.num_samples, 9),
+            BatchPlan(240, 240, 1),
+            rank=0,
+            consumed=0,
+            num_threads=2,
+            prefetch=3,
+            pin=False,
+            finish=threads_of_torch,
+        ) as batches:
+            assert [next(batches) for _ in range(8)] == [1] * 8
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_threads_that_cannot_begin_are_an_error_and_no_wait(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls = []
+    real = torch.set_num_threads
+
+    def refuse(number: int) -> None:
+        calls.append(number)
+        if len(calls) == failing:
+            raise RuntimeError("no such device")
+        real(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="no such device"):
+        samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=2)
+    assert threading.active_count() == before
