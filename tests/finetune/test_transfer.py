@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.config import ProbeSettings
 from finetune.probe import accuracies, choose_and_test, train_heads, with_bias
-from pretrain.card import list_checkpoints
+from pretrain.card import list_checkpoints, read_card
 from pretrain.checkpoint import load_weights
 from pretrain.models.build import build_model
 from pretrain.shards import open_split
@@ -95,6 +96,20 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     near, far = (final_state(tmp_path / init)["stem.weight"] for init in ("pretrained", "scratch"))
     torch.testing.assert_close(near, body, rtol=0, atol=1e-6)
     assert (far - body).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("encoding", ["raw", "keep"])
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
+    command: Command, tune_config: Path, other_shapes: Path, tmp_path: Path, encoding: str
+) -> None:
+    source = f"source.path={other_shapes}-images"
+    words = ["image_size=24", "num_workers=1"] if encoding == "raw" else ["num_workers=1"]
+    out = tmp_path / "dataset"
+    assert data_prep(["build", "--source", "folder", "--out", str(out), source, f"encoding={encoding}", *words]) == 0
+    settings = [f"run_dir={tmp_path}/run", f"data.dataset={out}", "train.duration=2 steps"]
+    done = command("finetune", "tune", str(tune_config), *settings)
+    assert done.returncode == 0, done.stderr
+    assert read_card(tmp_path / "run").image_size == 16
 
 
 def test_an_interrupted_tuning_ends_at_the_same_bits(command: Command, tune_config: Path, tmp_path: Path) -> None:
