@@ -85,7 +85,7 @@ class TrainingData:
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
-        orders = [self._order(part, seed=seed, batch=global_batch_size) for part in self.parts]
+        orders = [self._order(number, seed=seed, batch=global_batch_size) for number in range(len(self.parts))]
         return orders[0] if len(orders) == 1 else Mixture(tuple(orders), self.weights)
 
     def epoch_size(self, *, global_batch_size: int) -> int:
@@ -97,9 +97,11 @@ class TrainingData:
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else Part(first.directory, first.manifest, split, first.classes)
 
-    def _order(self, part: Part, *, seed: int, batch: int) -> Order:
-        data, num_samples = self.settings, part.content.num_samples
-        key = int(hash64(hex_key(part.manifest.hash), seed) >> 1)
+    def _order(self, number: int, *, seed: int, batch: int) -> Order:
+        data, part = self.settings, self.parts[number]
+        num_samples = part.content.num_samples
+        differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
+        key = int(hash64(hex_key(part.manifest.hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
 

@@ -251,9 +251,15 @@ def _index_size(placed: _Placed) -> int:
 
 def _check_index(index: Ids, path: Path, placed: _Placed, *, raw_size: int | None) -> None:
     directory, num_bytes = placed.part.directory, placed.shard.num_bytes
-    offsets, lengths = index[:, _OFFSET], index[:, _LENGTH]
+    offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
     if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > num_bytes:
         raise DatasetError(f"{path}: its index leads out of the shard; run data_prep verify {directory}")
+    manifest = placed.part.manifest
+    lowest = -1 if placed.part.content.num_unlabelled else 0
+    if labels.min() < lowest or labels.max() >= max(1, len(manifest.classes)):
+        raise DatasetError(
+            f"{path}: has labels beyond the {len(manifest.classes):,} classes of the manifest; run data_prep verify {directory}"
+        )
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():
