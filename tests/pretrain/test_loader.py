@@ -2,15 +2,16 @@
 
 import threading
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.loader import Batch, as_stored, evaluation_batches, training_batches
+from pretrain.loader import LOOK_AHEAD, Batch, as_stored, evaluation_batches, training_batches
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import ShardReader, open_split
+from pretrain.shards import Places, ShardReader, open_split
 from pretrain.world import World
 
 
@@ -81,6 +82,49 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
                     assert batch.mask_B is not None
                     seen += batch.samples[batch.mask_B.numpy()].tolist()
         assert sorted(seen) == list(range(240))
+
+
+class FarAway:
+    """Stands for a reader of remote shards; reads only what has been asked for last."""
+
+    is_remote = True
+
+    def __init__(self) -> None:
+        self.asked: list[np.ndarray] = []
+
+    def fetch_ahead(self, ids: np.ndarray) -> None:
+        self.asked.append(ids)
+
+    def locate(self, ids: np.ndarray) -> Places:
+        return Places(ids, *[np.zeros_like(ids)] * 4)
+
+    def empty(self, count: int, *, pin: bool) -> torch.Tensor:
+        return torch.empty(count, 1, 1, 3, dtype=torch.uint8, pin_memory=pin)
+
+    def read(self, places: Places, batch: torch.Tensor) -> list[object]:
+        batch.zero_()
+        assert np.isin(places.ids, self.asked[-1]).all(), places.ids
+        return []
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 16), (64, 16), (256, 256)])
+def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: int, local: int) -> None:
+    far, plan, steps = FarAway(), BatchPlan(ranks * local, local, ranks), 70
+    with training_batches(
+        cast(ShardReader, far),
+        Order(10**8, 3, "none"),
+        plan,
+        rank=ranks - 1,
+        consumed=0,
+        num_threads=1,
+        prefetch=1,
+        pin=False,
+        finish=as_stored,
+    ) as batches:
+        for _ in range(steps):
+            next(batches)
+    assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
+    assert len(far.asked[0]) >= 2 * plan.global_batch_size  # the next step is on its way, too
 
 
 def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
