@@ -118,6 +118,7 @@ def load_training_data(data: DataSettings) -> TrainingData:
         _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
         found.append(Part(Path(other.dataset), also, other.split))
     _check_sizes(data, found)
+    _check_names(found)
     weights = mixture_weights(
         [data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found]
     )
@@ -175,6 +176,18 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
             raise ValueError(
                 f"data.also: {part.directory} stores pictures of {size} px, {parts[0].directory} of {sizes[0]} px; build one of "
                 "them anew at the size of the other"
+            )
+
+
+def _check_names(parts: Sequence[Part]) -> None:
+    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is not 7 everywhere."""
+    unnamed = [part for part in parts if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))]
+    for part in unnamed[1:]:
+        mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
+        if mine != others:
+            raise ValueError(
+                f"data.also: the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and "
+                f"{others:,} of them, and can hardly mean the same; index them again with a classes_file each"
             )
 
 
