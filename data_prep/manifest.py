@@ -205,8 +205,8 @@ def load_index(directory: Path | str, shard: Shard) -> NDArray[np.int64]:
         index = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: index cannot be read ({error}); run data_prep verify {directory}") from None
-    if index.shape != (shard.num_samples, 3) or index.dtype != INDEX_DTYPE:
+    if index.shape != (shard.num_samples, 3) or index.dtype != INDEX_DTYPE or not index.flags.c_contiguous:
         raise DatasetError(
-            f"{path}: index of shape {index.shape}, {(shard.num_samples, 3)} expected; run data_prep verify {directory}"
+            f"{path}: index of shape {index.shape}, {(shard.num_samples, 3)} expected, row by row; run data_prep verify {directory}"
         )
     return index  # type: ignore[no-any-return]

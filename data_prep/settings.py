@@ -200,6 +200,9 @@ def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[st
     keys: list[str] = []
     models: list[type[BaseModel]] = [schema]
     for part in location:
+        if isinstance(part, int):
+            keys.append(str(part))  # of a list, whose entries are all of one kind
+            continue
         tagged = [model for model in models if len(models) > 1 and _tag_of(model) == part]
         if tagged:
             models = tagged
@@ -217,7 +220,7 @@ def _tag_of(model: type[BaseModel]) -> object:
 def _models_of(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated):
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple):
         return [model for argument in get_args(annotation) for model in _models_of(argument)]
     return []
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, dump, load_settings, parse_command_line
-from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, check_classes
+from finetune.config import EvaluateSettings, ProbeSettings, TuneSettings, class_numbers
 from pretrain.__main__ import OK, guarded, leave, rank_count, world_of
 from pretrain.card import read_card
 from pretrain.config import check_against_ranks
@@ -111,7 +111,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         return _print(settings)
     manifest = load_manifest(settings.dataset)
     manifest.labelled_split(settings.split, directory=settings.dataset)
-    check_classes(read_card(Path(settings.pretrained)), manifest, dataset=settings.dataset)
+    class_numbers(read_card(Path(settings.pretrained)), manifest, dataset=settings.dataset)
     world = world_of(options)
     if options.ranks:
         flags = ["--json"] if options.json else []

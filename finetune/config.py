@@ -112,10 +112,12 @@ class EvaluateSettings(Settings):
     local_batch_size: int = Field(512, ge=1)
 
 
-def check_classes(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> None:
-    """A classifier can only be judged on its own classes, in its own order."""
-    if card.classes == manifest.classes:
-        return
+def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
+    """The number that the checkpoint gives each class of the dataset: a classifier can only be judged on its own classes. It may
+    have more, having been trained on a mixture; they stay among its answers."""
+    number_of = {name: number for number, name in enumerate(card.classes)}
+    if all(name in number_of for name in manifest.classes):
+        return tuple(number_of[name] for name in manifest.classes)
     if len(card.classes) != len(manifest.classes):
         detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
     else:

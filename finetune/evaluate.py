@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
-from finetune.config import EvaluateSettings, check_classes
+from finetune.config import EvaluateSettings, class_numbers
 from finetune.engine import start_accelerator
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
 from pretrain.checkpoint import load_weights
+from pretrain.datasets import Part
 from pretrain.evaluate import Scores, evaluate
 from pretrain.models.build import build_model
-from pretrain.shards import open_split
+from pretrain.shards import ShardReader
 from pretrain.world import World
 
 
@@ -21,7 +22,7 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
     accelerator = start_accelerator(world, precision="fp32", timeout_s=600.0)
     manifest = load_manifest(settings.dataset)
     card, weights = load_weights(Path(settings.pretrained))
-    check_classes(card, manifest, dataset=settings.dataset)
+    numbers = class_numbers(card, manifest, dataset=settings.dataset)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     model.load_state_dict(weights)
     model.to(accelerator.device).eval()
@@ -39,7 +40,9 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
         result: Tensor = model(images)
         return result
 
-    reader = open_split(settings.dataset, manifest, settings.split, image_size=card.image_size)
+    manifest.split(settings.split, directory=settings.dataset)
+    part = Part(Path(settings.dataset), manifest, settings.split, numbers)
+    reader = ShardReader([part], image_size=card.image_size)
     return evaluate(
         logits,
         reader,

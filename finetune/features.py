@@ -29,7 +29,9 @@ def split_features(
     table: Tensor | None = None
     with (
         progress("features", total=reader.num_samples, unit="images", enabled=world.is_first) as line,
-        evaluation_batches(reader, local_batch_size=local_batch_size, world=world) as batches,
+        evaluation_batches(
+            reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores
+        ) as batches,
     ):
         for batch in batches:
             assert batch.mask_B is not None

@@ -6,7 +6,7 @@ from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment.augmentation import Normalisation
-from pretrain.card import ModelCard
+from pretrain.card import ModelCard, read_card
 from pretrain.checkpoint import load_weights
 from pretrain.config import check_against_ranks
 from pretrain.datasets import load_training_data
@@ -26,10 +26,10 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
 
 
 def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
-    data = load_training_data(settings.data)
+    training = settings.as_training(read_card(Path(settings.pretrained)))
+    data = load_training_data(training.data)
     accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     card, model = starting_model(settings, num_classes=len(data.classes))
-    training = settings.as_training(card)
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     engine = AccelerateEngine(
         model,

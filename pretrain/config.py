@@ -20,7 +20,7 @@ class MixedDataset(Settings):
 
     dataset: str
     split: str = "train"
-    weight: float | None = Field(None, gt=0, le=1000)
+    weight: float | None = Field(None, ge=1e-6, le=1000)
 
 
 class DataSettings(Settings):
@@ -30,7 +30,7 @@ class DataSettings(Settings):
     eval_split: str | None = "val"
     also: tuple[MixedDataset, ...] = ()
     """Further datasets to train on; evaluation stays with the first."""
-    weight: float | None = Field(None, gt=0, le=1000)
+    weight: float | None = Field(None, ge=1e-6, le=1000)
     """With `also`: how much of the training is drawn from `dataset`, against the weights there; by default all samples are drawn
     equally often."""
     shuffle: Shuffle = "full"

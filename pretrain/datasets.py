@@ -85,7 +85,7 @@ class TrainingData:
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
-        orders = [self._order(part, seed=seed, batch=global_batch_size) for part in self.parts]
+        orders = [self._order(number, seed=seed, batch=global_batch_size) for number in range(len(self.parts))]
         return orders[0] if len(orders) == 1 else Mixture(tuple(orders), self.weights)
 
     def epoch_size(self, *, global_batch_size: int) -> int:
@@ -97,9 +97,11 @@ class TrainingData:
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else Part(first.directory, first.manifest, split, first.classes)
 
-    def _order(self, part: Part, *, seed: int, batch: int) -> Order:
-        data, num_samples = self.settings, part.content.num_samples
-        key = int(hash64(hex_key(part.manifest.hash), seed) >> 1)
+    def _order(self, number: int, *, seed: int, batch: int) -> Order:
+        data, part = self.settings, self.parts[number]
+        num_samples = part.content.num_samples
+        differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
+        key = int(hash64(hex_key(part.manifest.hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
 
@@ -116,6 +118,7 @@ def load_training_data(data: DataSettings) -> TrainingData:
         _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
         found.append(Part(Path(other.dataset), also, other.split))
     _check_sizes(data, found)
+    _check_names(found)
     weights = mixture_weights(
         [data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found]
     )
@@ -173,6 +176,18 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
             raise ValueError(
                 f"data.also: {part.directory} stores pictures of {size} px, {parts[0].directory} of {sizes[0]} px; build one of "
                 "them anew at the size of the other"
+            )
+
+
+def _check_names(parts: Sequence[Part]) -> None:
+    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is not 7 everywhere."""
+    unnamed = [part for part in parts if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))]
+    for part in unnamed[1:]:
+        mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
+        if mine != others:
+            raise ValueError(
+                f"data.also: the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and "
+                f"{others:,} of them, and can hardly mean the same; index them again with a classes_file each"
             )
 
 

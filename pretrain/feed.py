@@ -45,7 +45,10 @@ class Feed:
             self._batches = open_batches(self._prepare)
             return
         self._batches = open_batches(as_stored)
-        self._device, self._stream = augmentation.device, torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
+        self._device = self._stream.device  # with its number, which accelerate's may lack and `set_device` needs
+        # the constants of the augmentation may still be on their way, on the stream of whoever made it
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,)
         )

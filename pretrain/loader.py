@@ -34,7 +34,7 @@ SMALLEST_PART = 32
 LOCATED_TOGETHER = 8192
 """Samples."""
 LOOK_AHEAD = 32_768
-"""Samples whose remote shards are asked for in advance; said anew every half of it."""
+"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is more); said anew every half."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ class Batches(Generic[T]):
         num_threads: int,
         prefetch: int,
         pin: bool,
+        look_ahead: int = LOOK_AHEAD,
     ):
         self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
-        self.look_ahead = LookAhead(reader, order)
+        self.look_ahead = LookAhead(reader, order, span=look_ahead)
         self._requests = iter(requests)
         self._num_threads = num_threads
         self._pool = _threads(num_threads, pin=pin)
@@ -104,7 +105,7 @@ class Batches(Generic[T]):
 
     def _request(self) -> None:
         if not self._group:
-            self._group = deque(_Group(self.reader, self.order, self.look_ahead, self._requests).jobs())
+            self._group = deque(_Group(self.reader, self.order, self._requests).jobs())
         if not self._group:
             return
         group, request, start = self._group.popleft()
@@ -121,24 +122,38 @@ def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
     started, before = threading.Barrier(number + 1), torch.get_num_threads()
 
     def settle() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
-        torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
-        started.wait()
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
+            torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
+            torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
+            started.wait()
+        except BaseException:
+            started.abort()  # nobody waits for who cannot come
+            raise
 
-    pool = ThreadPoolExecutor(number, thread_name_prefix="loader")
-    for _ in range(number):
-        pool.submit(settle)
-    started.wait()
-    torch.set_num_threads(before)
+    pool, settling = ThreadPoolExecutor(number, thread_name_prefix="loader"), deque[Future[None]]()
+    try:
+        for _ in range(number):
+            settling.append(pool.submit(settle))
+        started.wait()
+    except BaseException:
+        started.abort()
+        pool.shutdown()
+        for error in [future.exception() for future in settling]:
+            if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                raise error from None
+        raise
+    finally:
+        torch.set_num_threads(before)
     return pool
 
 
 class _Group:
     """Some requests whose samples are located together: numpy is slow at finding few numbers at a time."""
 
-    def __init__(self, reader: ShardReader, order: Line, look_ahead: "LookAhead", requests: Iterator[Request]):
-        self._reader, self._order, self._look_ahead = reader, order, look_ahead
+    def __init__(self, reader: ShardReader, order: Line, requests: Iterator[Request]):
+        self._reader, self._order = reader, order
         self._requests: list[Request] = []
         while sum(len(request.positions) for request in self._requests) < LOCATED_TOGETHER:
             request = next(requests, None)
@@ -159,7 +174,6 @@ class _Group:
         """(epochs, places): by the thread that comes first; the others wait."""
         with self._lock:
             if self._located is None:
-                self._look_ahead.announce(int(self._requests[0].positions[0]))
                 epochs, samples = self._order.locate(np.concatenate([each.positions for each in self._requests]))
                 self._located = epochs, self._reader.locate(samples)
             return self._located
@@ -187,6 +201,7 @@ class _Job(Generic[T]):
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
+        self._batches.look_ahead.announce(int(self._request.positions[0]))
         epochs, places = self._group.located()
         first, end = self._cuts[part], self._cuts[part + 1]
         mine, images = places.part(self._start + first, self._start + end), self._buffer()[first:end]
@@ -230,8 +245,8 @@ class _Job(Generic[T]):
 class LookAhead:
     """Tells the reader, now and then, which samples of the whole sequence come next: the ranks of a node share their copies."""
 
-    def __init__(self, reader: ShardReader, order: Line):
-        self._reader, self._order, self._next = reader, order, -1
+    def __init__(self, reader: ShardReader, order: Line, *, span: int):
+        self._reader, self._order, self._span, self._next = reader, order, span, -1
         self._lock = threading.Lock()
 
     def announce(self, position: int) -> None:
@@ -240,9 +255,9 @@ class LookAhead:
         with self._lock:
             if position < self._next:
                 return
-            _, samples = self._order.locate(np.arange(position, position + LOOK_AHEAD))
+            _, samples = self._order.locate(np.arange(position, position + self._span))
             self._reader.fetch_ahead(samples)
-            self._next = position + LOOK_AHEAD // 2
+            self._next = position + self._span // 2
 
 
 def training_batches(
@@ -268,6 +283,7 @@ def training_batches(
         num_threads=num_threads,
         prefetch=prefetch,
         pin=pin,
+        look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
     )
 
 

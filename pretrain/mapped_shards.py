@@ -1,7 +1,7 @@
 """Which shards can be read at this moment: all local ones from their first use on, remote ones while they are needed.
 
 A remote shard is mapped from its copy in the node's cache. It is let go (unmapped, and free to be evicted) when nobody reads from
-it and it is not among those that are needed next.
+it and it is not among those that are needed next; while its reader rests, at once, because another needs the room.
 
 Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
 """
@@ -32,6 +32,7 @@ class MappedShards:
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, Held] = {}
         self._wanted: frozenset[int] = frozenset()
+        self._rests = False
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote):
@@ -53,6 +54,8 @@ class MappedShards:
         finally:
             with self._lock:
                 self._users[needed] -= 1
+                if self._rests:
+                    self._let_go(keep=frozenset())
 
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
         """What is needed next, in this order; the rest is let go as soon as nobody reads from it."""
@@ -62,11 +65,23 @@ class MappedShards:
         self._check_room(remote)
         with self._lock:
             self._wanted = frozenset(remote)
-            for number in [n for n in self._held if n not in self._wanted and not self._users[n]]:
-                self.files.unmap(number)
-                self._mapped[number] = False
-                self._held.pop(number).release()
+            self._let_go(keep=self._wanted)
         self._cache.fetch_ahead([self._shards[number][1] for number in remote if not self._mapped[number]])
+
+    def let_go(self) -> None:
+        """Of all that nobody reads from at this moment; at the next need it is mapped again."""
+        with self._lock:
+            self._let_go(keep=frozenset())
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """For the length of the block nothing is kept in the cache but what is being read."""
+        self._rests = True
+        self.let_go()
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def close(self) -> None:
         """Nothing may be read from here on."""
@@ -90,6 +105,12 @@ class MappedShards:
                 self._check_local(number)
                 self.files.map(number, directory / shard.file, num_bytes=shard.num_bytes)
             self._mapped[number] = True
+
+    def _let_go(self, *, keep: frozenset[int]) -> None:
+        for number in [held for held in self._held if held not in keep and not self._users[held]]:
+            self.files.unmap(number)
+            self._mapped[number] = False
+            self._held.pop(number).release()
 
     def _check_room(self, numbers: Sequence[int]) -> None:
         assert self._cache is not None

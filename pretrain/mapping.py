@@ -40,7 +40,8 @@ class FileRange:
         self._slots = slots
         num_bytes = int(ends[-1]) if len(ends) else page
         self._address = _map(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        weakref.finalize(self, _libc.munmap, self._address, num_bytes)
+        # at the end of the process a thread may still be reading: the system takes the range back when it is over
+        weakref.finalize(self, _libc.munmap, self._address, num_bytes).atexit = False
         self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(self._address)
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
         self.content.flags.writeable = False

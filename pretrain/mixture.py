@@ -16,6 +16,9 @@ import numpy as np
 
 from pretrain.order import Ids, Order
 
+LARGEST_SUM = 2**31 - 1
+"""Of the weights: a product of two such numbers has 64 bits."""
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -24,7 +27,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         assert len(self.orders) == len(self.weights) > 0, self
-        assert min(self.weights) > 0 and sum(self.weights) < 2**31, self.weights
+        assert min(self.weights) > 0 and sum(self.weights) <= LARGEST_SUM, self.weights
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
         """(epoch of the sample's own source, sample id) of positions on the endless line."""
@@ -65,4 +68,9 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
     else:
         assert all(weight is not None for weight in weights), weights
         wanted = np.array([round(1_000_000 * weight) for weight in weights if weight is not None], np.int64)
-    return tuple((wanted // np.gcd.reduce(wanted)).tolist())
+    reduced = wanted // np.gcd.reduce(wanted)
+    if reduced.sum() > LARGEST_SUM:
+        raise ValueError(
+            f"data.weight: shares of {' : '.join(map(str, reduced.tolist()))} are too fine; give weights with fewer digits"
+        )
+    return tuple(reduced.tolist())

@@ -74,10 +74,11 @@ def _fed(
         pin=False,
         finish=augmentation.prepare,
     ) as batches:
-        prepared = next(batches)
-        if cache is not None:
-            cache.close()
-    return prepared
+        try:
+            return next(batches)
+        finally:
+            if cache is not None:
+                cache.close()  # before the batches, whose end would last as long as a download
 
 
 def _pictures(prepared: Prepared, normalisation: Normalisation) -> list[Image.Image]:

@@ -10,6 +10,7 @@ Nothing is opened, read or held in memory before it is needed: a rank of a run o
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,6 +149,14 @@ class ShardReader:
             _, first = np.unique(numbers, return_index=True)
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
+    def let_go(self) -> None:
+        """Of the remote shards, until the next need: other readers share the room of the cache."""
+        self._shards.let_go()
+
+    def resting(self) -> AbstractContextManager[None]:
+        """For the length of the block, in which others read, remote shards are let go of at once."""
+        return self._shards.resting()
+
     def stand_in(self, sample: int, attempt: int) -> int:
         """Who takes the place of a sample that cannot be read: another of the same shard, the same one in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
@@ -251,9 +260,15 @@ def _index_size(placed: _Placed) -> int:
 
 def _check_index(index: Ids, path: Path, placed: _Placed, *, raw_size: int | None) -> None:
     directory, num_bytes = placed.part.directory, placed.shard.num_bytes
-    offsets, lengths = index[:, _OFFSET], index[:, _LENGTH]
+    offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
     if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > num_bytes:
         raise DatasetError(f"{path}: its index leads out of the shard; run data_prep verify {directory}")
+    manifest = placed.part.manifest
+    lowest = -1 if placed.part.content.num_unlabelled else 0
+    if labels.min() < lowest or labels.max() >= max(1, len(manifest.classes)):
+        raise DatasetError(
+            f"{path}: has labels beyond the {len(manifest.classes):,} classes of the manifest; run data_prep verify {directory}"
+        )
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():

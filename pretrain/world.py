@@ -39,10 +39,10 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """SLURM gives each task its own; others share those of the node."""
-    here = len(os.sched_getaffinity(0))
-    if "SLURM_CPUS_PER_TASK" in environment:
-        return min(here, int(environment["SLURM_CPUS_PER_TASK"]))
+    """A rank that is a task of SLURM has that task's cores; those that one task, or nobody, started share what there is."""
+    here = min(len(os.sched_getaffinity(0)), int(environment.get("SLURM_CPUS_PER_TASK", "1_000_000")))
+    if "SLURM_CPUS_PER_TASK" in environment and environment.get("SLURM_NTASKS", "1") == environment["WORLD_SIZE"]:
+        return here
     return max(1, here // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.config import ProbeSettings
 from finetune.probe import accuracies, choose_and_test, train_heads, with_bias
-from pretrain.card import list_checkpoints
+from pretrain.card import list_checkpoints, read_card
 from pretrain.checkpoint import load_weights
 from pretrain.models.build import build_model
 from pretrain.shards import open_split
@@ -67,6 +68,31 @@ def test_evaluation_during_training_is_the_same_number(pretrained: Path, shapes:
     assert result["eval/top1"] == pytest.approx(independent_top1(pretrained, shapes), abs=1e-9)
 
 
+def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
+    command: Command, shapes: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    config, mixed = write_config(tmp_path, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
+    finish(start(config, tmp_path / "run", "train.duration=30 steps", mixed, ranks=1))
+    card, weights = load_weights(tmp_path / "run")
+    assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
+    trained = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = build_model(card.model, num_classes=13, image_size=16)
+    model.load_state_dict(weights)
+    for dataset in (other_shapes, shapes):
+        done = command("finetune", "evaluate", str(tmp_path / "run"), str(dataset), "--json")
+        assert done.returncode == 0, done.stderr
+        reader = open_split(dataset, load_manifest(dataset), "val")
+        images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
+        with torch.no_grad():
+            answers = [card.classes[number] for number in model((images - mean) / std).argmax(dim=1).tolist()]
+        names = [load_manifest(dataset).classes[label] for label in reader.labels.tolist()]
+        expected = np.mean([answer == name for answer, name in zip(answers, names, strict=True)])
+        assert json.loads(done.stdout)["eval/top1"] == pytest.approx(expected, abs=1e-9)
+        if dataset == other_shapes:
+            assert trained["eval/top1"] == pytest.approx(expected, abs=1e-9)
+
+
 def test_a_checkpoint_is_not_judged_on_other_classes(command: Command, pretrained: Path, other_shapes: Path) -> None:
     done = command("finetune", "evaluate", str(pretrained), str(other_shapes))
     assert done.returncode == 2
@@ -95,6 +121,20 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     near, far = (final_state(tmp_path / init)["stem.weight"] for init in ("pretrained", "scratch"))
     torch.testing.assert_close(near, body, rtol=0, atol=1e-6)
     assert (far - body).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("encoding", ["raw", "keep"])
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
+    command: Command, tune_config: Path, other_shapes: Path, tmp_path: Path, encoding: str
+) -> None:
+    source = f"source.path={other_shapes}-images"
+    words = ["image_size=24", "num_workers=1"] if encoding == "raw" else ["num_workers=1"]
+    out = tmp_path / "dataset"
+    assert data_prep(["build", "--source", "folder", "--out", str(out), source, f"encoding={encoding}", *words]) == 0
+    settings = [f"run_dir={tmp_path}/run", f"data.dataset={out}", "train.duration=2 steps"]
+    done = command("finetune", "tune", str(tune_config), *settings)
+    assert done.returncode == 0, done.stderr
+    assert read_card(tmp_path / "run").image_size == 16
 
 
 def test_an_interrupted_tuning_ends_at_the_same_bits(command: Command, tune_config: Path, tmp_path: Path) -> None:

@@ -71,6 +71,27 @@ TABLE = [
     ("patch does not divide", ["model={kind: mixer, patch_size: 5}"], "model.patch_size: 5 does not divide image size 16; the nearest that does is 4"),
     ("no such split", ["data.eval_split=vall"], "data.eval_split: DATASET: has no split 'vall'; did you mean 'val'?"),
     ("no such dataset", ["data.dataset=nowhere"], "nowhere: no such dataset directory; make it with data_prep build"),
+    ("dataset of a mixture without its section", ["data.also=[DATASET]"], "data.also.0: 'DATASET' will not do; a section"),
+    ("key of a mixture", ["data.also=[{dataset: x, wieght: 1}]"], "data.also.0.wieght: unknown key; did you mean 'weight'?"),
+    ("mixture without a dataset", ["data.also=[{split: train}]"], "data.also.0.dataset: missing; set it"),
+    ("no such dataset to mix", ["data.also=[{dataset: nowhere}]"], "nowhere: no such dataset directory"),
+    ("no such split to mix", ["data.also=[{dataset: DATASET, split: trian}]"], "data.also.0.split: DATASET: has no split 'trian'; did you mean 'train'?"),
+    ("weight alone", ["data.weight=2.0"], "data.weight: stands alone; it weighs `dataset` against those of data.also"),
+    ("one weight of two", ["data={dataset: DATASET, weight: 1, also: [{dataset: DATASET}]}"], "data.weight: give one to `dataset` and to each of data.also, or to none"),
+    ("weight that vanishes", ["data={dataset: DATASET, weight: 1e-7, also: [{dataset: DATASET, weight: 1}]}"], "data.weight: 1e-07 will not do; it must be greater than or equal to 0.000001"),
+    ("weights that differ by nothing", ["data={dataset: DATASET, weight: 999.999999, also: [{dataset: DATASET, weight: 999.999998}, {dataset: DATASET, weight: 999.999997}]}"], "data.weight: shares of 999999999 : 999999998 : 999999997 are too fine; give weights with fewer digits"),
+    ("mixture that drops", ["data={dataset: DATASET, last_batch: drop, also: [{dataset: DATASET}]}"], "data.last_batch: 'drop' will not do with data.also"),
+    ("unknown last batch", ["data.last_batch=dorp"], "data.last_batch: 'dorp' is not one of its values; did you mean 'drop'?"),
+    ("a batch that drop never fills", ["data.last_batch=drop", "train.global_batch_size=512"], "data.last_batch: 'drop' leaves nothing of 240 samples, fewer than train.global_batch_size 512"),
+    ("unknown shuffle", ["data.shuffle=blok"], "data.shuffle: 'blok' is not one of its values; did you mean 'block'?"),
+    ("blocks of nothing", ["data.block_size=0"], "data.block_size: 0 will not do; it must be greater than or equal to 1"),
+    ("windows of nothing", ["data.window_blocks=0"], "data.window_blocks: 0 will not do; it must be greater than or equal to 1"),
+    ("share above one", ["data.max_bad_share=2"], "data.max_bad_share: 2 will not do; it must be less than or equal to 1"),
+    ("cache of nothing", ["data.cache_gb=0"], "data.cache_gb: 0 will not do; it must be greater than 0"),
+    ("cache directory that is a number", ["data.cache_dir=3"], "data.cache_dir: 3 will not do; text is needed"),
+    ("options that are a list", ["data.storage=[anon]"], "data.storage: ['anon'] will not do; a section (key: value lines) is needed"),
+    ("no threads", ["train.loader_threads=0"], "train.loader_threads: 0 will not do; it must be greater than or equal to 1"),
+    ("nothing ahead", ["train.prefetch_batches=0"], "train.prefetch_batches: 0 will not do; it must be greater than or equal to 1"),
     ("section instead of value", ["optimizer.lr={a: 1}"], "optimizer.lr:"),
     ("value instead of section", ["optimizer=3"], "optimizer: 3 will not do; a section (key: value lines) is needed"),
     ("override into a value", ["run_dir.x=3"], "override 'run_dir.x=3': run_dir is the value 'runs/x', not a section"),
@@ -81,10 +102,17 @@ TABLE = [
 
 @pytest.mark.parametrize(("overrides", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
-    shapes: Path, tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    shapes: Path,
+    tmp_path: Path,
+    overrides: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where a config that passes by mistake may leave its run
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
+    overrides = [words.replace("DATASET", str(shapes)) for words in overrides]
     assert pretrain(["train", str(config), *overrides]) == 2
     said = capsys.readouterr().err.removeprefix("pretrain: ").strip()
     assert said.startswith(words.replace("DATASET", str(shapes))) or (words.startswith("'") and words in said), said

@@ -117,6 +117,21 @@ def test_evaluation_leaves_it_out_and_says_so(
     assert "it is left out of the score" in capsys.readouterr().err
 
 
+def test_a_bad_last_sample_is_named_once_however_often_it_pads(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shapes"
+    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
+    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
+    damage(out, 71, split="val")
+    reader = open_split(out, load_manifest(out), "val")
+    capsys.readouterr()
+    with evaluation_batches(reader, local_batch_size=100, world=World(0, 0, 1)) as batches:
+        (batch,) = batches
+    assert batch.mask_B is not None and int(batch.mask_B.sum()) == 71 and batch.num_bad == 1
+    assert capsys.readouterr().err.count("bad sample: ") == 1
+
+
 def test_whoever_asks_for_the_pictures_themselves_gets_an_error(reader: ShardReader) -> None:
     with pytest.raises(DatasetError, match="does not decode"):
         reader.images(np.array([2, 3]))

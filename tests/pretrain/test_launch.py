@@ -90,3 +90,23 @@ def test_srun_is_understood() -> None:
 def test_half_an_environment_is_one_clear_error() -> None:
     with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
         read_world({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("slurm", "world_size", "local_world_size", "cores"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 8),  # srun started each rank
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"}, 4, 4, 8),  # --ranks 4 or torchrun in one task
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"}, 8, 4, 8),  # torchrun on each of two nodes
+        ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 8),
+        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 1),
+        ({}, 4, 4, 16),
+    ],
+)
+def test_ranks_of_one_task_share_its_cores(
+    slurm: dict[str, str], world_size: int, local_world_size: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    assert read_world(facts | sizes | slurm).num_cores == cores

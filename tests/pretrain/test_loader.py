@@ -2,14 +2,16 @@
 
 import threading
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.loader import as_stored, evaluation_batches, training_batches
+from pretrain.loader import LOOK_AHEAD, Batch, as_stored, evaluation_batches, training_batches
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import ShardReader, open_split
+from pretrain.shards import Places, ShardReader, open_split
 from pretrain.world import World
 
 
@@ -80,3 +82,93 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
                     assert batch.mask_B is not None
                     seen += batch.samples[batch.mask_B.numpy()].tolist()
         assert sorted(seen) == list(range(240))
+
+
+class FarAway:
+    """Stands for a reader of remote shards; reads only what has been asked for last."""
+
+    is_remote = True
+
+    def __init__(self) -> None:
+        self.asked: list[np.ndarray] = []
+
+    def fetch_ahead(self, ids: np.ndarray) -> None:
+        self.asked.append(ids)
+
+    def locate(self, ids: np.ndarray) -> Places:
+        return Places(ids, *[np.zeros_like(ids)] * 4)
+
+    def empty(self, count: int, *, pin: bool) -> torch.Tensor:
+        return torch.empty(count, 1, 1, 3, dtype=torch.uint8, pin_memory=pin)
+
+    def read(self, places: Places, batch: torch.Tensor) -> list[object]:
+        batch.zero_()
+        assert np.isin(places.ids, self.asked[-1]).all(), places.ids
+        return []
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 16), (64, 16), (256, 256)])
+def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: int, local: int) -> None:
+    far, plan, steps = FarAway(), BatchPlan(ranks * local, local, ranks), 70
+    with training_batches(
+        cast(ShardReader, far),
+        Order(10**8, 3, "none"),
+        plan,
+        rank=ranks - 1,
+        consumed=0,
+        num_threads=1,
+        prefetch=1,
+        pin=False,
+        finish=as_stored,
+    ) as batches:
+        for _ in range(steps):
+            next(batches)
+    assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
+    assert len(far.asked[0]) >= 2 * plan.global_batch_size  # the next step is on its way, too
+
+
+def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
+    """Asked after torch has worked in the thread: it is then that a new thread takes the number of the process."""
+
+    def threads_of_torch(batch: Batch) -> int:
+        assert int(batch.images_BHWC.long().sum()) > 0
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with training_batches(
+            reader,
+            Order(reader.num_samples, 9),
+            BatchPlan(240, 240, 1),
+            rank=0,
+            consumed=0,
+            num_threads=2,
+            prefetch=3,
+            pin=False,
+            finish=threads_of_torch,
+        ) as batches:
+            assert [next(batches) for _ in range(8)] == [1] * 8
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_threads_that_cannot_begin_are_an_error_and_no_wait(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls = []
+    real = torch.set_num_threads
+
+    def refuse(number: int) -> None:
+        calls.append(number)
+        if len(calls) == failing:
+            raise RuntimeError("no such device")
+        real(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="no such device"):
+        samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=2)
+    assert threading.active_count() == before

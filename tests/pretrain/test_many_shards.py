@@ -1,5 +1,6 @@
 """Shards of all sizes and in any number: read alike, in any order, without a file descriptor each and without reading ahead."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -110,3 +111,16 @@ def test_reading_epochs_leaves_memory_where_it_was(one_shard: ShardReader) -> No
     for _ in range(20):
         epoch_of(one_shard, ranks=1, threads=2)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    program = (
+        "import atexit; atexit.register(lambda: print(bytes(files.content[:3])))\n"
+        "from pathlib import Path; from pretrain.mapping import FileRange\n"
+        "files = FileRange([3]); files.map(0, Path('file'), num_bytes=3)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "b'abc'\n")

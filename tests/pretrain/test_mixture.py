@@ -1,10 +1,15 @@
 """Several datasets as one line: shares held in every stretch, each source in its own order, nothing kept but the position."""
 
 import itertools
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pretrain.config import DataSettings, MixedDataset
+from pretrain.datasets import TrainingData, load_training_data
 from pretrain.mixture import Mixture, mixture_weights
 from pretrain.order import Order
 
@@ -60,6 +65,43 @@ def test_numbers_of_a_long_run_over_large_datasets_stay_exact() -> None:
     for position, place in zip(positions.tolist(), places.tolist(), strict=True):
         before, after = position * weights[0] // total, (position + 1) * weights[0] // total
         assert place == before if after > before else place < position - before + 1
+
+
+def test_shares_that_64_bits_cannot_tell_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.weight: .* are too fine; give weights with fewer digits"):
+        mixture_weights([999.999999, 999.999998, 999.999997], [1, 1, 1])
+    with pytest.raises(ValueError, match="too fine"):
+        mixture_weights([None, None], [2**31, 1])
+
+
+def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None:
+    """Else each picture would stand beside itself, and MixUp mix it with itself."""
+    again = MixedDataset(dataset=str(shapes))
+    data = load_training_data(DataSettings(dataset=str(shapes), also=(again,)))
+    assert data.classes == data.parts[0].manifest.classes
+    _, samples = data.order(seed=3, global_batch_size=24).locate(np.arange(480))
+    assert sorted(samples.tolist()) == list(range(480))
+    assert (samples[0::2] % 240 == samples[1::2] % 240).mean() < 0.1
+
+
+def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path, tmp_path: Path) -> None:
+    for name, count in (("eight", 8), ("eight_too", 8), ("nine", 9)):
+        shutil.copytree(shapes, tmp_path / name)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        manifest["classes"] = [str(number) for number in range(count)]
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+
+    def mixed(*names: str) -> TrainingData:
+        first, *others = (str(tmp_path / name) for name in names)
+        return load_training_data(
+            DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others))
+        )
+
+    assert len(mixed("eight", "eight_too").classes) == 8
+    with pytest.raises(ValueError, match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8"):
+        mixed("eight", "nine")
+    named = load_training_data(DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),)))
+    assert len(named.classes) == 17
 
 
 def test_weights_are_reduced() -> None:

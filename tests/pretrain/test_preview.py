@@ -1,6 +1,7 @@
 """The preview shows the very pictures and labels that a run is fed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,13 @@ from PIL import Image
 
 from data_prep.images.sheet import CELL, HEAD, MARGIN
 from data_prep.manifest import load_manifest
+from data_prep.settings import load_settings
 from pretrain.__main__ import main
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.settings import AugmentSettings
-from pretrain.config import DataSettings
+from pretrain.config import DataSettings, PretrainSettings
 from pretrain.datasets import load_training_data
-from pretrain.preview import _labels, recipe
+from pretrain.preview import _labels, preview, recipe
 from pretrain.shards import open_split
 from tests.training import write_config
 
@@ -65,3 +67,28 @@ def test_what_cannot_be_shown_is_one_line(
     config = write_config(tmp_path, dataset=shapes)
     assert main(["preview", str(config), "run_dir=runs/tiny", *words]) == 2
     assert capsys.readouterr().err.startswith(f"pretrain: {message}")
+
+
+def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Ctrl-C would take effect when what is on its way has come, or failed."""
+    ended = []
+
+    class Batches:
+        def __enter__(self) -> "Batches":
+            return self
+
+        def __exit__(self, *unused: object) -> None:
+            ended.append("threads")
+
+        def __next__(self) -> None:
+            raise KeyboardInterrupt
+
+    cache = SimpleNamespace(close=lambda: ended.append("downloads"))
+    monkeypatch.setattr("pretrain.preview.open_cache", lambda data: cache)
+    monkeypatch.setattr("pretrain.preview.training_batches", lambda *unused, **more: Batches())
+    settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
+    with pytest.raises(KeyboardInterrupt):
+        preview(settings, count=8, epoch=0, num_threads=1)
+    assert ended == ["downloads", "threads"]

@@ -19,6 +19,7 @@ from pretrain.config import DataSettings
 from pretrain.loader import as_stored, training_batches
 from pretrain.order import BatchPlan, Order
 from pretrain.shard_cache import ShardCache
+from pretrain.shard_cache.fetching import Patience
 from pretrain.shards import ShardReader, open_split
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
@@ -105,6 +106,31 @@ def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web]
         reader.close()
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
+
+
+def test_training_and_evaluation_need_room_by_turns_only(server: tuple[str, Web], tmp_path: Path) -> None:
+    """Each of the two splits fills more than half of the cache; a batch of training is still on its way."""
+    address, _ = server
+    assert index(tmp_path / "train", f"{address}/s-{{000..003}}.tar") == 0
+    assert index(tmp_path / "eval", f"{address}/s-{{004..007}}.tar") == 0
+    room, patience = 5 * shard_bytes(tmp_path / "train"), Patience(wait_s=2)
+    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=patience)) as cache:
+        train, judged = (
+            open_split(path, load_manifest(path), "train", image_size=16, cache=cache)
+            for path in (tmp_path / "train", tmp_path / "eval")
+        )
+        ids = np.arange(4 * PER_SHARD)
+        for _ in range(2):
+            train.fetch_ahead(ids)
+            before = train.images(ids)
+            with train.resting():
+                train.fetch_ahead(ids)
+                assert torch.equal(train.images(ids), before)
+                judged.fetch_ahead(ids)
+                assert judged.images(ids).shape == before.shape
+            judged.let_go()
+        train.close()
+        judged.close()
 
 
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:

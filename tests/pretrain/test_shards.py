@@ -79,6 +79,30 @@ def test_an_unfinished_dataset_says_so(shapes: Path, tmp_path: Path) -> None:
         load_manifest(copy)
 
 
+@pytest.mark.parametrize("label", [-1, 8, 1 << 40])
+def test_a_label_beyond_the_classes_is_refused(shapes: Path, tmp_path: Path, label: int) -> None:
+    """In a mixture it would be a class of the next dataset, and on a GPU the end of the process."""
+    directory = tmp_path / "copy"
+    shutil.copytree(shapes, directory)
+    manifest = load_manifest(directory)
+    path = directory / manifest.split("train").shards[0].index_file
+    index = np.load(path)
+    index[5, 2] = label
+    np.save(path, index)
+    with pytest.raises(DatasetError, match="has labels beyond the 8 classes of the manifest; run data_prep verify"):
+        open_split(directory, manifest, "train").images(np.arange(1))
+
+
+def test_an_index_stored_by_columns_is_refused(shapes: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "copy"
+    shutil.copytree(shapes, directory)
+    manifest = load_manifest(directory)
+    path = directory / manifest.split("train").shards[0].index_file
+    np.save(path, np.asfortranarray(np.load(path)))
+    with pytest.raises(DatasetError, match="row by row; run data_prep verify"):
+        open_split(directory, manifest, "train").images(np.arange(1))
+
+
 @pytest.mark.parametrize("offset", [-512, 1 << 30])
 def test_an_index_that_leads_out_of_its_shard_is_refused(shapes: Path, tmp_path: Path, offset: int) -> None:
     directory = tmp_path / "copy"
