@@ -104,7 +104,7 @@ class Batches(Generic[T]):
 
     def _request(self) -> None:
         if not self._group:
-            self._group = deque(_Group(self.reader, self.order, self.look_ahead, self._requests).jobs())
+            self._group = deque(_Group(self.reader, self.order, self._requests).jobs())
         if not self._group:
             return
         group, request, start = self._group.popleft()
@@ -137,8 +137,8 @@ def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
 class _Group:
     """Some requests whose samples are located together: numpy is slow at finding few numbers at a time."""
 
-    def __init__(self, reader: ShardReader, order: Line, look_ahead: "LookAhead", requests: Iterator[Request]):
-        self._reader, self._order, self._look_ahead = reader, order, look_ahead
+    def __init__(self, reader: ShardReader, order: Line, requests: Iterator[Request]):
+        self._reader, self._order = reader, order
         self._requests: list[Request] = []
         while sum(len(request.positions) for request in self._requests) < LOCATED_TOGETHER:
             request = next(requests, None)
@@ -159,7 +159,6 @@ class _Group:
         """(epochs, places): by the thread that comes first; the others wait."""
         with self._lock:
             if self._located is None:
-                self._look_ahead.announce(int(self._requests[0].positions[0]))
                 epochs, samples = self._order.locate(np.concatenate([each.positions for each in self._requests]))
                 self._located = epochs, self._reader.locate(samples)
             return self._located
@@ -187,6 +186,8 @@ class _Job(Generic[T]):
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
+        # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
+        self._batches.look_ahead.announce(int(self._request.positions[0]))
         epochs, places = self._group.located()
         first, end = self._cuts[part], self._cuts[part + 1]
         mine, images = places.part(self._start + first, self._start + end), self._buffer()[first:end]

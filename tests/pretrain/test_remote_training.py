@@ -19,6 +19,7 @@ from pretrain.config import DataSettings
 from pretrain.loader import as_stored, training_batches
 from pretrain.order import BatchPlan, Order
 from pretrain.shard_cache import ShardCache
+from pretrain.shard_cache.fetching import Patience
 from pretrain.shards import ShardReader, open_split
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
@@ -105,6 +106,23 @@ def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web]
         reader.close()
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
+
+
+def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
+    monkeypatch.setattr("pretrain.loader.LOOK_AHEAD", 2 * PER_SHARD)
+    room, quick = 4 * shard_bytes(remote), Patience(wait_s=3)
+    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=quick)) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        order, plan = Order(reader.num_samples, 3, "none"), BatchPlan(12, 6, 2)
+        with training_batches(
+            reader, order, plan, rank=1, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
+        ) as batches:
+            found = [next(batches).samples.tolist() for _ in range(2 * NUM_SHARDS)]
+        reader.close()
+    assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
 
 
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
