@@ -1,7 +1,7 @@
 """Which shards can be read at this moment: all local ones from their first use on, remote ones while they are needed.
 
 A remote shard is mapped from its copy in the node's cache. It is let go (unmapped, and free to be evicted) when nobody reads from
-it and it is not among those that are needed next.
+it and it is not among those that are needed next, or the cache has no room for what some reader of this process needs now.
 
 Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
 """
@@ -31,11 +31,12 @@ class MappedShards:
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, Held] = {}
-        self._wanted: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote):
             self._check_local(int(number))
+        if cache is not None and self.any_remote:
+            cache.when_full(self._let_go)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
@@ -60,12 +61,7 @@ class MappedShards:
         if self._cache is None or not remote:
             return
         self._check_room(remote)
-        with self._lock:
-            self._wanted = frozenset(remote)
-            for number in [n for n in self._held if n not in self._wanted and not self._users[n]]:
-                self.files.unmap(number)
-                self._mapped[number] = False
-                self._held.pop(number).release()
+        self._let_go(but=frozenset(remote))
         self._cache.fetch_ahead([self._shards[number][1] for number in remote if not self._mapped[number]])
 
     def close(self) -> None:
@@ -74,6 +70,14 @@ class MappedShards:
             for held in self._held.values():
                 held.release()
             self._held = {}
+
+    def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
+        """What nobody reads from at this moment."""
+        with self._lock:
+            for number in [n for n in self._held if n not in but and not self._users[n]]:
+                self.files.unmap(number)
+                self._mapped[number] = False
+                self._held.pop(number).release()
 
     def _map(self, number: int) -> None:
         directory, shard = self._shards[number]

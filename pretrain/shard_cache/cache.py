@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +62,7 @@ class ShardCache:
         self._directory = CacheDirectory(directory, max_bytes=max_bytes)
         self._storage, self._patience = storage, patience or Patience()
         self._parallel_downloads = parallel_downloads
+        self._when_full: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._begin()
 
     @property
@@ -88,6 +90,10 @@ class ShardCache:
         self._ahead.want([shard for shard in shards if shard.num_bytes <= self._directory.max_bytes])
         self._publish_wants()
         self._ahead.go()
+
+    def when_full(self, let_go: Callable[[], None]) -> None:
+        """A method that is called when a `hold` finds no room: it releases what is held, but not in use at that moment."""
+        self._when_full.append(weakref.WeakMethod(let_go))
 
     def close(self) -> None:
         """Ends the threads and every wait; what is cached, or held, stays."""
@@ -128,6 +134,8 @@ class ShardCache:
                 if found is Refusal.NO_ROOM and not waiting:
                     waiting = True
                     self._publish_wants(waits_for=shard.num_bytes)
+                if found is Refusal.NO_ROOM:
+                    self._let_go_idle()
                 now = self._directory.progress(shard)
                 if now != seen:
                     since, seen = time.monotonic(), now
@@ -139,6 +147,13 @@ class ShardCache:
         finally:
             if waiting:
                 self._publish_wants(waits_no_longer_for=shard.num_bytes)
+
+    def _let_go_idle(self) -> None:
+        """Training and evaluation share the cache, and each keeps what it needs next: neither must lock the other out."""
+        for reference in self._when_full:
+            let_go = reference()
+            if let_go is not None:
+                let_go()
 
     def _gave_up(self, shard: Shard, refusal: Refusal) -> str:
         seconds = f"{self._patience.wait_s:,.0f} s"

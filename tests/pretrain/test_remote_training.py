@@ -125,6 +125,24 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
 
 
+def test_training_and_evaluation_share_a_cache_that_holds_either(remote: Path, tmp_path: Path) -> None:
+    """What one reader keeps for later makes room for what the other needs now."""
+    quick = Patience(wait_s=3)
+    with closing(
+        ShardCache(tmp_path / "cache", max_bytes=4 * shard_bytes(remote), storage={}, patience=quick)
+    ) as cache:
+        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache) for _ in range(2)]
+        ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
+        found = []
+        for _ in range(2):
+            for reader, mine in zip(readers, ids, strict=True):
+                reader.fetch_ahead(mine)
+                found.append([reader.images(part) for part in np.split(mine, 3)])
+        assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
+        for reader in readers:
+            reader.close()
+
+
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
     with closing(ShardCache(tmp_path / "cache", max_bytes=3 * shard_bytes(remote), storage={})) as cache:
         reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
