@@ -46,6 +46,8 @@ class Feed:
             return
         self._batches = open_batches(as_stored)
         self._device, self._stream = augmentation.device, torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
+        # what the augmentation made for itself was queued on this thread's stream, and may not be there yet
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,)
         )

@@ -101,7 +101,7 @@ class MappedShards:
         if wanted > self._cache.max_bytes:
             raise UserError(
                 f"data.cache_gb: {self._cache.max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
-                f"remote shards of {wanted / 1e9:.1f} GB together; raise it, or set data.shuffle=block (with smaller "
+                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or set data.shuffle=block (with smaller "
                 "data.block_size and data.window_blocks), which needs few shards at a time"
             )
 

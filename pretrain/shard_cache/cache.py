@@ -1,6 +1,7 @@
 """Copies of remote shards on local disk, for the threads of a process. The protocol stands in __init__.py."""
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -15,11 +16,13 @@ from data_prep.remote import ContentError, RemoteError, StoppedError, shown
 from pretrain.shard_cache.ahead import ReadAhead
 from pretrain.shard_cache.directory import NOW, CacheDirectory, Refusal
 from pretrain.shard_cache.fetching import Patience, fill
-from pretrain.shard_cache.files import CacheError, let_go
+from pretrain.shard_cache.files import CacheError, let_go, plain_errors, raise_file_limit
 from pretrain.shard_cache.wants import Wants
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.25
 """Between looks at what other processes do."""
+TELL_AGAIN_S = 30.0
+"""What is said of a server that does not deliver; many threads may be told the same by it."""
 
 
 class Held:
@@ -59,6 +62,7 @@ class ShardCache:
         patience: Patience | None = None,
         parallel_downloads: int = 4,
     ):
+        raise_file_limit()
         self._directory = CacheDirectory(directory, max_bytes=max_bytes)
         self._storage, self._patience = storage, patience or Patience()
         self._parallel_downloads = parallel_downloads
@@ -74,7 +78,8 @@ class ShardCache:
         self._mind_forks()
         self._directory.check(shard)
         path = self._directory.whole_path(shard)
-        file = self._directory.whole(shard)
+        with plain_errors(self._directory.path):
+            file = self._directory.whole(shard)
         if file is None:
             try:
                 file = self._wait_for(shard)
@@ -108,6 +113,7 @@ class ShardCache:
         self._stop = threading.Event()
         self._wants = Wants(self._directory.path)
         self._waiting_bytes: list[int] = []
+        self._told_s = -TELL_AGAIN_S
         self._ahead = ReadAhead(
             self._obtain_ahead, is_whole=self._directory.is_whole, num_threads=self._parallel_downloads
         )
@@ -178,12 +184,26 @@ class ShardCache:
         if isinstance(part, Refusal):
             return part
         try:
-            fill(part, shard, self._directory, storage=self._storage, patience=self._patience, stop=self._stop)
+            fill(
+                part,
+                shard,
+                self._directory,
+                storage=self._storage,
+                patience=self._patience,
+                stop=self._stop,
+                tell=self._tell,
+            )
             self._directory.publish(part, shard, keep=keep)
         except BaseException:
             self._directory.drop(part, shard)
             raise
         return part
+
+    def _tell(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_AGAIN_S:
+            self._told_s = now_s
+            print(f"waiting for {what}", file=sys.stderr, flush=True)
 
     def _publish_wants(self, *, waits_for: int | None = None, waits_no_longer_for: int | None = None) -> None:
         with self._directory.room():

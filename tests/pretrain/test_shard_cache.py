@@ -5,12 +5,13 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,26 @@ def test_what_may_pass_is_tried_again(
         assert cached(tmp_path / "cache") == {shards[0].sha256}
     assert server[1].gets == {"0.tar": len(faults) + 1}
     assert random.getstate() == before, "the order of training must not feel a server"
+
+
+@pytest.mark.parametrize(("num_faults", "num_lines"), [(1, 0), (3, 1)])
+def test_whoever_waits_for_a_failing_server_is_told(
+    tmp_path: Path,
+    shards: list[Shard],
+    server: tuple[str, Web],
+    num_faults: int,
+    num_lines: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Once in a while, and not at the first fault, which passes as a rule."""
+    address, state = server
+    state.key, state.faults = "key=secret-word", {f"{number}.tar": [500] * num_faults for number in range(3)}
+    with closing(cache(tmp_path / "cache", storage={"params": {"key": "secret-word"}})) as ours:
+        for number in range(3):
+            ours.hold(shards[number]).release()
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == num_lines and "secret-word" not in said
+    assert not said or re.match(rf"waiting for {re.escape(address)}/0.tar: 500.*; attempt 3 of 4 follows", said)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +309,21 @@ def test_read_ahead_leaves_room_that_somebody_waits_for(
         assert cached(place) == {big.sha256}
         found[0].release()
         eventually(lambda: cached(place) == {shards[3].sha256})
+
+
+def test_more_shards_may_be_held_than_the_usual_limit_of_open_files(tmp_path: Path, shards: list[Shard]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(cache(tmp_path / "before")) as ours, ExitStack() as held:
+        for shard in shards:
+            held.enter_context(ours.hold(shard))
+        spare = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare - 4, hard))
+        with closing(cache(tmp_path / "before")) as ours, ExitStack() as held:
+            for shard in shards:
+                held.enter_context(ours.hold(shard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
