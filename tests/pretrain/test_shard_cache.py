@@ -342,7 +342,10 @@ def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_ne
     tmp_path: Path, shards: list[Shard], server: tuple[str, Web]
 ) -> None:
     place = tmp_path / "cache"
-    with closing(cache(place, room=3, parallel_downloads=1)) as ours, closing(cache(place, room=3)) as others:
+    with (
+        closing(cache(place, room=3, parallel_downloads=1)) as ours,
+        closing(cache(place, room=3, parallel_downloads=1)) as others,
+    ):
         ours.hold(shards[7]).release()
         ours.fetch_ahead(shards[:6])
         # what was used goes for what will be used
@@ -359,7 +362,10 @@ def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(
     tmp_path: Path, shards: list[Shard], server: tuple[str, Web]
 ) -> None:
     place = tmp_path / "cache"
-    with closing(cache(place, room=3, parallel_downloads=1)) as ours, closing(cache(place, room=3)) as others:
+    with (
+        closing(cache(place, room=3, parallel_downloads=1)) as ours,
+        closing(cache(place, room=3, parallel_downloads=1)) as others,
+    ):
         ours.fetch_ahead(shards[:6])
         eventually(lambda: len(cached(place)) == 3)
         with others.hold(shards[7]):
@@ -538,6 +544,26 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UserError, match=r"cannot be written to; name another directory as data.cache_dir"):
         cache(tiny_disk)
+
+
+def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(
+    tiny_disk: Path, shards: list[Shard]
+) -> None:
+    with closing(cache(tiny_disk)) as ours, closing(cache(tiny_disk)) as others:
+        others.hold(shards[0]).release()
+        others.fetch_ahead([shards[0]])
+        with open(tiny_disk / "of-others", "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        many = [shards[0].model_copy(update={"sha256": f"{number:064x}"}) for number in range(500)]
+        for each in (ours, others):
+            with pytest.raises(UserError, match=r"its disk is full; free some of it"):
+                each.fetch_ahead(many)
+        with others.hold(shards[0]):
+            assert cached(tiny_disk) == {shards[0].sha256}
+        (tiny_disk / "of-others").unlink()
+        with ours.hold(shards[1]), others.hold(shards[0]):
+            assert cached(tiny_disk) == {shard.sha256 for shard in shards[:2]}
 
 
 def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(shards: list[Shard]) -> None:
