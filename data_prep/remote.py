@@ -146,9 +146,18 @@ class _Writer:
 
 
 def tried(
-    url: str, action: Callable[[], T], *, num_attempts: int, first_pause_s: float, stop: threading.Event | None = None
+    url: str,
+    action: Callable[[], T],
+    *,
+    num_attempts: int,
+    first_pause_s: float,
+    stop: threading.Event | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> T:
-    """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us."""
+    """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
+
+    `tell` hears what goes wrong, from the second failure on: the first passes as a rule.
+    """
     for attempt in range(1, num_attempts + 1):
         try:
             return action()
@@ -162,6 +171,9 @@ def tried(
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
                 raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
+            if tell is not None and attempt > 1:
+                said = _said(error).removeprefix(f"{shown(url)}: ")
+                tell(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
         pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
         if stop is None:
             time.sleep(pause_s)

@@ -128,17 +128,14 @@ class Task:
     def scores(self) -> Scores | None:
         if self.eval_reader is None:
             return None
-        with self.reader.resting():
-            scores = evaluate(
-                self.engine.logits,
-                self.eval_reader,
-                self.augmentation,
-                local_batch_size=self.plan.local_batch_size,
-                num_threads=self.num_threads,
-                world=self.world,
-            )
-        self.eval_reader.let_go()
-        return scores
+        return evaluate(
+            self.engine.logits,
+            self.eval_reader,
+            self.augmentation,
+            local_batch_size=self.plan.local_batch_size,
+            num_threads=self.num_threads,
+            world=self.world,
+        )
 
     def card_at(self, step: int) -> ModelCard:
         return ModelCard(

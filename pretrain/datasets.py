@@ -166,11 +166,19 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
 
 
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
-    if data.image_size is None and any(part.manifest.encoding == "keep" for part in parts):
+    keeping = [part for part in parts if part.manifest.encoding == "keep"]
+    if data.image_size is None and keeping:
         raise ValueError(
-            "data.image_size: missing; the dataset keeps the pictures' own sizes, so say what the model is fed"
+            f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so say what the model is fed, "
+            f"such as {next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
         )
     sizes = [data.image_size if part.manifest.encoding == "keep" else part.manifest.image_size for part in parts]
+    stored = {part.manifest.image_size for part in parts if part not in keeping}
+    if keeping and stored - {data.image_size}:
+        raise ValueError(
+            f"data.image_size: {data.image_size} will not do with data.also, where some pictures are stored at {min(stored)} px, "
+            f"and {keeping[0].directory} must be read at the same size; set data.image_size={min(stored)}"
+        )
     for part, size in zip(parts, sizes, strict=True):
         if size != sizes[0]:
             raise ValueError(

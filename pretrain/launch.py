@@ -80,14 +80,20 @@ def _describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
-    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only not fatal."""
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only answered."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 rank.send_signal(number)
 
-    handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: lambda number, frame: None}
+    def answer(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, lambda number, frame: None)
+        os.write(
+            2, b"\nlaunch: stopping after this step; Ctrl-C again ends it at once\n"
+        )  # print may be interrupted in itself
+
+    handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
 

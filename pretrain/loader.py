@@ -201,6 +201,7 @@ class _Job(Generic[T]):
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
+        # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
         self._batches.look_ahead.announce(int(self._request.positions[0]))
         epochs, places = self._group.located()
         first, end = self._cuts[part], self._cuts[part + 1]

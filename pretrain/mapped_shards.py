@@ -1,7 +1,7 @@
 """Which shards can be read at this moment: all local ones from their first use on, remote ones while they are needed.
 
 A remote shard is mapped from its copy in the node's cache. It is let go (unmapped, and free to be evicted) when nobody reads from
-it and it is not among those that are needed next; while its reader rests, at once, because another needs the room.
+it and it is not among those that are needed next, or the cache has no room for what some reader of this process needs now.
 
 Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
 """
@@ -31,12 +31,12 @@ class MappedShards:
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, Held] = {}
-        self._wanted: frozenset[int] = frozenset()
-        self._rests = False
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote):
             self._check_local(int(number))
+        if cache is not None and self.any_remote:
+            cache.when_full(self._let_go)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
@@ -54,8 +54,6 @@ class MappedShards:
         finally:
             with self._lock:
                 self._users[needed] -= 1
-                if self._rests:
-                    self._let_go(keep=frozenset())
 
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
         """What is needed next, in this order; the rest is let go as soon as nobody reads from it."""
@@ -63,25 +61,8 @@ class MappedShards:
         if self._cache is None or not remote:
             return
         self._check_room(remote)
-        with self._lock:
-            self._wanted = frozenset(remote)
-            self._let_go(keep=self._wanted)
+        self._let_go(but=frozenset(remote))
         self._cache.fetch_ahead([self._shards[number][1] for number in remote if not self._mapped[number]])
-
-    def let_go(self) -> None:
-        """Of all that nobody reads from at this moment; at the next need it is mapped again."""
-        with self._lock:
-            self._let_go(keep=frozenset())
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """For the length of the block nothing is kept in the cache but what is being read."""
-        self._rests = True
-        self.let_go()
-        try:
-            yield
-        finally:
-            self._rests = False
 
     def close(self) -> None:
         """Nothing may be read from here on."""
@@ -89,6 +70,14 @@ class MappedShards:
             for held in self._held.values():
                 held.release()
             self._held = {}
+
+    def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
+        """What nobody reads from at this moment."""
+        with self._lock:
+            for number in [n for n in self._held if n not in but and not self._users[n]]:
+                self.files.unmap(number)
+                self._mapped[number] = False
+                self._held.pop(number).release()
 
     def _map(self, number: int) -> None:
         directory, shard = self._shards[number]
@@ -106,19 +95,13 @@ class MappedShards:
                 self.files.map(number, directory / shard.file, num_bytes=shard.num_bytes)
             self._mapped[number] = True
 
-    def _let_go(self, *, keep: frozenset[int]) -> None:
-        for number in [held for held in self._held if held not in keep and not self._users[held]]:
-            self.files.unmap(number)
-            self._mapped[number] = False
-            self._held.pop(number).release()
-
     def _check_room(self, numbers: Sequence[int]) -> None:
         assert self._cache is not None
         wanted = sum({shard.sha256: shard.num_bytes for _, shard in (self._shards[n] for n in numbers)}.values())
         if wanted > self._cache.max_bytes:
             raise UserError(
                 f"data.cache_gb: {self._cache.max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
-                f"remote shards of {wanted / 1e9:.1f} GB together; raise it, or set data.shuffle=block (with smaller "
+                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or set data.shuffle=block (with smaller "
                 "data.block_size and data.window_blocks), which needs few shards at a time"
             )
 

@@ -10,7 +10,6 @@ Nothing is opened, read or held in memory before it is needed: a rank of a run o
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,14 +147,6 @@ class ShardReader:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
-
-    def let_go(self) -> None:
-        """Of the remote shards, until the next need: other readers share the room of the cache."""
-        self._shards.let_go()
-
-    def resting(self) -> AbstractContextManager[None]:
-        """For the length of the block, in which others read, remote shards are let go of at once."""
-        return self._shards.resting()
 
     def stand_in(self, sample: int, attempt: int) -> int:
         """Who takes the place of a sample that cannot be read: another of the same shard, the same one in every run."""

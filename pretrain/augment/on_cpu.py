@@ -14,14 +14,14 @@ To keep it so: no loop takes more than four arrays (LLVM gives up proving that m
 axes are contiguous by type, and an index is one that cannot be negative.
 
 Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number of pictures) per thread.
-Numba's own threads are not used: they do not survive a fork, and compete with torch's.
-Compiling takes seconds, once per kind of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else (neither can be
-written) it is compiled in every process. On a platform without numba this module raises ImportError.
+Numba's own threads are not used: they do not survive a fork, and compete with torch's. Compiling takes seconds, once per kind
+of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else it compiles in every process. Without numba: ImportError.
 """
 
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numba
@@ -97,8 +97,10 @@ def crop_mix_normalise(
     )
     try:
         _augment(*arguments)
-    except (EOFError, pickle.UnpicklingError):  # numba's file was cut short, by a full disk or a crash: make it anew
-        _augment._cache.flush()  # type: ignore[attr-defined]
+    except (EOFError, pickle.UnpicklingError, OSError):  # numba's file: cut short, or not to be written on a full disk
+        with suppress(OSError):
+            _augment._cache.flush()  # type: ignore[attr-defined]
+        _augment._cache.disable()  # type: ignore[attr-defined]
         _augment(*arguments)
     return out
 

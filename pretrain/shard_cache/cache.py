@@ -1,9 +1,11 @@
 """Copies of remote shards on local disk, for the threads of a process. The protocol stands in __init__.py."""
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +16,13 @@ from data_prep.remote import ContentError, RemoteError, StoppedError, shown
 from pretrain.shard_cache.ahead import ReadAhead
 from pretrain.shard_cache.directory import NOW, CacheDirectory, Refusal
 from pretrain.shard_cache.fetching import Patience, fill
-from pretrain.shard_cache.files import CacheError, let_go
+from pretrain.shard_cache.files import CacheError, let_go, plain_errors, raise_file_limit
 from pretrain.shard_cache.wants import Wants
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.25
 """Between looks at what other processes do."""
+TELL_AGAIN_S = 30.0
+"""What is said of a server that does not deliver; many threads may be told the same by it."""
 
 
 class Held:
@@ -58,9 +62,11 @@ class ShardCache:
         patience: Patience | None = None,
         parallel_downloads: int = 4,
     ):
+        raise_file_limit()
         self._directory = CacheDirectory(directory, max_bytes=max_bytes)
         self._storage, self._patience = storage, patience or Patience()
         self._parallel_downloads = parallel_downloads
+        self._when_full: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._begin()
 
     @property
@@ -72,7 +78,8 @@ class ShardCache:
         self._mind_forks()
         self._directory.check(shard)
         path = self._directory.whole_path(shard)
-        file = self._directory.whole(shard)
+        with plain_errors(self._directory.path):
+            file = self._directory.whole(shard)
         if file is None:
             try:
                 file = self._wait_for(shard)
@@ -89,6 +96,10 @@ class ShardCache:
         self._publish_wants()
         self._ahead.go()
 
+    def when_full(self, let_go: Callable[[], None]) -> None:
+        """A method that is called when a `hold` finds no room: it releases what is held, but not in use at that moment."""
+        self._when_full.append(weakref.WeakMethod(let_go))
+
     def close(self) -> None:
         """Ends the threads and every wait; what is cached, or held, stays."""
         self._mind_forks()
@@ -102,6 +113,7 @@ class ShardCache:
         self._stop = threading.Event()
         self._wants = Wants(self._directory.path)
         self._waiting_bytes: list[int] = []
+        self._told_s = -TELL_AGAIN_S
         self._ahead = ReadAhead(
             self._obtain_ahead, is_whole=self._directory.is_whole, num_threads=self._parallel_downloads
         )
@@ -128,6 +140,8 @@ class ShardCache:
                 if found is Refusal.NO_ROOM and not waiting:
                     waiting = True
                     self._publish_wants(waits_for=shard.num_bytes)
+                if found is Refusal.NO_ROOM:
+                    self._let_go_idle()
                 now = self._directory.progress(shard)
                 if now != seen:
                     since, seen = time.monotonic(), now
@@ -139,6 +153,13 @@ class ShardCache:
         finally:
             if waiting:
                 self._publish_wants(waits_no_longer_for=shard.num_bytes)
+
+    def _let_go_idle(self) -> None:
+        """Training and evaluation share the cache, and each keeps what it needs next: neither must lock the other out."""
+        for reference in self._when_full:
+            let_go = reference()
+            if let_go is not None:
+                let_go()
 
     def _gave_up(self, shard: Shard, refusal: Refusal) -> str:
         seconds = f"{self._patience.wait_s:,.0f} s"
@@ -163,12 +184,26 @@ class ShardCache:
         if isinstance(part, Refusal):
             return part
         try:
-            fill(part, shard, self._directory, storage=self._storage, patience=self._patience, stop=self._stop)
+            fill(
+                part,
+                shard,
+                self._directory,
+                storage=self._storage,
+                patience=self._patience,
+                stop=self._stop,
+                tell=self._tell,
+            )
             self._directory.publish(part, shard, keep=keep)
         except BaseException:
             self._directory.drop(part, shard)
             raise
         return part
+
+    def _tell(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_AGAIN_S:
+            self._told_s = now_s
+            print(f"waiting for {what}", file=sys.stderr, flush=True)
 
     def _publish_wants(self, *, waits_for: int | None = None, waits_no_longer_for: int | None = None) -> None:
         with self._directory.room():

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
@@ -34,7 +35,10 @@ def fill(
     storage: dict[str, Any],
     patience: Patience,
     stop: threading.Event,
+    tell: Callable[[str], None],
 ) -> None:
+    """`tell` is for whoever waits: it hears of a server that failed twice, and what it says now."""
+
     def write(data: bytes) -> None:
         if part.tell() + len(data) > shard.num_bytes:
             raise ContentError(_wrong(shard, f"more than the {shard.num_bytes:,} bytes"))
@@ -54,7 +58,14 @@ def fill(
         if found != shard.sha256:
             raise ContentError(_wrong(shard, f"sha256 {found} instead of {shard.sha256}"))
 
-    tried(shard.file, attempt, num_attempts=patience.num_attempts, first_pause_s=patience.first_pause_s, stop=stop)
+    tried(
+        shard.file,
+        attempt,
+        num_attempts=patience.num_attempts,
+        first_pause_s=patience.first_pause_s,
+        stop=stop,
+        tell=tell,
+    )
 
 
 def _wrong(shard: Shard, what: str) -> str:

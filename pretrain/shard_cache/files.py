@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,13 @@ from data_prep.settings import UserError
 
 class CacheError(UserError):
     """A cache directory that cannot serve; the text names it and the remedy."""
+
+
+def raise_file_limit() -> None:
+    """As far as this user may: a held shard is an open file, of which the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_file(path: Path, flags: int) -> FileIO:
@@ -98,6 +106,8 @@ def plain_errors(path: Path) -> Iterator[None]:
             remedy = "its disk is full; free some of it, lower data.cache_gb, or name another data.cache_dir"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             remedy = "cannot be written to; name another directory as data.cache_dir"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "needs more shards at a time than files may be open; raise ulimit -n, or set data.shuffle=block"
         else:
             raise
         raise CacheError(f"{path}: {remedy} ({os.strerror(error.errno)})") from None

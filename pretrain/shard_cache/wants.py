@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from pretrain.shard_cache.files import let_go, open_file, stands, try_lock
+from pretrain.shard_cache.files import let_go, open_file, plain_errors, stands, try_lock
 
 SUFFIX = ".wants"
 
@@ -33,8 +33,11 @@ class Wants:
             self._file = open_file(self._path, os.O_RDWR | os.O_CREAT)
             assert try_lock(self._file, exclusive=True), "the name is ours alone"
         data = json.dumps({"wanted": wanted, "waiting_bytes": waiting_bytes}).encode()
-        os.pwrite(self._file.fileno(), data, 0)
-        os.ftruncate(self._file.fileno(), len(data))
+        os.ftruncate(self._file.fileno(), 0)  # what a full disk cuts short, wants nothing
+        with plain_errors(self.directory):
+            view = memoryview(data)
+            while view:
+                view = view[os.pwrite(self._file.fileno(), view, len(data) - len(view)) :]
 
     def withdraw(self) -> None:
         if self._file is not None:
@@ -58,7 +61,10 @@ def read_wants(directory: Path) -> AllWants:
             if try_lock(file, exclusive=True):  # its process is dead
                 path.unlink()
                 continue
-            found = json.loads(file.readall())
+            try:
+                found = json.loads(file.readall())
+            except ValueError:  # its disk is full
+                continue
         waiting += found["waiting_bytes"]
         for place, sha256 in enumerate(found["wanted"]):
             places[sha256] = min(place, places.get(sha256, place))

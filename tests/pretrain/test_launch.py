@@ -1,9 +1,11 @@
 """Starting local ranks: the environment they get, and that nobody waits for a dead one."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -110,3 +112,22 @@ def test_ranks_of_one_task_share_its_cores(
     facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
     assert read_world(facts | sizes | slurm).num_cores == cores
+
+
+def test_ctrl_c_is_answered_at_once_and_once() -> None:
+    """A step may take long, above all one that waits for data."""
+    rank = "import signal, time; signal.signal(2, lambda *_: None); print('ready', flush=True); time.sleep(2); time.sleep(1)"
+    code = f"import sys; from pretrain.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], num_ranks=1))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0 and said.split("\n") == [
+        "",
+        "launch: stopping after this step; Ctrl-C again ends it at once",
+        "",
+    ]

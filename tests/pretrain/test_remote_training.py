@@ -108,29 +108,39 @@ def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web]
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
 
 
-def test_training_and_evaluation_need_room_by_turns_only(server: tuple[str, Web], tmp_path: Path) -> None:
-    """Each of the two splits fills more than half of the cache; a batch of training is still on its way."""
-    address, _ = server
-    assert index(tmp_path / "train", f"{address}/s-{{000..003}}.tar") == 0
-    assert index(tmp_path / "eval", f"{address}/s-{{004..007}}.tar") == 0
-    room, patience = 5 * shard_bytes(tmp_path / "train"), Patience(wait_s=2)
-    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=patience)) as cache:
-        train, judged = (
-            open_split(path, load_manifest(path), "train", image_size=16, cache=cache)
-            for path in (tmp_path / "train", tmp_path / "eval")
-        )
-        ids = np.arange(4 * PER_SHARD)
+def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
+    monkeypatch.setattr("pretrain.loader.LOOK_AHEAD", 2 * PER_SHARD)
+    room, quick = 4 * shard_bytes(remote), Patience(wait_s=3)
+    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=quick)) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        order, plan = Order(reader.num_samples, 3, "none"), BatchPlan(12, 6, 2)
+        with training_batches(
+            reader, order, plan, rank=1, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
+        ) as batches:
+            found = [next(batches).samples.tolist() for _ in range(2 * NUM_SHARDS)]
+        reader.close()
+    assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
+
+
+def test_training_and_evaluation_share_a_cache_that_holds_either(remote: Path, tmp_path: Path) -> None:
+    """What one reader keeps for later makes room for what the other needs now."""
+    quick = Patience(wait_s=3)
+    with closing(
+        ShardCache(tmp_path / "cache", max_bytes=4 * shard_bytes(remote), storage={}, patience=quick)
+    ) as cache:
+        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache) for _ in range(2)]
+        ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
+        found = []
         for _ in range(2):
-            train.fetch_ahead(ids)
-            before = train.images(ids)
-            with train.resting():
-                train.fetch_ahead(ids)
-                assert torch.equal(train.images(ids), before)
-                judged.fetch_ahead(ids)
-                assert judged.images(ids).shape == before.shape
-            judged.let_go()
-        train.close()
-        judged.close()
+            for reader, mine in zip(readers, ids, strict=True):
+                reader.fetch_ahead(mine)
+                found.append([reader.images(part) for part in np.split(mine, 3)])
+        assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
+        for reader in readers:
+            reader.close()
 
 
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,26 @@ def test_what_may_pass_is_tried_again(
         assert cached(tmp_path / "cache") == {shards[0].sha256}
     assert server[1].gets == {"0.tar": len(faults) + 1}
     assert random.getstate() == before, "the order of training must not feel a server"
+
+
+@pytest.mark.parametrize(("num_faults", "num_lines"), [(1, 0), (3, 1)])
+def test_whoever_waits_for_a_failing_server_is_told(
+    tmp_path: Path,
+    shards: list[Shard],
+    server: tuple[str, Web],
+    num_faults: int,
+    num_lines: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Once in a while, and not at the first fault, which passes as a rule."""
+    address, state = server
+    state.key, state.faults = "key=secret-word", {f"{number}.tar": [500] * num_faults for number in range(3)}
+    with closing(cache(tmp_path / "cache", storage={"params": {"key": "secret-word"}})) as ours:
+        for number in range(3):
+            ours.hold(shards[number]).release()
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == num_lines and "secret-word" not in said
+    assert not said or re.match(rf"waiting for {re.escape(address)}/0.tar: 500.*; attempt 3 of 4 follows", said)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +311,21 @@ def test_read_ahead_leaves_room_that_somebody_waits_for(
         eventually(lambda: cached(place) == {shards[3].sha256})
 
 
+def test_more_shards_may_be_held_than_the_usual_limit_of_open_files(tmp_path: Path, shards: list[Shard]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(cache(tmp_path / "before")) as ours, ExitStack() as held:
+        for shard in shards:
+            held.enter_context(ours.hold(shard))
+        spare = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare - 4, hard))
+        with closing(cache(tmp_path / "before")) as ours, ExitStack() as held:
+            for shard in shards:
+                held.enter_context(ours.hold(shard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
     tmp_path: Path, shards: list[Shard], server: tuple[str, Web]
 ) -> None:
@@ -306,7 +342,10 @@ def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_ne
     tmp_path: Path, shards: list[Shard], server: tuple[str, Web]
 ) -> None:
     place = tmp_path / "cache"
-    with closing(cache(place, room=3, parallel_downloads=1)) as ours, closing(cache(place, room=3)) as others:
+    with (
+        closing(cache(place, room=3, parallel_downloads=1)) as ours,
+        closing(cache(place, room=3, parallel_downloads=1)) as others,
+    ):
         ours.hold(shards[7]).release()
         ours.fetch_ahead(shards[:6])
         # what was used goes for what will be used
@@ -323,7 +362,10 @@ def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(
     tmp_path: Path, shards: list[Shard], server: tuple[str, Web]
 ) -> None:
     place = tmp_path / "cache"
-    with closing(cache(place, room=3, parallel_downloads=1)) as ours, closing(cache(place, room=3)) as others:
+    with (
+        closing(cache(place, room=3, parallel_downloads=1)) as ours,
+        closing(cache(place, room=3, parallel_downloads=1)) as others,
+    ):
         ours.fetch_ahead(shards[:6])
         eventually(lambda: len(cached(place)) == 3)
         with others.hold(shards[7]):
@@ -502,6 +544,26 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UserError, match=r"cannot be written to; name another directory as data.cache_dir"):
         cache(tiny_disk)
+
+
+def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(
+    tiny_disk: Path, shards: list[Shard]
+) -> None:
+    with closing(cache(tiny_disk)) as ours, closing(cache(tiny_disk)) as others:
+        others.hold(shards[0]).release()
+        others.fetch_ahead([shards[0]])
+        with open(tiny_disk / "of-others", "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        many = [shards[0].model_copy(update={"sha256": f"{number:064x}"}) for number in range(500)]
+        for each in (ours, others):
+            with pytest.raises(UserError, match=r"its disk is full; free some of it"):
+                each.fetch_ahead(many)
+        with others.hold(shards[0]):
+            assert cached(tiny_disk) == {shards[0].sha256}
+        (tiny_disk / "of-others").unlink()
+        with ours.hold(shards[1]), others.hold(shards[0]):
+            assert cached(tiny_disk) == {shard.sha256 for shard in shards[:2]}
 
 
 def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(shards: list[Shard]) -> None:

@@ -260,3 +260,17 @@ def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
     index.touch()
     crop_elsewhere(tmp_path)
     assert index.stat().st_size > 0
+
+
+def test_a_full_disk_under_its_cache_costs_the_cache_alone(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("only root may mount a file system")
+    try:
+        crop_elsewhere(tmp_path, NUMBA_CACHE_DIR=str(place))
+        assert not list(place.rglob("*.nbc"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
