@@ -169,7 +169,7 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(
     with s3_server(folder) as storage:
         assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={storage}") == 0
         config = write_config(tmp_path, dataset=tmp_path / "s3")
-        words = ["data.eval_split=train", "data.image_size=16", "train.duration=2 steps", f"data.storage={storage}"]
+        words = ["data.eval_split=train", "data.image_size=16", "train.duration=5 steps", f"data.storage={storage}"]
         cache = f"data.cache_dir={tmp_path / 'cache'}"
         finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1))
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
