@@ -109,7 +109,10 @@ class Batches(Generic[T]):
         if not self._group:
             return
         group, request, start = self._group.popleft()
-        num_parts = max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART))
+        # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
+        num_parts = (
+            max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
+        )
         job = _Job(self, group, request, start=start, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):

@@ -90,6 +90,11 @@ class ShardReader:
     def is_remote(self) -> bool:
         return self._shards.any_remote
 
+    @property
+    def decodes(self) -> bool:
+        """Whether there are pictures that are not stored as pixels."""
+        return not bool(self._is_raw.all())
+
     @cached_property
     def labels(self) -> Ids:
         """Of all samples; 8 bytes each, so not for training."""
