@@ -214,7 +214,9 @@ def memory(field: Field, found: dict[str, Task]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: about six minutes on 2 cores, once the pictures are made")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds: about six minutes on 2 cores, once the pictures are made"
+    )
     parser.add_argument("--only", default=",".join(PARTS), help="some of " + ",".join(PARTS))
     parser.add_argument("--decoders", action="store_true", help="the table of JPEG decoders instead")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -81,6 +81,7 @@ class Batches(Generic[T]):
         self._pool = _threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
         self._group: deque[tuple[_Group, Request, int]] = deque()
+        self._following: _Group | None = None
         for _ in range(prefetch):
             self._request()
 
@@ -105,10 +106,15 @@ class Batches(Generic[T]):
 
     def _request(self) -> None:
         if not self._group:
-            self._group = deque(_Group(self.reader, self.order, self._requests).jobs())
+            self._group = deque((self._following or self._new_group()).jobs())
+            self._following = None
         if not self._group:
             return
         group, request, start = self._group.popleft()
+        if self._following is None and len(self._group) <= group.num_requests // 2:
+            self._following = self._new_group()
+            if self._following.num_requests:
+                self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
         # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
         num_parts = (
             max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
@@ -117,6 +123,9 @@ class Batches(Generic[T]):
         self._ahead.append(job.done)
         for part in range(num_parts):
             self._pool.submit(job.run, part)
+
+    def _new_group(self) -> "_Group":
+        return _Group(self.reader, self.order, self._requests)
 
 
 def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
@@ -165,6 +174,10 @@ class _Group:
             self._requests.append(request)
         self._lock = threading.Lock()
         self._located: tuple[Ids, Places] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     def jobs(self) -> Iterator[tuple["_Group", Request, int]]:
         """(self, request, where its samples begin among those of the group)."""
