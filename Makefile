@@ -21,7 +21,7 @@ arrows:
 	$(BIN)/lint-imports
 
 tests:
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: .venv/.installed
 	$(BIN)/ruff format .

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from data_prep.images import ppm_header
 from data_prep.manifest import Manifest
-from pretrain.loader import LOCATED_TOGETHER
+from pretrain.locating import LOCATED_TOGETHER
 from pretrain.order import BatchPlan, Ids, Order, permute
 from pretrain.shards import open_split
 

@@ -140,8 +140,7 @@ def _preview(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
-    data = load_training_data(settings.data)
-    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    load_training_data(settings.data)  # before torch, for what it may complain of
     from pretrain.preview import preview
 
     sheet = preview(settings, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)

@@ -11,18 +11,19 @@ locates its samples; 3. the threads fill parts of one buffer; 4. the thread that
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.bad_samples import BadSamples, left_out
+from pretrain.locating import LOOK_AHEAD, Group, LookAhead, Request
 from pretrain.order import BatchPlan, Ids, InSequence, Line, evaluation_slices
 from pretrain.shards import Places, ShardReader, Unreadable
+from pretrain.threads import lone_threads
 from pretrain.world import World
 
 T = TypeVar("T")
@@ -31,10 +32,6 @@ OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 
 SMALLEST_PART = 32
 """Pictures: less is not worth the change of threads."""
-LOCATED_TOGETHER = 8192
-"""Samples."""
-LOOK_AHEAD = 32_768
-"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is more); said anew every half."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,6 @@ class Batch:
     """False where evaluation is padded, or a sample cannot be read."""
     num_bad: int = 0
     """Samples that could not be read."""
-
-
-class Request(NamedTuple):
-    positions: Ids
-    mask: NDArray[np.bool_] | None = None
 
 
 class Batches(Generic[T]):
@@ -78,10 +70,10 @@ class Batches(Generic[T]):
         self.look_ahead = LookAhead(reader, order, span=look_ahead)
         self._requests = iter(requests)
         self._num_threads = num_threads
-        self._pool = _threads(num_threads, pin=pin)
+        self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
-        self._group: deque[tuple[_Group, Request, int]] = deque()
-        self._following: _Group | None = None
+        self._group: deque[tuple[Group, Request, int]] = deque()
+        self._following: Group | None = None
         for _ in range(prefetch):
             self._request()
 
@@ -124,81 +116,14 @@ class Batches(Generic[T]):
         for part in range(num_parts):
             self._pool.submit(job.run, part)
 
-    def _new_group(self) -> "_Group":
-        return _Group(self.reader, self.order, self._requests)
-
-
-def _threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
-    device = torch.cuda.current_device() if pin else None
-    started, before = threading.Barrier(number + 1), torch.get_num_threads()
-
-    def settle() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
-            torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
-            torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
-            started.wait()
-        except BaseException:
-            started.abort()  # nobody waits for who cannot come
-            raise
-
-    pool, settling = ThreadPoolExecutor(number, thread_name_prefix="loader"), deque[Future[None]]()
-    try:
-        for _ in range(number):
-            settling.append(pool.submit(settle))
-        started.wait()
-    except BaseException:
-        started.abort()
-        pool.shutdown()
-        for error in [future.exception() for future in settling]:
-            if error is not None and not isinstance(error, threading.BrokenBarrierError):
-                raise error from None
-        raise
-    finally:
-        torch.set_num_threads(before)
-    return pool
-
-
-class _Group:
-    """Some requests whose samples are located together: numpy is slow at finding few numbers at a time."""
-
-    def __init__(self, reader: ShardReader, order: Line, requests: Iterator[Request]):
-        self._reader, self._order = reader, order
-        self._requests: list[Request] = []
-        while sum(len(request.positions) for request in self._requests) < LOCATED_TOGETHER:
-            request = next(requests, None)
-            if request is None:
-                break
-            self._requests.append(request)
-        self._lock = threading.Lock()
-        self._located: tuple[Ids, Places] | None = None
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    def jobs(self) -> Iterator[tuple["_Group", Request, int]]:
-        """(self, request, where its samples begin among those of the group)."""
-        start = 0
-        for request in self._requests:
-            yield self, request, start
-            start += len(request.positions)
-
-    def located(self) -> tuple[Ids, Places]:
-        """(epochs, places): by the thread that comes first; the others wait."""
-        with self._lock:
-            if self._located is None:
-                epochs, samples = self._order.locate(np.concatenate([each.positions for each in self._requests]))
-                self._located = epochs, self._reader.locate(samples)
-            return self._located
+    def _new_group(self) -> "Group":
+        return Group(self.reader, self.order, self._requests)
 
 
 class _Job(Generic[T]):
     """One batch on its way through the threads."""
 
-    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, start: int, num_parts: int):
+    def __init__(self, batches: Batches[T], group: Group, request: Request, *, start: int, num_parts: int):
         self._batches, self._group, self._request = batches, group, request
         self._start, self._size = start, len(request.positions)
         self._cuts = [self._size * part // num_parts for part in range(num_parts + 1)]
@@ -257,24 +182,6 @@ class _Job(Generic[T]):
             mask_B=None if mask is None else torch.from_numpy(mask & readable),
             num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )
-
-
-class LookAhead:
-    """Tells the reader, now and then, which samples of the whole sequence come next: the ranks of a node share their copies."""
-
-    def __init__(self, reader: ShardReader, order: Line, *, span: int):
-        self._reader, self._order, self._span, self._next = reader, order, span, -1
-        self._lock = threading.Lock()
-
-    def announce(self, position: int) -> None:
-        if not self._reader.is_remote:
-            return
-        with self._lock:
-            if position < self._next:
-                return
-            _, samples = self._order.locate(np.arange(position, position + self._span))
-            self._reader.fetch_ahead(samples)
-            self._next = position + self._span // 2
 
 
 def training_batches(

@@ -20,6 +20,14 @@ REPOSITORY = Path(__file__).parent.parent
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
+"""What starts real runs comes first, or one of the two processes would be left alone with it at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
+
+
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind() -> Iterator[None]:
     """A command that a test calls in this process makes it a world of one; what the next test starts must not inherit that."""
