@@ -38,7 +38,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
@@ -53,15 +53,15 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in sorted(temporary.rglob("*")):
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         if path.exists():
             os.rename(path, replaced)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -95,7 +95,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What the file holds, or which names the directory has, survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

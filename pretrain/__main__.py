@@ -140,10 +140,10 @@ def _preview(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
-    load_training_data(settings.data)  # before torch, for what it may complain of
+    data = load_training_data(settings.data)  # before torch, for what it may complain of
     from pretrain.preview import preview
 
-    sheet = preview(settings, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
+    sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
     save_sheet(sheet, options.out)
     print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
     return OK

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from data_prep.settings import UserError
-from pretrain.shards import Ids, ShardReader, Unreadable
+from pretrain.order import Ids
+from pretrain.shards import ShardReader, Unreadable
 
 MAX_ATTEMPTS = 16
 

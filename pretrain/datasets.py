@@ -37,6 +37,12 @@ class Part:
     def content(self) -> Split:
         return self.manifest.splits[self.split]
 
+    def stored_size(self, image_size: int | None) -> int:
+        """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""
+        if self.manifest.encoding == "keep" and image_size is not None:
+            return image_size
+        return self.manifest.image_size
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -172,7 +178,7 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
             f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so say what the model is fed, "
             f"such as {next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
         )
-    sizes = [data.image_size if part.manifest.encoding == "keep" else part.manifest.image_size for part in parts]
+    sizes = [part.stored_size(data.image_size) for part in parts]
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:
         raise ValueError(

@@ -116,7 +116,7 @@ class Batches(Generic[T]):
         for part in range(num_parts):
             self._pool.submit(job.run, part)
 
-    def _new_group(self) -> "Group":
+    def _new_group(self) -> Group:
         return Group(self.reader, self.order, self._requests)
 
 

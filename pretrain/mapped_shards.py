@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_prep.manifest import DatasetError, Shard
 from data_prep.settings import UserError
 from pretrain.mapping import FileRange
+from pretrain.order import Ids
 from pretrain.shard_cache import Held, ShardCache
-
-Ids = NDArray[np.int64]
 
 
 class MappedShards:

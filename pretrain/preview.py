@@ -16,17 +16,16 @@ from pretrain.assembly import open_cache
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import PretrainSettings
-from pretrain.datasets import TrainingData, load_training_data
+from pretrain.datasets import TrainingData
 from pretrain.loader import training_batches
 from pretrain.order import BatchPlan
 from pretrain.shards import ShardReader
 
 
-def preview(settings: PretrainSettings, *, count: int, epoch: int, num_threads: int) -> Image.Image:
+def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int) -> Image.Image:
     """The first `count` pictures of an epoch."""
     if count < 2 or count % 2:
         raise UserError(f"count: {count}; choose an even number, because MixUp takes pictures in pairs")
-    data = load_training_data(settings.data)
     normalisation = Normalisation(*data.channel_statistics)
     prepared = _fed(settings, data, normalisation, count=count, epoch=epoch, num_threads=num_threads)
     pictures, labels = _pictures(prepared, normalisation), _labels(prepared, data.classes)

@@ -27,9 +27,9 @@ from pretrain.counter import hash64
 from pretrain.datasets import Part
 from pretrain.mapped_shards import MappedShards
 from pretrain.mapping import FileRange
+from pretrain.order import Ids
 from pretrain.shard_cache import ShardCache
 
-Ids = NDArray[np.int64]
 BLOCK = 512
 """Of a tar: every member begins at a multiple of it."""
 _OFFSET, _LENGTH, _LABEL = range(3)
@@ -227,10 +227,7 @@ def _class_numbers(placed: Sequence[_Placed]) -> tuple[Ids | None, Ids]:
 
 
 def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:
-    sizes = {
-        image_size or part.manifest.image_size if part.manifest.encoding == "keep" else part.manifest.image_size
-        for part in parts
-    }
+    sizes = {part.stored_size(image_size) for part in parts}
     assert len(sizes) == 1, sizes  # the config is checked against the datasets before
     return sizes.pop()
 

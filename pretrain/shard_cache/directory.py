@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 
 from data_prep.manifest import DatasetError, Shard
+from data_prep.publish import sync
 from data_prep.remote import shown
 from pretrain.shard_cache.files import (
     CacheError,
@@ -27,7 +28,6 @@ from pretrain.shard_cache.files import (
     plain_errors,
     private_directory,
     stands,
-    sync_directory,
     try_lock,
 )
 from pretrain.shard_cache.wants import read_wants
@@ -186,7 +186,7 @@ class CacheDirectory:
                     raise CacheError(f"{self.path}: somebody removes files there; name another data.cache_dir")
                 os.rename(self.part_path(shard), self.whole_path(shard))
                 fcntl.flock(part, fcntl.LOCK_SH if keep else fcntl.LOCK_UN)
-            sync_directory(self.path)
+            sync(self.path)
         if not keep:
             part.close()
 

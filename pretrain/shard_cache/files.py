@@ -65,15 +65,6 @@ def allocate(file: FileIO, num_bytes: int) -> None:
             os.ftruncate(file.fileno(), num_bytes)
 
 
-def sync_directory(path: Path) -> None:
-    """A rename in it survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def private_directory(path: Path) -> None:
     """Makes the directory, or refuses one in which others could have put, or could change, what we are about to trust."""
     with plain_errors(path):

@@ -90,5 +90,5 @@ def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
     monkeypatch.setattr("pretrain.preview.training_batches", lambda *unused, **more: Batches())
     settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
     with pytest.raises(KeyboardInterrupt):
-        preview(settings, count=8, epoch=0, num_threads=1)
+        preview(settings, load_training_data(settings.data), count=8, epoch=0, num_threads=1)
     assert ended == ["downloads", "threads"]
