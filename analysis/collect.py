@@ -49,12 +49,9 @@ class Run:
         if source is None:
             return "pixels"
         try:
-            model = read_card(source).model
+            return read_card(source).model.label
         except CheckpointError:
             return "?"
-        if model.kind == "mlp":
-            return f"B-{model.depth}/Wi-{model.width}"
-        return f"Mixer P{model.patch_size} C{model.num_channels} L{model.depth}"
 
     def checkpoint(self) -> Path | None:
         try:

@@ -158,15 +158,14 @@ def _models(options: argparse.Namespace) -> int:
     import torch
 
     from pretrain.models.build import build_model, forward_flops, num_parameters
-    from pretrain.models.spec import PRESETS, MixerSpec, MlpSpec
+    from pretrain.models.presets import PRESETS, spec_of
 
-    for name, fields in PRESETS.items():
-        spec = (MlpSpec if fields["kind"] == "mlp" else MixerSpec)(**fields)
-        size = {"num_classes": options.classes, "image_size": 64 if fields["kind"] == "mlp" else 224}
+    for name, preset in PRESETS.items():
+        spec, size = spec_of(name), {"num_classes": options.classes, "image_size": preset.image_size}
         with torch.device("meta"):
             count = num_parameters(build_model(spec, **size))
         flops = forward_flops(spec, **size) / 1e9
-        print(f"{name:16} {size['image_size']:4} px {count / 1e6:8.2f} M weights {flops:8.3f} GFLOPs/image")
+        print(f"{name:16} {preset.image_size:4} px {count / 1e6:8.2f} M weights {flops:8.3f} GFLOPs/image")
     return OK
 
 

@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from data_prep.settings import Settings
 from pretrain.augment.settings import AugmentSettings
 from pretrain.durations import Cadence, Duration
-from pretrain.models.spec import ModelSpec, expand_preset
+from pretrain.models.presets import expand_preset
+from pretrain.models.spec import ModelSpec
 from pretrain.order import LastBatch, Shuffle
 
 

@@ -4,14 +4,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
-from pretrain.models.spec import MixerSpec, MlpSpec
+from pretrain.models.presets import preset, spec_of
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
-ImageModel = Mlp | Mixer
+
+def build(
+    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None
+) -> ImageModel:
+    """A model of the papers by name; its image size and number of classes are the paper's unless given."""
+    return build_model(
+        spec_of(name),
+        num_classes=preset(name).num_classes if num_classes is None else num_classes,
+        image_size=image_size or preset(name).image_size,
+        seed=seed,
+    )
 
 
-def build_model(spec: MlpSpec | MixerSpec, *, num_classes: int, image_size: int, seed: int | None = None) -> ImageModel:
+def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None) -> ImageModel:
     """The model with its initial weights; with a seed they are the same in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
@@ -22,6 +34,8 @@ def build_model(spec: MlpSpec | MixerSpec, *, num_classes: int, image_size: int,
                 return Mlp(spec, num_classes=num_classes, image_size=image_size)
             case MixerSpec():
                 return Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case _:
+                raise AssertionError(spec)
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:
@@ -33,9 +47,9 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def forward_flops(spec: MlpSpec | MixerSpec, *, num_classes: int, image_size: int) -> int:
+def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
     """Floating-point operations of one image's forward pass (two per multiply-add), counted on shapes alone."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = build_model(spec, num_classes=num_classes, image_size=image_size)
-        model(torch.empty(1, 3, image_size, image_size))
+        model.eval()(torch.empty(1, 3, image_size, image_size))
     return int(counter.get_total_flops())

@@ -1,88 +1,155 @@
-"""MLP-Mixer. Shapes: B batch, S tokens, C channels, P patch, K classes."""
+"""MLP-Mixer, S-Mixer and their RP variants. Shapes: B batch, S tokens (S0 patches), C channels, P patch, M = S C, K classes."""
 
-import torch
 from torch import Tensor, nn
 
+from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.permutation import pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
 
 class TwoLayer(nn.Module):
-    """Linear, GELU, Linear on the last axis."""
+    """W2 act(W1 x) on the last axis; both weights start as N(0, 1/size) where the spec says normal."""
 
-    def __init__(self, size: int, *, hidden: int):
+    def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
-        self.inner = nn.Linear(size, hidden)
-        self.outer = nn.Linear(hidden, size)
+        self.inner = nn.Linear(num_inputs, hidden)
+        self.activation = ACTIVATIONS[spec.activation]()
+        self.outer = nn.Linear(hidden, num_outputs)
+        self.dropout = nn.Dropout(spec.dropout)
+        if spec.init == "normal":
+            start_normal(self.inner, variance=1 / num_inputs)
+            start_normal(self.outer, variance=1 / num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.outer(nn.functional.gelu(self.inner(x)))
+        hidden = self.dropout(self.activation(self.inner(x)))
+        y: Tensor = self.dropout(self.outer(hidden))
         return y
 
 
-class MixerBlock(nn.Module):
-    """U = X + W2 GELU(W1 LN(X)) across tokens, then Y = U + GELU(LN(U) W3) W4 across channels."""
+class OneLayer(nn.Module):
+    """act(W x) on the last axis."""
 
-    def __init__(self, *, num_tokens: int, num_channels: int, token_hidden: int, channel_hidden: int):
+    def __init__(self, spec: MixerSpec, num_inputs: int, *, num_outputs: int):
         super().__init__()
-        self.token_norm = nn.LayerNorm(num_channels)
-        self.token_mixing = TwoLayer(num_tokens, hidden=token_hidden)
-        self.channel_norm = nn.LayerNorm(num_channels)
-        self.channel_mixing = TwoLayer(num_channels, hidden=channel_hidden)
+        self.linear = nn.Linear(num_inputs, num_outputs)
+        self.activation = ACTIVATIONS[spec.activation]()
+        self.dropout = nn.Dropout(spec.dropout)
+        if spec.init == "normal":
+            start_normal(self.linear, variance=1 / num_inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.activation(self.linear(x)))
+        return y
+
+
+def start_normal(linear: nn.Linear, *, variance: float) -> None:
+    nn.init.normal_(linear.weight, std=variance**0.5)
+    nn.init.zeros_(linear.bias)
+
+
+class TokenSkip(nn.Module):
+    """LN(W~ X): the skip path of a block that makes S tokens of S0."""
+
+    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int):
+        super().__init__()
+        self.linear = nn.Linear(num_patches, num_tokens, bias=False)
+        self.norm = nn.LayerNorm(num_channels)
+        nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        mixed_BCS = self.token_mixing(self.token_norm(x_BSC).transpose(1, 2))
-        x_BSC = x_BSC + mixed_BCS.transpose(1, 2)
-        mixed_BSC: Tensor = self.channel_mixing(self.channel_norm(x_BSC))
-        return x_BSC + mixed_BSC
+        y_BSC: Tensor = self.norm(self.linear(x_BSC.transpose(1, 2)).transpose(1, 2))
+        return y_BSC
 
 
-class Mixer(nn.Module):
-    def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
+class MixerBlock(nn.Module):
+    """U = X + mixing across tokens of LN(X), then Y = U + mixing across channels of LN(U).
+
+    An RP block permutes all M entries at random before and after each mixing; where it does not, these permutations are the
+    commutation (tokens) and the identity (channels), which are transpositions of axes.
+    """
+
+    def __init__(self, spec: MixerSpec, *, num_inputs: int, num_tokens: int, is_permuted: bool, has_token_skip: bool):
         super().__init__()
-        spec.check(image_size=image_size)
-        num_tokens = spec.num_tokens(image_size=image_size)
-        token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-        self.patch_size, self.num_features, self.num_classes = spec.patch_size, spec.num_channels, num_classes
+        channels = spec.num_channels
+        self.skip = (
+            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels) if has_token_skip else nn.Identity()
+        )
+        self.token_norm = nn.LayerNorm(channels)
+        self.token_mixing = _mixing(spec, num_inputs, num_outputs=num_tokens, hidden=0)
+        self.channel_norm = nn.LayerNorm(channels)
+        self.channel_mixing = _mixing(spec, channels, num_outputs=channels, hidden=1)
+        self.is_permuted = is_permuted
+        if is_permuted:
+            self.before_tokens = random_permutation(num_inputs * channels)
+            self.after_tokens = random_permutation(num_tokens * channels)
+            self.before_channels = random_permutation(num_tokens * channels)
+            self.after_channels = random_permutation(num_tokens * channels)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        x_BSC = self.skip(x_BSC) + self._mix_tokens(self.token_norm(x_BSC))
+        return x_BSC + self._mix_channels(self.channel_norm(x_BSC))
+
+    def _mix_tokens(self, x_BSC: Tensor) -> Tensor:
+        channels = x_BSC.shape[-1]
+        if not self.is_permuted:
+            mixed_BSC: Tensor = self.token_mixing(x_BSC.transpose(1, 2)).transpose(1, 2)
+            return mixed_BSC
+        mixed_BM = pk(
+            x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens
+        )
+        return mixed_BM.reshape(len(x_BSC), -1, channels)
+
+    def _mix_channels(self, x_BSC: Tensor) -> Tensor:
+        if not self.is_permuted:
+            mixed_BSC: Tensor = self.channel_mixing(x_BSC)
+            return mixed_BSC
+        _, tokens, channels = x_BSC.shape
+        mixed_BM = pk(
+            x_BSC.flatten(1),
+            self.channel_mixing,
+            num_copies=tokens,
+            before=self.before_channels,
+            after=self.after_channels,
+        )
+        return mixed_BM.reshape(len(x_BSC), -1, channels)
+
+
+def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) -> nn.Module:
+    """`hidden`: which of the spec's hidden sizes, 0 for tokens and 1 for channels."""
+    if spec.layers_per_mixing == 1:
+        return OneLayer(spec, num_inputs, num_outputs=num_outputs)
+    return TwoLayer(spec, num_inputs, hidden=spec.hidden_sizes(num_tokens=num_outputs)[hidden], num_outputs=num_outputs)
+
+
+class Mixer(ImageModel):
+    def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
+        super().__init__(num_features=spec.num_channels, num_classes=num_classes)
+        num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
+        self.patch_size = spec.patch_size
         self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(
             MixerBlock(
+                spec,
+                num_inputs=num_tokens if number else num_patches,
                 num_tokens=num_tokens,
-                num_channels=spec.num_channels,
-                token_hidden=token_hidden,
-                channel_hidden=channel_hidden,
+                is_permuted=spec.is_permuted(number),
+                has_token_skip=number == 0 and spec.num_tokens is not None,
             )
-            for _ in range(spec.depth)
+            for number in range(spec.depth)
         )
         self.norm = nn.LayerNorm(spec.num_channels)
         self.head = nn.Linear(spec.num_channels, num_classes)
 
-    def patches(self, x_BCHW: Tensor) -> Tensor:
-        """(B, S, 3 P P): every patch as one row, in reading order."""
-        batch, colours, height, width = x_BCHW.shape
-        size = self.patch_size
-        grid = x_BCHW.reshape(batch, colours, height // size, size, width // size, size)
-        return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, colours * size * size)
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        x_BSC: Tensor = self.stem(patches(x_BCHW, size=self.patch_size))
+        return x_BSC
 
-    def forward_features(self, x_BCHW: Tensor) -> Tensor:
-        x_BSC: Tensor = self.stem(self.patches(x_BCHW))
-        for block in self.blocks:
-            x_BSC = block(x_BSC)
-        y_BSC: Tensor = self.norm(x_BSC)
-        return y_BSC
+    def pool(self, x_BF: Tensor) -> Tensor:
+        return x_BF.mean(dim=1)
 
-    def forward_head(self, x_BSC: Tensor, pre_logits: bool = False) -> Tensor:
-        pooled_BC = x_BSC.mean(dim=1)
-        if pre_logits:
-            return pooled_BC
-        logits_BK: Tensor = self.head(pooled_BC)
-        return logits_BK
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x_BCHW))
-
-    def reset_classifier(self, num_classes: int) -> None:
-        self.num_classes = num_classes
-        self.head = nn.Linear(self.num_features, num_classes)
-        with torch.no_grad():
-            self.head.weight.zero_()
-            self.head.bias.zero_()
+def patches(x_BCHW: Tensor, *, size: int) -> Tensor:
+    """(B, S0, 3 P P): every patch as one row, in reading order."""
+    batch, colours, height, width = x_BCHW.shape
+    grid = x_BCHW.reshape(batch, colours, height // size, size, width // size, size)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, colours * size * size)

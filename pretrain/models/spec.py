@@ -1,10 +1,20 @@
-"""What a model is, as plain validated numbers (no torch here), and the names of the papers' models."""
+"""What a model is, as plain validated numbers: no torch here, so that a config is judged before anything heavy is imported.
 
-from typing import Annotated, Any, Literal
+Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C the effective width, gamma (`expansion`) the hidden
+width of a mixing as a multiple of its input.
+"""
 
-from pydantic import Field
+from typing import Annotated, Literal
 
-from data_prep.settings import Settings, nearest
+from pydantic import BeforeValidator, Field, model_validator
+
+from data_prep.settings import Settings
+
+Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
+Init = Literal["normal", "torch"]
+Blocks = Annotated[
+    Literal["all"] | tuple[int, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
+]  # YAML and JSON have no tuples
 
 
 class MlpSpec(Settings):
@@ -13,10 +23,21 @@ class MlpSpec(Settings):
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
     width: int = Field(1024, ge=1)
-    expansion: int = Field(4, ge=1)
+    expansion: float = Field(4.0, gt=0)
     """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
-    """inverted: z + Wc GELU(We LN(z)), the B-L/Wi-m models; none: GELU(W LN(z)), the standard MLP."""
+    """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard MLP."""
+    norm: Literal["layer", "batch", "none"] = "layer"
+    activation: Activation = "gelu"
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @property
+    def label(self) -> str:
+        return f"B-{self.depth}/Wi-{self.width}" if self.bottleneck == "inverted" else f"MLP-{self.depth}/{self.width}"
+
+    @property
+    def hidden_width(self) -> int:
+        return max(1, round(self.expansion * self.width))
 
     def check(self, *, image_size: int) -> None:
         """Raises `ValueError` when the model cannot take such images; an MLP takes any."""
@@ -34,48 +55,139 @@ class MixerSpec(Settings):
     token_hidden: int | None = Field(None, ge=1)
     channel_hidden: int | None = Field(None, ge=1)
     """Hidden widths given outright, where a paper does not use one gamma for both."""
+    layers_per_mixing: Literal[1, 2] = 2
+    """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
+    num_tokens: int | None = Field(None, ge=1)
+    """S; by default one token per patch. Where it is given, the skip path of the first block is LN(W~ X) with W~ of S x S0, even if
+    S = S0: every model of a sweep over S has it."""
+    permuted_blocks: Blocks = ()
+    """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at initialisation."""
+    activation: Activation = "gelu"
+    dropout: float = Field(0.0, ge=0, lt=1)
+    init: Init = "normal"
+    """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within 1/sqrt(inputs)."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "MixerSpec":
+        wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
+        if wrong:
+            raise ValueError(
+                f"model.permuted_blocks: there is no block {wrong[0]}; with depth {self.depth} give numbers from 0 to "
+                f"{self.depth - 1}, or all"
+            )
+        if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
+            raise ValueError(
+                "model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and channel_hidden, or set 2"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        kind = ("RP " if self.permuted_blocks else "") + ("Mixer" if self.layers_per_mixing == 2 else "S-Mixer")
+        tokens = f" S{self.num_tokens}" if self.num_tokens else ""
+        return f"{kind} P{self.patch_size}{tokens} C{self.num_channels} L{self.depth}"
+
+    @property
+    def _numbered_blocks(self) -> tuple[int, ...]:
+        return () if self.permuted_blocks == "all" else self.permuted_blocks
+
+    def is_permuted(self, block: int) -> bool:
+        return self.permuted_blocks == "all" or block in self._numbered_blocks
 
     def check(self, *, image_size: int) -> None:
-        if image_size % self.patch_size:
-            fits = [size for size in range(1, image_size + 1) if image_size % size == 0]
-            near = min(fits, key=lambda size: abs(size - self.patch_size))
-            raise ValueError(
-                f"model.patch_size: {self.patch_size} does not divide image size {image_size}; the nearest that does is {near}"
-            )
+        check_patch_size(self.patch_size, image_size=image_size)
 
-    def num_tokens(self, *, image_size: int) -> int:
-        return (image_size // self.patch_size) ** 2
+    def num_patches(self, *, image_size: int) -> int:
+        """S0"""
+        return int((image_size // self.patch_size) ** 2)
+
+    def tokens(self, *, image_size: int) -> int:
+        """S"""
+        return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
-        """(token mixing, channel mixing)."""
-        token_hidden = self.token_hidden or round(self.expansion * num_tokens)
-        return token_hidden, self.channel_hidden or round(self.expansion * self.num_channels)
+        """(token mixing, channel mixing) of a Mixer with two layers per mixing."""
+        token_hidden = self.token_hidden or max(1, round(self.expansion * num_tokens))
+        return token_hidden, self.channel_hidden or max(1, round(self.expansion * self.num_channels))
 
 
-ModelSpec = Annotated[MlpSpec | MixerSpec, Field(discriminator="kind")]
+class SparseMlpSpec(Settings):
+    """Paper A's SW-MLP: per-patch linear, vectorised, `depth` blocks x + act((M * W) LN(x)) with a fixed random mask M.
 
-PRESETS: dict[str, dict[str, Any]] = {
-    **{
-        f"mlp_b{depth}_wi{width}": {"kind": "mlp", "depth": depth, "width": width}
-        for depth, width in [(6, 256), (6, 512), (6, 1024), (12, 256), (12, 512), (12, 768), (12, 1024)]
-    },
-    "mixer_b_16": {
-        "kind": "mixer",
-        "patch_size": 16,
-        "num_channels": 768,
-        "depth": 12,
-        "token_hidden": 384,
-        "channel_hidden": 3072,
-    },
-    "mixer_b_w": {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.57},
-}
+    The paper does not print how S0 C entries become m where they differ: here by one dense layer.
+    """
+
+    kind: Literal["sw_mlp"]
+    patch_size: int = Field(4, ge=1)
+    num_channels: int = Field(48, ge=1)
+    width: int | None = Field(None, ge=1)
+    """m; by default S0 C."""
+    depth: int = Field(8, ge=1)
+    density: float = Field(0.5, gt=0, le=1)
+    """p: each connection exists with this probability."""
+    expansion: float | None = Field(None, gt=0)
+    """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default there is none."""
+    storage: Literal["auto", "masked", "sparse"] = "auto"
+    """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is smaller and faster."""
+    activation: Activation = "gelu"
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @property
+    def label(self) -> str:
+        return f"SW-MLP m{self.width or ''} p{self.density:g} L{self.depth}"
+
+    def check(self, *, image_size: int) -> None:
+        check_patch_size(self.patch_size, image_size=image_size)
+
+    def width_at(self, *, image_size: int) -> int:
+        """m"""
+        return self.width or int((image_size // self.patch_size) ** 2) * self.num_channels
 
 
-def expand_preset(model: object) -> object:
-    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to judge."""
-    if not isinstance(model, dict) or "preset" not in model:
-        return model
-    name = model["preset"]
-    if name not in PRESETS:
-        raise ValueError(f"model.preset: {name!r} is not a known model; {nearest(str(name), list(PRESETS))}")
-    return PRESETS[name] | {key: value for key, value in model.items() if key != "preset"}
+class StructuredMlpSpec(Settings):
+    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), x being H rows of pixels."""
+
+    kind: Literal["structured"]
+    form: Literal["monarch", "kronecker"]
+    num_rows: int = Field(28, ge=1)
+    num_columns: int = Field(28, ge=1)
+    """The hidden vectors are num_rows x num_columns."""
+    activation: Activation = "relu"
+    greyscale: bool = True
+    """Takes the mean over the colours, so that a row has W entries and not 3 W (MNIST is grey)."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.form.capitalize()} {self.num_rows} x {self.num_columns}"
+
+    def check(self, *, image_size: int) -> None:
+        """Any image size will do."""
+
+
+class TimmSpec(Settings):
+    """The convolutional net and the transformer that paper B compares with, as timm has them."""
+
+    kind: Literal["timm"]
+    name: Literal["resnet152_64", "vit_b_4"]
+    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4."""
+
+    @property
+    def label(self) -> str:
+        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4"}[self.name]
+
+    def check(self, *, image_size: int) -> None:
+        if self.name == "vit_b_4":
+            check_patch_size(4, image_size=image_size)
+
+
+def check_patch_size(patch_size: int, *, image_size: int) -> None:
+    if image_size % patch_size:
+        fits = [size for size in range(1, image_size + 1) if image_size % size == 0]
+        near = min(fits, key=lambda size: abs(size - patch_size))
+        raise ValueError(
+            f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest that does is {near}"
+        )
+
+
+AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec
+ModelSpec = Annotated[AnySpec, Field(discriminator="kind")]

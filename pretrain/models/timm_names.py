@@ -9,33 +9,28 @@ from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
-from pretrain.models.build import ImageModel, build_model
-from pretrain.models.spec import PRESETS, MixerSpec, MlpSpec
-
-DEFAULT_IMAGE_SIZE = {"mlp": 64, "mixer": 224}
+from pretrain.models.build import build
+from pretrain.models.image_model import ImageModel
+from pretrain.models.presets import PRESETS
 
 default_cfgs = generate_default_cfgs(
     {
         name: {
-            "num_classes": 1000,
-            "input_size": (3, DEFAULT_IMAGE_SIZE[fields["kind"]], DEFAULT_IMAGE_SIZE[fields["kind"]]),
+            "num_classes": preset.num_classes,
+            "input_size": (3, preset.image_size, preset.image_size),
             "first_conv": "stem",
             "classifier": "head",
         }
-        for name, fields in PRESETS.items()
+        for name, preset in PRESETS.items()
     }
 )
 
 
 def _entry_point(name: str) -> Callable[..., ImageModel]:
-    spec = (MlpSpec if PRESETS[name]["kind"] == "mlp" else MixerSpec)(**PRESETS[name])
-
-    def construct(
-        num_classes: int = 1000, img_size: int = DEFAULT_IMAGE_SIZE[spec.kind], in_chans: int = 3
-    ) -> ImageModel:
+    def construct(num_classes: int | None = None, img_size: int | None = None, in_chans: int = 3) -> ImageModel:
         if in_chans != 3:
             raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
-        return build_model(spec, num_classes=num_classes, image_size=img_size)
+        return build(name, num_classes=num_classes, image_size=img_size)
 
     def entry(pretrained: bool = False, **kwargs: Any) -> ImageModel:
         model: ImageModel = build_model_with_cfg(construct, name, pretrained, **kwargs)

@@ -8,7 +8,8 @@ from torch.nn.functional import gelu, layer_norm
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from pretrain.models.build import build_model, forward_flops, num_parameters, pooled_features
-from pretrain.models.spec import PRESETS, MixerSpec, MlpSpec
+from pretrain.models.presets import PRESETS, spec_of
+from pretrain.models.spec import MixerSpec, MlpSpec
 
 SMALL = [
     MlpSpec(kind="mlp", depth=2, width=12),
@@ -30,12 +31,12 @@ SMALL = [
 )
 def test_parameter_counts_of_the_pretrained_mlps(name: str, count: int) -> None:
     with torch.device("meta"):
-        assert num_parameters(build_model(MlpSpec(**PRESETS[name]), num_classes=11_230, image_size=64)) == count
+        assert num_parameters(build_model(spec_of(name), num_classes=11_230, image_size=64)) == count
 
 
 def test_the_mlp_of_the_efficiency_table() -> None:
     """B-12/Wi-768 on ImageNet-1k: 66.89 M parameters, 66.8 M multiply-adds."""
-    spec = MlpSpec(**PRESETS["mlp_b12_wi768"])
+    spec = spec_of("mlp_b12_wi768")
     with torch.device("meta"):
         count = num_parameters(build_model(spec, num_classes=1000, image_size=64))
     assert round(count / 1e6, 2) == 66.89
@@ -44,7 +45,7 @@ def test_the_mlp_of_the_efficiency_table() -> None:
 
 def test_mixer_b_16_has_timms_count() -> None:
     with torch.device("meta"):
-        ours = build_model(MixerSpec(**PRESETS["mixer_b_16"]), num_classes=1000, image_size=224)
+        ours = build_model(spec_of("mixer_b_16"), num_classes=1000, image_size=224)
         theirs = timm.create_model("mixer_b16_224")
     assert num_parameters(ours) == num_parameters(theirs) == 59_880_472
 
