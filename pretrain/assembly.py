@@ -66,6 +66,7 @@ class Task:
             world=self.world,
             flops_per_image=forward_flops(settings.model, **size),
             title=run_dir.name,
+            seed=settings.train.seed,
         )
 
     @cached_property

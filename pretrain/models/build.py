@@ -1,5 +1,7 @@
 """spec -> module, with weights that are a function of the seed alone, and their number and cost."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,11 +14,11 @@ from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
 
 def build(
-    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None
+    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None, **changes: Any
 ) -> ImageModel:
-    """A model of the papers by name; its image size and number of classes are the paper's unless given."""
+    """A model of the papers by name, with other values for some fields; size and classes are the paper's unless given."""
     return build_model(
-        spec_of(name),
+        spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
         image_size=image_size or preset(name).image_size,
         seed=seed,

@@ -1,8 +1,10 @@
 """MLP-Mixer, S-Mixer and their RP variants. Shapes: B batch, S tokens (S0 patches), C channels, P patch, M = S C, K classes."""
 
+from math import isqrt
+
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.permutation import pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
@@ -123,7 +125,7 @@ def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) 
 
 class Mixer(ImageModel):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.num_channels, num_classes=num_classes)
+        super().__init__(num_features=spec.num_channels, num_classes=num_classes, pixels_per_place=spec.patch_size)
         num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
         self.patch_size = spec.patch_size
         self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
@@ -138,7 +140,7 @@ class Mixer(ImageModel):
             for number in range(spec.depth)
         )
         self.norm = nn.LayerNorm(spec.num_channels)
-        self.head = nn.Linear(spec.num_channels, num_classes)
+        self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BSC: Tensor = self.stem(patches(x_BCHW, size=self.patch_size))
@@ -146,6 +148,12 @@ class Mixer(ImageModel):
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF.mean(dim=1)
+
+    def as_map(self, x_BF: Tensor) -> Tensor:
+        """Tokens as the patches lie; in one column where they form no square."""
+        side = isqrt(x_BF.shape[1])
+        width = side if side**2 == x_BF.shape[1] else 1
+        return x_BF.transpose(1, 2).reshape(len(x_BF), self.num_features, -1, width)
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:

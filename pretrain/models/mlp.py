@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.spec import MlpSpec
 
 NORMS = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
@@ -42,12 +42,12 @@ class StandardBlock(nn.Module):
 
 class Mlp(ImageModel):
     def __init__(self, spec: MlpSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.width, num_classes=num_classes)
+        super().__init__(num_features=spec.width, num_classes=num_classes, pixels_per_place=image_size)
         block = InvertedBlock if spec.bottleneck == "inverted" else StandardBlock
         self.stem = nn.Linear(3 * image_size**2, spec.width)
         self.blocks = nn.ModuleList(block(spec) for _ in range(spec.depth))
         self.norm = nn.Identity()
-        self.head = nn.Linear(spec.width, num_classes)
+        self.head = classifier(spec.width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BM: Tensor = self.stem(x_BCHW.flatten(1))

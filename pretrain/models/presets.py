@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from data_prep.settings import nearest
+from data_prep.settings import Settings, nearest, validate
 from pretrain.models.spec import AnySpec, ModelSpec
 
 
@@ -19,10 +16,13 @@ class Preset:
     num_classes: int = 1000
 
 
-@cache
-def spec_of(name: str) -> AnySpec:
-    spec: AnySpec = TypeAdapter(ModelSpec).validate_python(preset(name).fields)
-    return spec
+class _Named(Settings):
+    model: ModelSpec
+
+
+def spec_of(name: str, **changes: Any) -> AnySpec:
+    """The spec of a named model, with other values for some of its fields."""
+    return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
 def preset(name: str) -> Preset:
