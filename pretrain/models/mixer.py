@@ -99,7 +99,7 @@ class MixerBlock(nn.Module):
         mixed_BM = pk(
             x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens
         )
-        return mixed_BM.reshape(len(x_BSC), -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
 
     def _mix_channels(self, x_BSC: Tensor) -> Tensor:
         if not self.is_permuted:
@@ -113,7 +113,7 @@ class MixerBlock(nn.Module):
             before=self.before_channels,
             after=self.after_channels,
         )
-        return mixed_BM.reshape(len(x_BSC), -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
 
 
 def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) -> nn.Module:
@@ -153,7 +153,7 @@ class Mixer(ImageModel):
         """Tokens as the patches lie; in one column where they form no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
-        return x_BF.transpose(1, 2).reshape(len(x_BF), self.num_features, -1, width)
+        return x_BF.transpose(1, 2).reshape(x_BF.shape[0], self.num_features, -1, width)
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:

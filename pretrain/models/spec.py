@@ -12,9 +12,18 @@ from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 Init = Literal["normal", "torch"]
-Blocks = Annotated[
-    Literal["all"] | tuple[int, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
-]  # YAML and JSON have no tuples
+
+
+def _block_numbers(given: object) -> object:
+    """YAML and JSON have no tuples."""
+    if isinstance(given, list | tuple) and all(type(each) is int for each in given):
+        return tuple(given)
+    if given != "all":
+        raise ValueError(f"model.permuted_blocks: {given!r} will not do; give block numbers such as [0, 3], or all")
+    return given
+
+
+Blocks = Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_block_numbers)]
 
 
 class MlpSpec(Settings):
