@@ -5,7 +5,7 @@ from math import isqrt
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
-from pretrain.models.permutation import pk, random_permutation
+from pretrain.models.permutation import generator_beside_weights, pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
 
@@ -82,10 +82,11 @@ class MixerBlock(nn.Module):
         self.channel_mixing = _mixing(spec, channels, num_outputs=channels, hidden=1)
         self.is_permuted = is_permuted
         if is_permuted:
-            self.before_tokens = random_permutation(num_inputs * channels)
-            self.after_tokens = random_permutation(num_tokens * channels)
-            self.before_channels = random_permutation(num_tokens * channels)
-            self.after_channels = random_permutation(num_tokens * channels)
+            random = generator_beside_weights()
+            self.before_tokens = random_permutation(num_inputs * channels, generator=random)
+            self.after_tokens = random_permutation(num_tokens * channels, generator=random)
+            self.before_channels = random_permutation(num_tokens * channels, generator=random)
+            self.after_channels = random_permutation(num_tokens * channels, generator=random)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         x_BSC = self.skip(x_BSC) + self._mix_tokens(self.token_norm(x_BSC))
