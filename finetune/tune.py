@@ -10,7 +10,8 @@ from pretrain.card import ModelCard, read_card
 from pretrain.checkpoint import load_weights
 from pretrain.config import check_against_ranks
 from pretrain.datasets import load_training_data
-from pretrain.models.build import build_model, num_parameters
+from pretrain.models.build import build_model
+from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan

@@ -1,16 +1,15 @@
-"""spec -> module, with weights that are a function of the seed alone, and their number and cost."""
+"""spec -> module, with weights that are a function of the seed alone."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, TimmSpec
 
 
 def build(
@@ -36,6 +35,10 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
                 return Mlp(spec, num_classes=num_classes, image_size=image_size)
             case MixerSpec():
                 return Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case TimmSpec():
+                from pretrain.models.timm_baselines import TimmModel
+
+                return TimmModel(spec, num_classes=num_classes, image_size=image_size)
             case _:
                 raise AssertionError(spec)
 
@@ -43,15 +46,3 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:
     """One vector per image: what a linear probe sees."""
     return model.forward_head(model.forward_features(images_BCHW), pre_logits=True)
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
-    """Floating-point operations of one image's forward pass (two per multiply-add), counted on shapes alone."""
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = build_model(spec, num_classes=num_classes, image_size=image_size)
-        model.eval()(torch.empty(1, 3, image_size, image_size))
-    return int(counter.get_total_flops())

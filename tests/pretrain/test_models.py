@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
-from pretrain.models.build import build_model, forward_flops, num_parameters, pooled_features
+from pretrain.models.build import build_model, pooled_features
+from pretrain.models.cost import forward_flops, num_parameters
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import MixerSpec, MlpSpec
 
