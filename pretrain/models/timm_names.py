@@ -3,15 +3,18 @@
 It is apart from `build` because importing timm costs seconds that a training process need not spend.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import TypeAdapter
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
-from pretrain.models.build import build
+from pretrain.models.build import build, build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.presets import PRESETS
+from pretrain.models.spec import AnySpec, ModelSpec
 
 default_cfgs = generate_default_cfgs(
     {
@@ -26,10 +29,14 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def check_colours(in_chans: int) -> None:
+    if in_chans != 3:
+        raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
+
+
 def _entry_point(name: str) -> Callable[..., ImageModel]:
     def construct(num_classes: int | None = None, img_size: int | None = None, in_chans: int = 3) -> ImageModel:
-        if in_chans != 3:
-            raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
+        check_colours(in_chans)
         return build(name, num_classes=num_classes, image_size=img_size)
 
     def entry(pretrained: bool = False, **kwargs: Any) -> ImageModel:
@@ -43,3 +50,18 @@ def _entry_point(name: str) -> Callable[..., ImageModel]:
 for _name in PRESETS:
     _registered = register_model(_entry_point(_name))
     setattr(sys.modules[__name__], _name, _registered)
+
+
+def _of_spec(spec: dict[str, Any], num_classes: int = 1000, img_size: int = 64, in_chans: int = 3) -> ImageModel:
+    check_colours(in_chans)
+    parsed: AnySpec = TypeAdapter(ModelSpec).validate_json(json.dumps(spec))
+    return build_model(parsed, num_classes=num_classes, image_size=img_size)
+
+
+def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
+    """Any spec: the architecture that the config.json of every checkpoint names, for `create_model("local-dir:DIRECTORY")`."""
+    model: ImageModel = build_model_with_cfg(_of_spec, "wide_mlps", pretrained, **kwargs)
+    return model
+
+
+register_model(wide_mlps)
