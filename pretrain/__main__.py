@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain train | preview | show | models | widths | sync`.
+"""Command line of the second floor: `pretrain train | preview | show | models | widths | import | sync`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -89,10 +89,24 @@ def _parser() -> argparse.ArgumentParser:
     widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
     widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
     widths.set_defaults(run=_widths)
+    _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
     sync.add_argument("run_dir", type=Path)
     sync.set_defaults(run=_sync)
     return parser
+
+
+def _add_import(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*")
+    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
+    verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
+    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
+    verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
+    verb.add_argument("--force-flattening", action="store_true", help="even where the first layer looks otherwise")
+    verb.add_argument("--activation", help="of scaling_mlps' models (default: of the config beside the file, or gelu)")
+    for name in ("mean", "std"):
+        verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
+    verb.set_defaults(run=_import)
 
 
 def rank_count(text: str) -> int:
@@ -193,6 +207,22 @@ def _widths(options: argparse.Namespace) -> int:
         densities=parse_densities(options.density) if options.density else [],
         console=console(),
     )
+    return OK
+
+
+def _import(options: argparse.Namespace) -> int:
+    from pretrain.importing import Wishes, import_weights
+
+    wishes = Wishes(
+        classes=options.classes,
+        name=options.name,
+        flattening=options.flattening,
+        force_flattening=options.force_flattening,
+        activation=options.activation,
+        mean=tuple(options.mean) if options.mean else None,
+        std=tuple(options.std) if options.std else None,
+    )
+    print("\n".join(import_weights(options.file, out=options.out, wishes=wishes)))
     return OK
 
 

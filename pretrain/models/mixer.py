@@ -52,10 +52,10 @@ def start_normal(linear: nn.Linear, *, variance: float) -> None:
 class TokenSkip(nn.Module):
     """LN(W~ X): the skip path of a block that makes S tokens of S0."""
 
-    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int):
+    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int, norm_eps: float):
         super().__init__()
         self.linear = nn.Linear(num_patches, num_tokens, bias=False)
-        self.norm = nn.LayerNorm(num_channels)
+        self.norm = nn.LayerNorm(num_channels, eps=norm_eps)
         nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
@@ -74,11 +74,13 @@ class MixerBlock(nn.Module):
         super().__init__()
         channels = spec.num_channels
         self.skip = (
-            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels) if has_token_skip else nn.Identity()
+            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels, norm_eps=spec.norm_eps)
+            if has_token_skip
+            else nn.Identity()
         )
-        self.token_norm = nn.LayerNorm(channels)
+        self.token_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
         self.token_mixing = _mixing(spec, num_inputs, num_outputs=num_tokens, hidden=0)
-        self.channel_norm = nn.LayerNorm(channels)
+        self.channel_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
         self.channel_mixing = _mixing(spec, channels, num_outputs=channels, hidden=1)
         self.is_permuted = is_permuted
         if is_permuted:
@@ -140,7 +142,7 @@ class Mixer(ImageModel):
             )
             for number in range(spec.depth)
         )
-        self.norm = nn.LayerNorm(spec.num_channels)
+        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps)
         self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class InvertedBlock(nn.Module):
 
 
 class StandardBlock(nn.Module):
-    """act(W norm(z)), without a skip path."""
+    """act(W norm(z)), or W act(norm(z)), without a skip path."""
 
     def __init__(self, spec: MlpSpec):
         super().__init__()
@@ -34,9 +34,16 @@ class StandardBlock(nn.Module):
         self.linear = nn.Linear(spec.width, spec.width)
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
+        self.activation_first = spec.activation_first
 
     def forward(self, x_BM: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.activation(self.linear(self.norm(x_BM))))
+        normed_BM = self.norm(x_BM)
+        y_BM = (
+            self.linear(self.activation(normed_BM))
+            if self.activation_first
+            else self.activation(self.linear(normed_BM))
+        )
+        y: Tensor = self.dropout(y_BM)
         return y
 
 
