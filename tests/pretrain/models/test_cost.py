@@ -8,7 +8,7 @@ from pretrain.models.baseline_cost import body_cost, resnet152
 from pretrain.models.build import build_model
 from pretrain.models.cost import cost_of, num_parameters
 from pretrain.models.presets import PRESETS, spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, TimmSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 from pretrain.models.widths import average_connections, mixer_connections
 
 KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes and image size
@@ -69,6 +69,23 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     ),
     "ViT at another size": (TimmSpec(kind="timm", name="vit_b_4"), 12),
     "ResNet at another size": (TimmSpec(kind="timm", name="resnet152_64"), 25),
+    "sparse by its density": (SparseMlpSpec(kind="sw_mlp", num_channels=3, width=40, depth=2, density=0.04), 8),
+    "sparse, hidden layer": (
+        SparseMlpSpec(kind="sw_mlp", num_channels=3, depth=2, density=0.3, storage="sparse", expansion=2.0),
+        8,
+    ),
+    "masked, hidden layer": (
+        SparseMlpSpec(kind="sw_mlp", num_channels=3, depth=2, density=0.3, storage="masked", expansion=2.0),
+        8,
+    ),
+    "Monarch, in colour": (
+        StructuredMlpSpec(kind="structured", form="monarch", num_rows=5, num_columns=7, greyscale=False),
+        8,
+    ),
+    "Kronecker, in colour": (
+        StructuredMlpSpec(kind="structured", form="kronecker", num_rows=5, num_columns=7, greyscale=False),
+        8,
+    ),
     "S-Mixer": (MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, layers_per_mixing=1), 12),
 }
 
@@ -98,7 +115,7 @@ def test_the_formulas_are_what_is_built(name: str) -> None:
     assert buffers == cost_of(spec, **size).buffer_bytes
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name, (spec, _) in VARIANTS.items() if spec.kind not in NOT_BUILT_YET])
 def test_the_formulas_hold_for_any_setting(name: str) -> None:
     spec, image_size = VARIANTS[name]
     cost = cost_of(spec, num_classes=3, image_size=image_size)
