@@ -15,10 +15,10 @@ counter gives 14.98 G; without padding (58 x 58 after the stem instead of 64 x 6
 
 def body_cost(name: Baseline, *, image_size: int) -> Cost:
     """Without the head."""
-    return _resnet152(image_size) if name == "resnet152_64" else _vit_b_4(image_size)
+    return resnet152(image_size) if name == "resnet152_64" else _vit_b_4(image_size)
 
 
-def _resnet152(image_size: int, *, padding: int = RESNET_STEM_PADDING) -> Cost:
+def resnet152(image_size: int, *, padding: int = RESNET_STEM_PADDING) -> Cost:
     """Bottlenecks of 1 x 1, 3 x 3 (which has the stride), 1 x 1; the first one of a stage has a 1 x 1 skip path."""
     size, num_inputs = image_size + 2 * padding - 6, 64
     total = _convolution(3, 64, kernel=7, size=size)

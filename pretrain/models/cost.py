@@ -7,11 +7,23 @@ hold the formulas to the built modules and to torch's FlopCounterMode.
 from typing import TYPE_CHECKING
 
 from pretrain.models.baseline_cost import NUM_FEATURES, body_cost
-from pretrain.models.cost_parts import Cost, batch_norm, block_diagonal, layer_norm, linear, masked_linear, permutation
+from pretrain.models.cost_parts import (
+    Cost,
+    batch_norm,
+    block_diagonal,
+    layer_norm,
+    linear,
+    masked_linear,
+    permutation,
+    sparse_linear,
+)
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+SPARSE_UP_TO = 0.05
+"""The density up to which `storage: auto` of a SW-MLP means sparse."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
@@ -81,10 +93,10 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
         total += linear(num_patches * spec.num_channels, width)
     hidden = width if spec.expansion is None else max(1, round(spec.expansion * width))
     shapes = [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]
-    is_sparse = spec.storage == "sparse"
+    is_sparse = spec.storage == "sparse" or (spec.storage == "auto" and spec.density <= SPARSE_UP_TO)
+    matrix = sparse_linear if is_sparse else masked_linear
     for num_inputs, num_outputs in shapes:
-        matrix = masked_linear(num_inputs, num_outputs, density=spec.density, is_sparse=is_sparse)
-        total += (matrix + Cost(num_parameters=num_outputs)) * spec.depth  # with a bias
+        total += matrix(num_inputs, num_outputs, density=spec.density) * spec.depth
     return total + layer_norm(width) * (spec.depth + 1)
 
 

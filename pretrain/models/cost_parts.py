@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 _FLOAT_BYTES = 4
 _INDEX_BYTES = 4
-_MASK_BYTES = 1
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Cost:
     """5 per entry of a layer norm, 2 per entry of a batch norm in evaluation: what fvcore's FlopCountAnalysis, with which paper B
     counted, has on top of the multiply-adds."""
     buffer_bytes: int = 0
-    """Masks, permutations with their inverses, statistics of batch norms, in memory."""
+    """Masks, indices, permutations with their inverses, statistics of batch norms: in memory, not all of it in a checkpoint."""
     connections: int = 0
     """Multiply-adds by a weight that may differ from zero: for a masked matrix the expected number."""
 
@@ -76,10 +75,24 @@ def permutation(size: int) -> Cost:
     return Cost(buffer_bytes=2 * _INDEX_BYTES * size)
 
 
-def masked_linear(num_inputs: int, num_outputs: int, *, density: float, is_sparse: bool) -> Cost:
-    """`is_sparse`: only what is expected to exist is stored and multiplied; else everything is, beside a mask."""
+def masked_linear(num_inputs: int, num_outputs: int, *, density: float) -> Cost:
+    """A dense matrix times a mask of a byte per entry, and a bias."""
+    size = num_inputs * num_outputs
+    return Cost(
+        num_parameters=size + num_outputs,
+        multiply_adds=size,
+        buffer_bytes=size,
+        connections=round(density * size),
+    )
+
+
+def sparse_linear(num_inputs: int, num_outputs: int, *, density: float) -> Cost:
+    """As many connections as are expected, and a bias. Buffers: compressed rows of the matrix, and of its transpose with the
+    order of its values."""
     connections = round(density * num_inputs * num_outputs)
-    if is_sparse:
-        return Cost(connections, connections, 0, _INDEX_BYTES * connections, connections)
-    products = num_inputs * num_outputs
-    return Cost(products, products, 0, _MASK_BYTES * products, connections)
+    return Cost(
+        num_parameters=connections + num_outputs,
+        multiply_adds=connections,
+        buffer_bytes=_INDEX_BYTES * (3 * connections + num_inputs + num_outputs + 2),
+        connections=connections,
+    )
