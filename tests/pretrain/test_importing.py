@@ -12,12 +12,16 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
+from finetune.config import EvaluateSettings, ProbeSettings
+from finetune.evaluate import evaluate_checkpoint
+from finetune.probe import probe
 from pretrain.__main__ import main
 from pretrain.card import read_card
+from pretrain.config import TrackingSettings
 from pretrain.folder import load_folder
 from pretrain.models.spec import MlpSpec
 from pretrain.shards import open_split
-from tests.conftest import Command
+from pretrain.world import World
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
@@ -47,7 +51,7 @@ def public_forward(w: dict[str, Tensor], images_BHWC: Tensor) -> Tensor:
 
 
 def test_an_imported_folder_is_evaluated_probed_and_drawn(
-    command: Command, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights, file, out = (
         public_weights(),
@@ -63,19 +67,25 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
     assert read_card(out).dataset == "imagenet21"
 
-    done = command("finetune", "evaluate", str(out), str(shapes), "--json")
-    assert done.returncode == 0, done.stderr
-    scores = json.loads(done.stdout)
+    world = World(rank=0, local_rank=0, num_ranks=1)
+    scores = evaluate_checkpoint(EvaluateSettings(pretrained=str(out), dataset=str(shapes)), world)
     reader = open_split(shapes, load_manifest(shapes), "val")
     logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))
     labels = torch.from_numpy(reader.labels).long()
-    assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
-    assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+    assert scores.loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
+    assert scores.top1 == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
 
-    config = tmp_path / "probe.yaml"
-    config.write_text(f"pretrained: {out}\ndataset: {other_shapes}\ntracking: {{enabled: false}}\nepochs: 2\n")
-    done = command("finetune", "probe", str(config), f"run_dir={tmp_path}/probe")
-    assert done.returncode == 0, done.stderr
+    result = probe(
+        ProbeSettings(
+            run_dir=str(tmp_path / "probe"),
+            pretrained=str(out),
+            dataset=str(other_shapes),
+            tracking=TrackingSettings(enabled=False),
+            epochs=2,
+        ),
+        world,
+    )
+    assert result is not None and 0 <= result["test_top1"] <= 1
     assert np.allclose(first_layer(out), weights["linear_in.weight"].view(-1, 3, 16, 16).amax(dim=1).numpy())
 
 
