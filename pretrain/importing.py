@@ -70,7 +70,7 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
         channel_mean=normalisation.mean,
         channel_std=normalisation.std,
         dataset=wishes.name or file.stem,
-        origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}",
+        origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, read as {wishes.flattening}",
     )
     _write_once(out, card, foreign)
     with torch.device("meta"):

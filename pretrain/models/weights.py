@@ -7,6 +7,7 @@ differences and names the first of each kind.
 import argparse
 import pickle
 import struct
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ TORCH_FAULTS = (
 )
 """What torch's reader raises at bytes that are no checkpoint, depending on where it stumbles."""
 
+SIGNS_OF_CODE = ("Unsupported global", "TorchScript")
+
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes that tools wrap around them."""
@@ -48,17 +51,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return _without_prefixes(load_file(path))
         except SafetensorError as error:
             raise UserError(f"{path}: {_no_weights(error)}") from None
-    return _without_prefixes(_unwrapped(_read_torch(path), path))
+    return _without_prefixes(_unwrapped(_read_torch(path, is_pickle=head[:1] == b"\x80"), path))
 
 
-def _read_torch(path: Path) -> object:
+def _read_torch(path: Path, *, is_pickle: bool) -> object:
     try:
         # timm's trainer stores its command line, a Namespace of plain values, in every checkpoint
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore", UserWarning)  # of a pickle protocol that torch does not expect
             return torch.load(path, map_location="cpu", weights_only=True)
     except TORCH_FAULTS as error:
         text = str(error)
-        if "Unsupported global" in text or "TorchScript" in text:
+        if any(sign in text for sign in SIGNS_OF_CODE) or (is_pickle and "Unsupported operand" in text):
             raise UserError(
                 f"{path}: holds pickled code beside weights, and none is run here; save the weights alone where you trust the "
                 f"file: torch.save(model.state_dict(), ...)"
@@ -67,8 +71,11 @@ def _read_torch(path: Path) -> object:
 
 
 def _no_weights(error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return f"is not a whole file of weights (safetensors or torch); download or copy it again ({reason[:120]})"
+    reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+    told = (
+        "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
+    )  # torch's advice there is to run the pickle
+    return f"is not a whole file of weights (safetensors or torch); download or copy it again{told}"
 
 
 def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
