@@ -8,7 +8,9 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+from pretrain.models.sparse import SparseMlp
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
+from pretrain.models.structured import StructuredMlp
 
 
 def build(
@@ -34,6 +36,10 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
                 return Mlp(spec, num_classes=num_classes, image_size=image_size)
             case MixerSpec():
                 return Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case SparseMlpSpec():
+                return SparseMlp(spec, num_classes=num_classes, image_size=image_size)
+            case StructuredMlpSpec():
+                return StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
             case _:
                 raise AssertionError(spec)
 
