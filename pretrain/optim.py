@@ -1,4 +1,4 @@
-"""Optimizers and their parameter groups. Weight decay is decoupled and falls on matrices only."""
+"""Optimizers and their parameter groups. Weight decay is decoupled and falls on matrices only, sparse ones included."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,7 +47,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     """Groups by (decayed or not) x (head or body); `lr_scale` is what `set_lr` multiplies with."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault((parameter.ndim >= 2, name.startswith("head.")), []).append(parameter)
+        groups.setdefault((_is_of_matrix(name, parameter), name.startswith("head.")), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -56,6 +56,11 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         }
         for (decayed, is_head), parameters in sorted(groups.items())
     ]
+
+
+def _is_of_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """The `values` of a `SparseLinear` are a vector that holds the entries of a matrix."""
+    return parameter.ndim >= 2 or name.endswith(".values")
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:

@@ -9,7 +9,9 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, TimmSpec
+from pretrain.models.sparse import SparseMlp
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
+from pretrain.models.structured import StructuredMlp
 
 
 def build(
@@ -35,12 +37,14 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
                 return Mlp(spec, num_classes=num_classes, image_size=image_size)
             case MixerSpec():
                 return Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case SparseMlpSpec():
+                return SparseMlp(spec, num_classes=num_classes, image_size=image_size)
+            case StructuredMlpSpec():
+                return StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
             case TimmSpec():
                 from pretrain.models.timm_baselines import TimmModel
 
                 return TimmModel(spec, num_classes=num_classes, image_size=image_size)
-            case _:
-                raise AssertionError(spec)
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:

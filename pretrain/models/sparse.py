@@ -1,0 +1,88 @@
+"""Paper A's SW-MLP: an MLP whose matrices have each connection with probability p, as wide as a Mixer's S C entries.
+
+    stem      per-patch linear to C channels, then one vector of S0 C entries; where m differs, a dense linear to m
+    blocks    x + act((M * W) LN(x)), or with a hidden layer x + (M2 * W2) act((M1 * W1) LN(x)), gamma m wide
+    head      norm, linear on all m entries
+
+The paper prints the block. It does not print how S0 C entries become m, nor what stands between the last block and the classes:
+both are ours. So are biases, which start at 0, as the Mixers have them. Weights start as N(0, 1/(p m)), also those of the hidden
+form, so that of gamma m x m entries the largest singular value is near sqrt(c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m)), where
+c = 1 + sqrt(gamma), while p m is above some 30. The paper's L+ has sqrt(gamma) over q^2, which agrees at gamma = 1; elsewhere it
+agrees if q^2 is read as p gamma m, and not as p m (measured, and only so are a matrix and its transpose alike).
+
+Shapes: B batch, S0 patches, C channels, M width, K classes.
+"""
+
+from torch import Tensor, nn
+
+from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.mixer import patches
+from pretrain.models.sparse_linear import sparse_linear
+from pretrain.models.spec import SparseMlpSpec
+
+
+class SparseBlock(nn.Module):
+    """x + act((M * W) LN(x))."""
+
+    def __init__(self, spec: SparseMlpSpec, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = _layer(spec, width, width=width, num_outputs=width)
+        self.activation = ACTIVATIONS[spec.activation]()
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x_BM: Tensor) -> Tensor:
+        y_BM: Tensor = x_BM + self.dropout(self.activation(self.linear(self.norm(x_BM))))
+        return y_BM
+
+
+class SparseHiddenBlock(nn.Module):
+    """x + (M2 * W2) act((M1 * W1) LN(x)), W1: m -> gamma m."""
+
+    def __init__(self, spec: SparseMlpSpec, width: int):
+        super().__init__()
+        assert spec.expansion is not None
+        hidden = max(1, round(spec.expansion * width))
+        self.norm = nn.LayerNorm(width)
+        self.expand = _layer(spec, width, width=width, num_outputs=hidden)
+        self.activation = ACTIVATIONS[spec.activation]()
+        self.contract = _layer(spec, hidden, width=width, num_outputs=width)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x_BM: Tensor) -> Tensor:
+        hidden = self.dropout(self.activation(self.expand(self.norm(x_BM))))
+        y_BM: Tensor = x_BM + self.dropout(self.contract(hidden))
+        return y_BM
+
+
+def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int) -> nn.Module:
+    variance = 1 / (spec.density * width)
+    return sparse_linear(spec.storage, num_inputs, num_outputs=num_outputs, density=spec.density, variance=variance)
+
+
+class SparseMlp(ImageModel):
+    def __init__(self, spec: SparseMlpSpec, *, num_classes: int, image_size: int):
+        width = spec.width_at(image_size=image_size)
+        super().__init__(num_features=width, num_classes=num_classes)
+        self.patch_size, self.patches_per_side = spec.patch_size, image_size // spec.patch_size
+        num_entries = self.patches_per_side**2 * spec.num_channels
+        self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
+        self.widen = nn.Identity() if width == num_entries else nn.Linear(num_entries, width)
+        block = SparseBlock if spec.expansion is None else SparseHiddenBlock
+        self.blocks = nn.ModuleList(block(spec, width) for _ in range(spec.depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        x_BM: Tensor = self.widen(self.stem(patches(x_BCHW, size=self.patch_size)).flatten(1))
+        return x_BM
+
+    def pool(self, x_BF: Tensor) -> Tensor:
+        return x_BF
+
+    def as_grid(self, x_BF: Tensor) -> Tensor:
+        """The skip path keeps every entry at its patch and channel, unless a dense layer came before it."""
+        if not isinstance(self.widen, nn.Identity):
+            return x_BF
+        side = self.patches_per_side
+        return x_BF.reshape(len(x_BF), side, side, -1).permute(0, 3, 1, 2)
