@@ -4,16 +4,18 @@
                                           [--mode max-autotune-no-cudagraphs] [--threads N] [--cpu-time]
 
 Contestants, each a whole step (forward, backward to all weights, none to the pictures) on one batch:
-  products     the same matrix products on tensors made beforehand, nothing between them: the limit
+  products     the same matrix products on tensors made beforehand, nothing between them
+  products, 8  the same with every size filled up to a multiple of 8, as pretrain/models/linear.py does it: the limit
   plain        the paper's formula as one would first write it, eager (models_peers.py)
   ours         eager
   ours, whole  the model under torch.compile
   ours, blocks each block under torch.compile (`block.compile()`), the rest eager: equal blocks share one graph
   timm(, whole) timm's MlpMixer of the same shapes, where it has them
-`activations` are the bytes that a forward pass keeps for the backward pass (weights and pictures excluded); `peak` is CUDA's, of one step
-beyond what was allocated before it. `compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the step's matmul
-FLOPs over its time, as a share of the rate of a large square product measured in the same rounds. --cpu-time counts CPU seconds of
-one thread instead of wall time: the only fair clock where others use the same cores.
+TFLOP/s are the FLOPs of `products` over the time, whatever zeros are multiplied besides. `activations` are the bytes that a forward
+pass keeps for the backward pass (weights and pictures excluded); `peak` is CUDA's, of one step beyond what was allocated before it.
+`compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of a large square
+product measured in the same rounds. --cpu-time counts CPU seconds of one thread instead of wall time: the only fair clock where others
+use the same cores.
 """
 
 import argparse
@@ -25,15 +27,16 @@ from dataclasses import dataclass, field
 
 import torch
 from frame import commit, machine, ratio
-from models_peers import bare_products, plain, products_of, step_flops, timm_mixer
+from models_peers import Product, bare_products, plain, products_of, step_flops, timm_mixer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from pretrain.models.build import build_model
+from pretrain.models.linear import aligned
 from pretrain.models.presets import preset, spec_of
 
-LIMIT, SQUARE = "products", "large square product"
+PRODUCTS, LIMIT, SQUARE = "products", "products, 8", "large square product"
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ def contestants(name: str, options: argparse.Namespace, *, batch: int) -> Field:
     ours = ready(build_model(spec, **sizes, seed=0))
     products = products_of(ours, images)
     flops = step_flops(products)
-    field.found[LIMIT] = Contestant(bare_products(products, like=images), flops=flops)
+    field.found[PRODUCTS] = Contestant(bare_products(products, like=images), flops=flops)
+    filled = [Product(product.rows, aligned(product.inputs), aligned(product.outputs)) for product in products]
+    field.found[LIMIT] = Contestant(bare_products(filled, like=images), flops=flops)
     if device.type == "cuda":
         side = 8192
         left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -188,7 +193,18 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
     if options.cpu_time:
         title += ", CPU time of one thread"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    columns = ["", "ms", "images/s", "of products", "x plain", "x timm", "TFLOP/s", "activations MB", "compiled in s"]
+    columns = [
+        "",
+        "ms",
+        "images/s",
+        "of products",
+        "of limit",
+        "x plain",
+        "x timm",
+        "TFLOP/s",
+        "activations MB",
+        "compiled in s",
+    ]
     for column in columns + (["of the rate", "peak MB"] if on_gpu else []):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for contestant, values in rates.items():
@@ -196,7 +212,7 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
         timm = {"timm": "timm", "ours": "timm", "ours, whole": "timm, whole", "ours, blocks": "timm, whole"}
         against = timm.get(contestant)
         row = [contestant, f"{1000 / per_s:,.1f}", f"{batch * per_s:,.0f}" if contestant != SQUARE else ""]
-        row += [f"{ratio(rates, contestant, LIMIT):.1%}" if contestant != SQUARE else ""]
+        row += [f"{ratio(rates, contestant, of):.1%}" if contestant != SQUARE else "" for of in (PRODUCTS, LIMIT)]
         row += [f"{ratio(rates, contestant, 'plain'):.2f}" if entry.activations else ""]
         row += [f"{ratio(rates, contestant, against):.2f}" if against in rates and contestant != against else ""]
         row += [f"{entry.flops * per_s / 1e12:.3g}", f"{entry.activations / 1e6:,.1f}" if entry.activations else ""]

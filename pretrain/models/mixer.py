@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.linear import Linear, hidden_linear
 from pretrain.models.permutation import pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
@@ -12,9 +13,9 @@ class TwoLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
-        self.inner = nn.Linear(num_inputs, hidden)
+        self.inner = hidden_linear(num_inputs, hidden)
         self.activation = ACTIVATIONS[spec.activation]()
-        self.outer = nn.Linear(hidden, num_outputs)
+        self.outer = Linear(hidden, num_outputs)
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
             start_normal(self.inner, variance=1 / num_inputs)
@@ -31,7 +32,7 @@ class OneLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, num_outputs: int):
         super().__init__()
-        self.linear = nn.Linear(num_inputs, num_outputs)
+        self.linear = Linear(num_inputs, num_outputs)
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
@@ -52,7 +53,7 @@ class TokenSkip(nn.Module):
 
     def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int):
         super().__init__()
-        self.linear = nn.Linear(num_patches, num_tokens, bias=False)
+        self.linear = Linear(num_patches, num_tokens, bias=False)
         self.norm = nn.LayerNorm(num_channels)
         nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
@@ -126,7 +127,7 @@ class Mixer(ImageModel):
         super().__init__(num_features=spec.num_channels, num_classes=num_classes)
         num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
         self.patch_size = spec.patch_size
-        self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
+        self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(
             MixerBlock(
                 spec,
@@ -138,7 +139,7 @@ class Mixer(ImageModel):
             for number in range(spec.depth)
         )
         self.norm = nn.LayerNorm(spec.num_channels)
-        self.head = nn.Linear(spec.num_channels, num_classes)
+        self.head = Linear(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BSC: Tensor = self.stem(patches(x_BCHW, size=self.patch_size))
