@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.models.linear import Linear
 from pretrain.models.spec import Activation
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {
@@ -142,7 +143,7 @@ class ImageModel(nn.Module, ABC):
 
 
 def classifier(num_features: int, num_classes: int) -> nn.Module:
-    return nn.Linear(num_features, num_classes) if num_classes else nn.Identity()
+    return Linear(num_features, num_classes) if num_classes else nn.Identity()
 
 
 def taken_blocks(indices: int | Sequence[int] | None, *, num_blocks: int) -> list[int]:

@@ -5,6 +5,7 @@ from math import isqrt
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
+from pretrain.models.linear import Linear, hidden_linear
 from pretrain.models.permutation import generator_beside_weights, pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
@@ -14,9 +15,9 @@ class TwoLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
-        self.inner = nn.Linear(num_inputs, hidden)
+        self.inner = hidden_linear(num_inputs, hidden)
         self.activation = ACTIVATIONS[spec.activation]()
-        self.outer = nn.Linear(hidden, num_outputs)
+        self.outer = Linear(hidden, num_outputs)
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
             start_normal(self.inner, variance=1 / num_inputs)
@@ -33,7 +34,7 @@ class OneLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, num_outputs: int):
         super().__init__()
-        self.linear = nn.Linear(num_inputs, num_outputs)
+        self.linear = Linear(num_inputs, num_outputs)
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
@@ -54,7 +55,7 @@ class TokenSkip(nn.Module):
 
     def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int, norm_eps: float):
         super().__init__()
-        self.linear = nn.Linear(num_patches, num_tokens, bias=False)
+        self.linear = Linear(num_patches, num_tokens, bias=False)
         self.norm = nn.LayerNorm(num_channels, eps=norm_eps)
         nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
@@ -131,7 +132,7 @@ class Mixer(ImageModel):
         super().__init__(num_features=spec.num_channels, num_classes=num_classes, pixels_per_place=spec.patch_size)
         num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
         self.patch_size = spec.patch_size
-        self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
+        self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(
             MixerBlock(
                 spec,
