@@ -185,7 +185,8 @@ def machine(conditions: Conditions) -> str:
         where = torch.cuda.get_device_name()
     else:
         load = os.getloadavg()[0]
-        where = f"{_processor()}, {torch.get_num_threads()} threads, load {load:.1f} before"
+        count = torch.get_num_threads()
+        where = f"{_processor()}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
     return f"{where}, torch {torch.__version__}, commit {git_commit()}"
 
 
