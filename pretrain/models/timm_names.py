@@ -18,7 +18,10 @@ from pretrain.models.presets import PRESETS, Preset
 from pretrain.models.spec import AnySpec, ModelSpec
 
 
-def _default_cfg(preset: Preset) -> dict[str, Any]:
+FIRST_LAYERS = {"resnet152_64": "body.conv1", "vit_b_4": "body.patch_embed.proj"}
+
+
+def _default_cfg(name: str, preset: Preset) -> dict[str, Any]:
     return {
         "num_classes": preset.num_classes,
         "input_size": (3, preset.image_size, preset.image_size),
@@ -27,12 +30,12 @@ def _default_cfg(preset: Preset) -> dict[str, Any]:
         "crop_pct": 1.0,
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem",
+        "first_conv": FIRST_LAYERS.get(name, "stem"),
         "classifier": "head",
     }
 
 
-default_cfgs = generate_default_cfgs({name: _default_cfg(preset) for name, preset in PRESETS.items()})
+default_cfgs = generate_default_cfgs({name: _default_cfg(name, preset) for name, preset in PRESETS.items()})
 
 
 _EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}  # what features_only gives unless asked otherwise
