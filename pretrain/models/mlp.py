@@ -9,7 +9,7 @@ from pretrain.models.spec import MlpSpec
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """In the precision of its running statistics: DeepSpeed makes weights bf16, leaves buffers fp32, and torch takes no such mix."""
+    """In the precision of its running statistics: DeepSpeed makes weights bf16, leaves buffers fp32, and torch takes no mixture."""
 
     def forward(self, x_BM: Tensor) -> Tensor:
         assert self.running_mean is not None and self.num_batches_tracked is not None and self.momentum is not None

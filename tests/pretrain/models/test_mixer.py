@@ -92,6 +92,14 @@ def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
         assert model.blocks[0].skip.linear.weight.shape == (TOKENS, PATCHES)  # S x S0
 
 
+def test_hidden_sizes_are_those_of_tokens_and_of_channels() -> None:
+    """gamma = 2.4: 22 of 9 tokens, 12 of 5 channels; or as given, 4 and 11."""
+    for fields, across, along in (({}, 22, 12), (KINDS["own hidden sizes"], 4, 11)):
+        block = built(spec_with(**fields)).blocks[1]
+        assert block.get_parameter("token_mixing.inner.weight").shape == (across, PATCHES)
+        assert block.get_parameter("channel_mixing.inner.weight").shape == (along, CHANNELS)
+
+
 def test_the_epsilon_of_every_norm_is_the_specs() -> None:
     for fields in ({}, {"num_tokens": TOKENS}):
         for epsilon in (1e-5, 1e-6):

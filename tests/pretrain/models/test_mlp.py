@@ -76,7 +76,7 @@ def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
 
 
 def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool) -> Tensor:
-    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), block by block, no norm at the end: the features, then the logits."""
+    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), block by block: the features, then the logits."""
     z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
     for block in (f"blocks.{number}" for number in range(spec.depth)):
         normed = normalised(z, state, f"{block}.norm", norm=spec.norm, training=training)
