@@ -92,6 +92,22 @@ def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
         assert model.blocks[0].skip.linear.weight.shape == (TOKENS, PATCHES)  # S x S0
 
 
+def test_hidden_sizes_are_those_of_tokens_and_of_channels() -> None:
+    """gamma = 2.4: 22 of 9 tokens, 12 of 5 channels; or as given, 4 and 11."""
+    for fields, across, along in (({}, 22, 12), (KINDS["own hidden sizes"], 4, 11)):
+        block = built(spec_with(**fields)).blocks[1]
+        assert block.get_parameter("token_mixing.inner.weight").shape == (across, PATCHES)
+        assert block.get_parameter("channel_mixing.inner.weight").shape == (along, CHANNELS)
+
+
+def test_the_epsilon_of_every_norm_is_the_specs() -> None:
+    for fields in ({}, {"num_tokens": TOKENS}):
+        for epsilon in (1e-5, 1e-6):
+            modules = built(spec_with(**fields, **({} if epsilon == 1e-5 else {"norm_eps": epsilon}))).modules()
+            found = [module.eps for module in modules if isinstance(module, nn.LayerNorm)]
+            assert found == [epsilon] * (8 if fields else 7)
+
+
 def test_given_tokens_have_the_skip_path_even_where_s_is_s0() -> None:
     model = built(spec_with(num_tokens=PATCHES))
     assert [sum(weight.numel() for weight in block.skip.parameters()) for block in model.blocks] == [91, 0, 0]

@@ -22,6 +22,7 @@ BOTH = [{"bottleneck": "inverted"}, {"bottleneck": "none"}]
 KINDS: dict[str, dict[str, object]] = {
     "inverted": {},
     "standard": {"bottleneck": "none"},
+    "standard activation first": {"bottleneck": "none", "activation_first": True},
     "deep": {"depth": 7},
     "deep standard": {"depth": 7, "bottleneck": "none"},
     "batch norm": {"norm": "batch"},
@@ -75,12 +76,14 @@ def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
 
 
 def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool) -> Tensor:
-    """z + Wc act(We norm(z)), or act(W norm(z)), block by block; no norm at the end. Gives the features and, last, the logits."""
+    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), block by block: the features, then the logits."""
     z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
     for block in (f"blocks.{number}" for number in range(spec.depth)):
         normed = normalised(z, state, f"{block}.norm", norm=spec.norm, training=training)
         if spec.bottleneck == "inverted":
             z = z + linear(act(linear(normed, state, f"{block}.expand")), state, f"{block}.contract")
+        elif spec.activation_first:
+            z = linear(act(normed), state, f"{block}.linear")
         else:
             z = act(linear(normed, state, f"{block}.linear"))
     return torch.cat([z, linear(z, state, "head")], dim=1)
@@ -122,6 +125,20 @@ def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
     mean, variance = (before[f"{name}.running_{kind}"] for kind in ("mean", "var"))
     torch.testing.assert_close(model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0))
     torch.testing.assert_close(model.get_buffer(f"{name}.running_var"), 0.9 * variance + 0.1 * z.var(0))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_batch_norm_takes_bf16_weights_with_fp32_statistics(training: bool) -> None:
+    """As DeepSpeed leaves them at stages 1 to 3; the statistics go on in fp32."""
+    exact, mixed = (built(spec_with(norm="batch", bottleneck="none")).float().train(training) for _ in range(2))
+    for weight in mixed.parameters():
+        weight.data = weight.data.bfloat16()
+    y = mixed(images(64).bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), exact(images(64).float()), rtol=0.05, atol=0.05)
+    mean, expected = (model.get_buffer("blocks.1.norm.running_mean") for model in (mixed, exact))
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean, expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
