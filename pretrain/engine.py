@@ -87,7 +87,7 @@ class DeepSpeedEngine:
     ):
         self.device, self.settings, self.plan, self.world = device, settings, plan, world
         self.label_smoothing = label_smoothing
-        in_bf16 = settings.has_bf16_weights
+        in_bf16 = settings.precision == "bf16" and settings.zero_stage > 0
         self.input_dtype = torch.bfloat16 if in_bf16 else torch.float32
         model = model.to(device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(

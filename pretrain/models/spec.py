@@ -104,7 +104,9 @@ class MixerSpec(Settings):
 
     @property
     def label(self) -> str:
-        kind = ("RP " if self.permuted_blocks else "") + ("Mixer" if self.layers_per_mixing == 2 else "S-Mixer")
+        blocks = ",".join(map(str, self._numbered_blocks))
+        permuted = "RP " if self.permuted_blocks == "all" else f"RP({blocks}) " if blocks else ""
+        kind = permuted + ("Mixer" if self.layers_per_mixing == 2 else "S-Mixer")
         tokens = f" S{self.num_tokens}" if self.num_tokens else ""
         return f"{kind} P{self.patch_size}{tokens} C{self.num_channels} L{self.depth}"
 

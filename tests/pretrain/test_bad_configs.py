@@ -81,7 +81,6 @@ TABLE = [
     ("no connections", ["model={kind: sw_mlp, density: 0.0}"], "model.density: 0.0 will not do; it must be greater than 0"),
     ("unknown storage", ["model={kind: sw_mlp, storage: csr}"], "model.storage: 'csr' is not one of its values; known: auto, masked, sparse"),
     ("unknown form", ["model={kind: structured, form: butterfly}"], "model.form: 'butterfly' is not one of its values; known: kronecker, monarch"),
-    ("averages in bf16", ["model.norm=batch", "engine={precision: bf16, zero_stage: 2}"], "model.norm: 'batch' keeps running averages, too fine for bf16 weights; set engine.precision=fp32, or engine.zero_stage=0"),
     ("no such split", ["data.eval_split=vall"], "data.eval_split: DATASET: has no split 'vall'; did you mean 'val'?"),
     ("no such dataset", ["data.dataset=nowhere"], "nowhere: no such dataset directory; make it with data_prep build"),
     ("dataset of a mixture without its section", ["data.also=[DATASET]"], "data.also.0: 'DATASET' will not do; a section"),
