@@ -17,7 +17,6 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.presets import PRESETS, Preset
 from pretrain.models.spec import AnySpec, ModelSpec
 
-
 FIRST_LAYERS = {"resnet152_64": "body.conv1", "vit_b_4": "body.patch_embed.proj"}
 
 
