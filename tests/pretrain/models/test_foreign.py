@@ -115,22 +115,18 @@ def replaced_head(weights: Weights) -> object:
     return {k.replace("linear_out.", "linear_out.linear."): v for k, v in weights.items()}
 
 
-def one_buffer(weights: Weights) -> object:
-    parts = torch.cat([weight.flatten() for weight in weights.values()]).split([w.numel() for w in weights.values()])
-    return {k: part.view(v.shape) for (k, v), part in zip(weights.items(), parts, strict=True)}
-
-
 def in_bf16(weights: Weights) -> object:
     return {k: weight.bfloat16() for k, weight in weights.items()}
 
 
-@pytest.mark.parametrize("wrap", [in_ddp, compiled_in_ddp, replaced_head, one_buffer, in_bf16])
+@pytest.mark.parametrize("wrap", [in_ddp, compiled_in_ddp, replaced_head, in_bf16])
 def test_what_tools_wrap_around_weights_is_taken_off(tmp_path: Path, wrap: Callable[[Weights], object]) -> None:
     theirs = Theirs().bfloat16().float()
+    theirs.layernorms[1] = theirs.layernorms[0]  # tied weights share memory, which safetensors refuses
     foreign = through_a_file(tmp_path, wrap(theirs.state_dict()))
     images = torch.randn(5, 3, SIDE, SIDE)
     torch.testing.assert_close(ours(foreign)(images), theirs(images))
-    save_file(foreign.weights, tmp_path / "model.safetensors")  # no two share memory
+    save_file(foreign.weights, tmp_path / "model.safetensors")
 
 
 def smooth(count: int, *, side: int) -> Tensor:
