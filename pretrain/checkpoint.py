@@ -60,9 +60,10 @@ class Restored:
 def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: ModelCard, keep_last: int) -> Path:
     path = checkpoints_dir(run_dir) / f"step-{trainer.step:08d}"
     with atomic_directory(path) as directory:
-        save_file(engine.weights, directory / MODEL)
-        save_file(engine.optimizer, directory / OPTIMIZER)
         write_json(directory / CONFIG, config_of(card))
+        for name, tensors in ((MODEL, engine.weights), (OPTIMIZER, engine.optimizer)):
+            save_file(tensors, directory / name)
+            shutil.copymode(directory / CONFIG, directory / name)  # safetensors writes for the owner alone
         state = {"step": trainer.step, "samples_consumed": trainer.samples_consumed, "num_updates": engine.num_updates}
         write_json(directory / TRAINER, state)
         write_json(

@@ -4,6 +4,7 @@ It is a checkpoint without what only a resume needs: probe, tune, evaluate and a
 `local-dir:DIRECTORY`; uploaded as it is, as `hf-hub:OWNER/NAME`.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     check_fit(shapes(weights), shapes(model.state_dict()), source=directory, label=card.model.label)
     check_finite(weights, source=directory)
     with atomic_directory(directory) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / MODEL)
         write_json(temporary / CONFIG, config_of(card))
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / MODEL)
+        shutil.copymode(temporary / CONFIG, temporary / MODEL)  # safetensors writes for the owner alone
         write_json(temporary / HASHES, {name: sha256_of(temporary / name) for name in (MODEL, CONFIG)})
 
 

@@ -86,7 +86,7 @@ def convert(weights: Mapping[str, Tensor], *, source: object, reading: Reading =
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Safetensors refuses tensors that share memory, such as the slices of one buffer."""
+    """Safetensors refuses tensors that share memory, such as tied weights."""
     plain = tensor.detach().to(torch.float32) if tensor.is_floating_point() else tensor.detach()
     return plain.contiguous().clone()
 

@@ -65,6 +65,7 @@ def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(tmp
     card = card_of(SPECS[1])
     state = EngineState(random_weights(card), {"exp_avg.w": torch.zeros(1)}, 20)
     path = save(tmp_path, engine=state, trainer=TrainerState(20, 320), card=card, keep_last=1)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # whoever may read one may read all
     ours, theirs = load_folder(tmp_path)[1], timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(theirs.forward_features(images), ours.forward_features(images))

@@ -115,19 +115,18 @@ def replaced_head(weights: Weights) -> object:
     return {k.replace("linear_out.", "linear_out.linear."): v for k, v in weights.items()}
 
 
-def one_buffer_in_bf16(weights: Weights) -> object:
-    flat = torch.cat([weight.flatten() for weight in weights.values()]).bfloat16()
-    parts = flat.split([weight.numel() for weight in weights.values()])
-    return {k: part.view(v.shape) for (k, v), part in zip(weights.items(), parts, strict=True)}
+def in_bf16(weights: Weights) -> object:
+    return {k: weight.bfloat16() for k, weight in weights.items()}
 
 
-@pytest.mark.parametrize("wrap", [in_ddp, compiled_in_ddp, replaced_head, one_buffer_in_bf16])
+@pytest.mark.parametrize("wrap", [in_ddp, compiled_in_ddp, replaced_head, in_bf16])
 def test_what_tools_wrap_around_weights_is_taken_off(tmp_path: Path, wrap: Callable[[Weights], object]) -> None:
     theirs = Theirs().bfloat16().float()
+    theirs.layernorms[1] = theirs.layernorms[0]  # tied weights share memory, which safetensors refuses
     foreign = through_a_file(tmp_path, wrap(theirs.state_dict()))
     images = torch.randn(5, 3, SIDE, SIDE)
     torch.testing.assert_close(ours(foreign)(images), theirs(images))
-    save_file(foreign.weights, tmp_path / "model.safetensors")  # no two share memory
+    save_file(foreign.weights, tmp_path / "model.safetensors")
 
 
 def smooth(count: int, *, side: int) -> Tensor:
@@ -180,8 +179,9 @@ def test_timms_mixer_computes_the_same() -> None:
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-        theirs.stem.proj.weight.mul_(1e-3)  # where features are small it matters what eps is
-        theirs.stem.proj.bias.mul_(1e-2)
+        for name, weight in theirs.named_parameters():  # where features are small it matters what eps is, in every norm
+            if "stem" in name or "fc2" in name:
+                weight.mul_(3e-3)
     foreign = convert(theirs.state_dict(), source="f")
     spec = MixerSpec(
         kind="mixer", patch_size=8, num_channels=12, depth=2, token_hidden=6, channel_hidden=36, norm_eps=1e-6
