@@ -13,9 +13,9 @@ Contestants, each a whole step (forward, backward to all weights, none to the pi
   timm(, whole) timm's MlpMixer of the same shapes, where it has them
 TFLOP/s are the FLOPs of `products` over the time, whatever zeros are multiplied besides. `activations` are the bytes that a forward
 pass keeps for the backward pass (weights and pictures excluded); `peak` is CUDA's, of one step beyond what was allocated before it.
-`compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of a large square
-product measured in the same rounds. --cpu-time counts CPU seconds of one thread instead of wall time: the only fair clock where others
-use the same cores.
+`compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of a large
+square product measured in the same rounds. --cpu-time counts CPU seconds of one thread instead of wall time: the only fair clock
+where others use the same cores.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """nn.Linear whose products have aligned sizes while it trains; in evaluation (export, counting) it is nn.Linear.
 
-Matrix kernels read rows in whole vectors. Rows of 588, 2,687 or 487 numbers take slower ones: on an AVX2 CPU (fp32) the three products
-of 588 -> 2,687 run at 0.64, of 487 -> 1,948 at 0.69 of the rate of the next multiples of 8; tensor cores want 16 bytes, 8 bf16 numbers
-(not yet run on CUDA). So zeros fill weights, biases and inputs up to a multiple of 8, inside the computation alone: parameters and
-state_dict are as without, results are but for rounding. A hidden layer hands its zeros on (`hidden_linear`): act(0) = 0 for every
-activation that a spec can name, and the next weight has zero columns there.
+Matrix kernels read rows in whole vectors. Rows of 588, 2,687 or 487 numbers take slower ones: on an AVX2 CPU (fp32) the three
+products of 588 -> 2,687 run at 0.64, of 487 -> 1,948 at 0.69 of the rate of the next multiples of 8; tensor cores want 16 bytes,
+8 bf16 numbers (not yet run on CUDA). So zeros fill weights, biases and inputs up to a multiple of 8, inside the computation alone:
+parameters and state_dict are as without, results are but for rounding. A hidden layer hands its zeros on (`hidden_linear`):
+act(0) = 0 for every activation that a spec can name, and the next weight has zero columns there.
 
 The weights are padded in the layer's own forward, not its parent's: ZeRO 3 gathers them for just that long.
 """

@@ -1,0 +1,83 @@
+"""What makes models fast changes nothing: compiled is eager, filled up to multiples of 8 is plain, gradients and all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pretrain.models.linear as linear_module
+from pretrain.models.build import build_model
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+
+MLP = MlpSpec(kind="mlp", depth=2, width=13)
+RP = MixerSpec(kind="mixer", patch_size=4, num_channels=10, num_tokens=7, depth=2, expansion=1.3, permuted_blocks="all")
+OTHERS = [
+    MlpSpec(kind="mlp", depth=2, width=13, bottleneck="none", activation="tanh"),
+    MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=2, expansion=1.3),
+    MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=2, layers_per_mixing=1, permuted_blocks=(1,)),
+]
+pytestmark = [  # torch's own, on its way to compiled code
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _fill_tiny_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "SMALLEST", 1)
+
+
+def model(spec: AnySpec) -> ImageModel:
+    return build_model(spec, num_classes=3, image_size=8, seed=0)
+
+
+def logits_and_gradients(of: nn.Module, images: Tensor = IMAGES) -> dict[str, Tensor]:
+    logits = of(images)
+    logits.double().square().sum().backward()
+    gradients = {name: weight.grad for name, weight in of.named_parameters()}
+    return {"logits": logits.detach(), **{name: grad for name, grad in gradients.items() if grad is not None}}
+
+
+def plain_in_float64(spec: AnySpec) -> dict[str, Tensor]:
+    """In evaluation nothing is filled up."""
+    return logits_and_gradients(model(spec).double().eval(), IMAGES.double())
+
+
+def compile_blocks(of: ImageModel) -> None:
+    for block in of.blocks:
+        block.compile()
+
+
+@pytest.mark.parametrize("spec", [MLP, RP, *OTHERS], ids=lambda spec: spec.label)
+def test_filled_up_products_give_the_same_logits_and_gradients(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    product = linear_module.linear
+    monkeypatch.setattr(linear_module, "linear", lambda x, *rest: widths.append(x.shape[-1]) or product(x, *rest))
+    found = logits_and_gradients(model(spec).double(), IMAGES.double())
+    assert widths
+    assert {width % 8 for width in widths} == {0}
+    torch.testing.assert_close(found, plain_in_float64(spec), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("spec", "compile_it"), [(MLP, nn.Module.compile), (RP, compile_blocks)], ids=["whole MLP", "blocks of an RP-Mixer"]
+)
+def test_inductor_is_eager(spec: AnySpec, compile_it: Callable[[ImageModel], None]) -> None:
+    compiled, plain = model(spec), plain_in_float64(spec)
+    compile_it(compiled)
+    found = logits_and_gradients(compiled)
+    torch.testing.assert_close({name: value.double() for name, value in found.items()}, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", OTHERS, ids=lambda spec: spec.label)
+def test_traced_graphs_are_eager(spec: AnySpec) -> None:
+    compiled = model(spec).double()
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        logits_and_gradients(compiled, IMAGES.double()), plain_in_float64(spec), rtol=1e-10, atol=1e-10
+    )
