@@ -1,4 +1,4 @@
-"""Command line of the top floor: `analysis report | filters | scaling`."""
+"""Command line of the top floor: `analysis report | filters | scaling | efficiency`."""
 
 import argparse
 import sys
@@ -30,6 +30,14 @@ def _parser() -> argparse.ArgumentParser:
     scaling = verbs.add_parser("scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error")
     scaling.add_argument("points", type=Path)
     scaling.set_defaults(run=_scaling)
+    efficiency = verbs.add_parser("efficiency", help="latency and throughput of paper B's four models at 64 px")
+    efficiency.add_argument("--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores")
+    efficiency.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
+    efficiency.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU")
+    efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
+    efficiency.add_argument("--out", type=Path, help="write the table there, too: a .md or .json file")
+    efficiency.set_defaults(run=_efficiency)
     return parser
 
 
@@ -60,6 +68,29 @@ def _scaling(options: argparse.Namespace) -> int:
 
     law = fit(*read_points(options.points))
     print(f"E(C) = {law.a:.4g} ({law.b:.4g} + C)^-{law.alpha:.4f} + {law.floor:.4f}")
+    return OK
+
+
+def _efficiency(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from analysis.efficiency import PRINTED, conditions_for, machine, measure_named
+    from analysis.efficiency_table import check_out, print_table, title, write
+
+    check_out(options.out)
+    conditions = conditions_for(
+        options.device,
+        dtype=options.dtype,
+        compiled=options.compile,
+        batch_size=options.batch,
+        quick=options.quick,
+    )
+    place = machine(conditions)
+    rows = measure_named(list(PRINTED), conditions)
+    print_table(rows, Console(width=None if sys.stdout.isatty() else 132), heading=title(conditions, place))
+    if options.out is not None:
+        write(options.out, rows, conditions=conditions, machine=place)
+        print(f"written: {options.out}")
     return OK
 
 

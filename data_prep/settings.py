@@ -174,8 +174,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     if kind == "missing":
         return f"{field}: missing; set it in the config or as {field}=VALUE"
     if kind == "literal_error":
-        words = re.findall(r"'([^']*)'", context["expected"])
-        return f"{field}: {value!r} is not one of its values; {nearest(str(value), words)}"
+        words = re.findall(r"'([^']*)'|(\d+)", context["expected"])
+        return f"{field}: {value!r} is not one of its values; {nearest(str(value), [word or number for word, number in words])}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         words = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
         tag = str(context.get("tag", ""))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from finetune.config import TuneEngineSettings
 from pretrain.augment.augmentation import Prepared
+from pretrain.models.kept_buffers import kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World
@@ -83,7 +84,7 @@ class AccelerateEngine:
     def export_state(self) -> EngineState:
         if not self.world.is_first:
             return EngineState()
-        weights, optimizer = {}, {}
+        weights, optimizer = kept_buffers(self.module), {}
         for name, parameter in self.module.named_parameters():
             weights[name] = _copy(parameter)
             for kind, value in self._state_of(parameter).items():
@@ -101,6 +102,7 @@ class AccelerateEngine:
                 slots.update({kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds})
                 if isinstance(self._optimizer, torch.optim.AdamW):
                     slots["step"] = torch.tensor(float(state.num_updates), device=self.device)
+        restore_buffers(self.module, state.weights)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return {kind: value for kind, value in self._optimizer.state[parameter].items() if torch.is_tensor(value)}

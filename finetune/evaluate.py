@@ -10,10 +10,9 @@ from finetune.config import EvaluateSettings, class_numbers
 from finetune.engine import start_accelerator
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.checkpoint import load_weights
 from pretrain.datasets import Part
 from pretrain.evaluate import Scores, evaluate
-from pretrain.models.build import build_model
+from pretrain.folder import load_folder
 from pretrain.shards import ShardReader
 from pretrain.world import World
 
@@ -21,10 +20,8 @@ from pretrain.world import World
 def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
     accelerator = start_accelerator(world, precision="fp32", timeout_s=600.0)
     manifest = load_manifest(settings.dataset)
-    card, weights = load_weights(Path(settings.pretrained))
+    card, model = load_folder(Path(settings.pretrained))
     numbers = class_numbers(card, manifest, dataset=settings.dataset)
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    model.load_state_dict(weights)
     model.to(accelerator.device).eval()
     augmentation = Augmentation(
         AugmentSettings(),

@@ -19,8 +19,8 @@ from finetune.engine import start_accelerator
 from finetune.features import Extract, pixels, split_features
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.checkpoint import load_weights
-from pretrain.models.build import build_model, pooled_features
+from pretrain.folder import load_folder
+from pretrain.models.build import pooled_features
 from pretrain.run import claim, flatten, save_result
 from pretrain.shards import open_split
 from pretrain.tracking import RunIdentity, Tracker
@@ -56,13 +56,11 @@ def open_backbone(settings: ProbeSettings, manifest: Manifest, *, device: torch.
     if settings.pretrained is None:
         size = settings.image_size or manifest.image_size
         return Backbone(pixels, size, Normalisation(manifest.channel_mean, manifest.channel_std), None)
-    card, weights = load_weights(Path(settings.pretrained))
+    card, model = load_folder(Path(settings.pretrained))
     if settings.image_size not in (None, card.image_size):
         raise ValueError(
             f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
         )
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    model.load_state_dict(weights)
     model.to(device).eval()
     return Backbone(
         lambda images: pooled_features(model, images),

@@ -7,10 +7,11 @@ from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard, read_card
-from pretrain.checkpoint import load_weights
 from pretrain.config import check_against_ranks
 from pretrain.datasets import load_training_data
-from pretrain.models.build import build_model, num_parameters
+from pretrain.folder import load_folder
+from pretrain.models.build import build_model
+from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
@@ -62,11 +63,11 @@ def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
 
 
 def starting_model(settings: TuneSettings, *, num_classes: int) -> tuple[ModelCard, ImageModel]:
-    card, weights = load_weights(Path(settings.pretrained))
-    seed = settings.train.seed
+    path = Path(settings.pretrained)
     if settings.init == "scratch":
+        card = read_card(path)
+        seed = settings.train.seed
         return card, build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=seed)
-    model.load_state_dict(weights)
+    card, model = load_folder(path)
     model.reset_classifier(num_classes)
     return card, model

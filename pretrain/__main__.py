@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain train | preview | show | models | sync`.
+"""Command line of the second floor: `pretrain train | preview | show | models | widths | import | sync`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -8,12 +8,16 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -72,13 +76,37 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("config")
     show.add_argument("overrides", nargs="*")
     show.set_defaults(run=_show)
-    models = verbs.add_parser("models", help="list the named models with their parameters and FLOPs")
-    models.add_argument("--classes", type=int, default=1000)
+    models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
+    models.add_argument(
+        "--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)"
+    )
+    models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
+    models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
     models.set_defaults(run=_models)
+    widths = verbs.add_parser("widths", help="sizes of mixers and SW-MLPs that have a given number of connections")
+    widths.add_argument("--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8")
+    widths.add_argument("--gamma", type=float, default=1.0, help="hidden width as a multiple (default: 1, the S-Mixer)")
+    widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
+    widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
+    widths.set_defaults(run=_widths)
+    _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
     sync.add_argument("run_dir", type=Path)
     sync.set_defaults(run=_sync)
     return parser
+
+
+def _add_import(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*")
+    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
+    verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
+    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
+    verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
+    verb.add_argument("--force-flattening", action="store_true", help="even where the first layer looks otherwise")
+    verb.add_argument("--activation", help="of scaling_mlps' models (default: of the config beside the file, or gelu)")
+    for name in ("mean", "std"):
+        verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
+    verb.set_defaults(run=_import)
 
 
 def rank_count(text: str) -> int:
@@ -154,18 +182,47 @@ def _show(options: argparse.Namespace) -> int:
     return OK
 
 
+def console() -> "Console":
+    """As wide as the terminal; where there is none, wide enough for a table's lines to stay whole."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
 def _models(options: argparse.Namespace) -> int:
-    import torch
+    from pretrain.models.listing import list_models, print_models
 
-    from pretrain.models.build import build_model, forward_flops, num_parameters
-    from pretrain.models.presets import PRESETS, spec_of
+    listing = list_models(match=options.match, num_classes=options.classes, image_size=options.image_size)
+    print_models(listing, console())
+    return OK
 
-    for name, preset in PRESETS.items():
-        spec, size = spec_of(name), {"num_classes": options.classes, "image_size": preset.image_size}
-        with torch.device("meta"):
-            count = num_parameters(build_model(spec, **size))
-        flops = forward_flops(spec, **size) / 1e9
-        print(f"{name:16} {preset.image_size:4} px {count / 1e6:8.2f} M weights {flops:8.3f} GFLOPs/image")
+
+def _widths(options: argparse.Namespace) -> int:
+    from pretrain.models.listing import parse_channels, parse_densities, parse_power, print_widths
+
+    print_widths(
+        parse_power(options.omega),
+        gamma=options.gamma,
+        channels=parse_channels(options.channels) if options.channels else [],
+        densities=parse_densities(options.density) if options.density else [],
+        console=console(),
+    )
+    return OK
+
+
+def _import(options: argparse.Namespace) -> int:
+    from pretrain.importing import Wishes, import_weights
+
+    wishes = Wishes(
+        classes=options.classes,
+        name=options.name,
+        flattening=options.flattening,
+        force_flattening=options.force_flattening,
+        activation=options.activation,
+        mean=tuple(options.mean) if options.mean else None,
+        std=tuple(options.std) if options.std else None,
+    )
+    print("\n".join(import_weights(options.file, out=options.out, wishes=wishes)))
     return OK
 
 

@@ -21,7 +21,7 @@ from pretrain.durations import parse_length
 from pretrain.evaluate import Scores, evaluate
 from pretrain.feed import Feed
 from pretrain.loader import training_batches
-from pretrain.models.build import forward_flops
+from pretrain.models.cost import forward_flops
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import CONFIG_FILE, flatten, save_result
@@ -66,6 +66,7 @@ class Task:
             world=self.world,
             flops_per_image=forward_flops(settings.model, **size),
             title=run_dir.name,
+            seed=settings.train.seed,
         )
 
     @cached_property

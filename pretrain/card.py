@@ -5,6 +5,7 @@ A checkpoint is a directory `RUN/checkpoints/step-NNNNNNNN` (see checkpoint.py f
 
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -27,7 +28,7 @@ class CheckpointError(UserError):
 
 
 class ModelCard(Settings):
-    """config.json: what weights need in order to be used."""
+    """What weights need in order to be used, and where they come from; config.json holds it, and timm's words for it beside it."""
 
     model: ModelSpec
     image_size: int
@@ -35,9 +36,52 @@ class ModelCard(Settings):
     channel_mean: tuple[float, float, float]
     channel_std: tuple[float, float, float]
     dataset: str
-    manifest_hash: str
-    step: int
-    run_key: str
+    """The name of what they were trained on."""
+    manifest_hash: str = ""
+    step: int = 0
+    run_key: str = ""
+    """These three are of a run of ours; imported weights have none."""
+    origin: str = ""
+    """Of imported weights: the file that they were read from."""
+
+
+TIMM_ARCHITECTURE = "wide_mlps"
+"""What `pretrain.models.timm_names` registers for any spec."""
+
+_TIMM_KEYS = (
+    "architecture",
+    "num_classes",
+    "num_features",
+    "global_pool",
+    "label_names",
+    "label_descriptions",
+    "model_args",
+    "pretrained_cfg",
+)
+
+
+def config_of(card: ModelCard) -> dict[str, Any]:
+    """config.json: the card, and what `timm.create_model("local-dir:...")` or `"hf-hub:..."` asks for."""
+    fields = card.model_dump(mode="json")
+    pretrained_cfg = {
+        "architecture": TIMM_ARCHITECTURE,
+        "input_size": [3, card.image_size, card.image_size],
+        "fixed_input_size": True,
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "mean": fields["channel_mean"],
+        "std": fields["channel_std"],
+        "num_classes": len(card.classes),
+        "label_names": fields["classes"],
+        "classifier": "head",
+    }
+    timm = {
+        "architecture": TIMM_ARCHITECTURE,
+        "num_classes": len(card.classes),
+        "model_args": {"spec": fields["model"], "img_size": card.image_size},
+        "pretrained_cfg": pretrained_cfg,
+    }
+    return fields | timm
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -67,10 +111,23 @@ def read_card(path: Path) -> ModelCard:
 
 
 def parse_card(directory: Path) -> ModelCard:
+    path = directory / CONFIG
     try:
-        return ModelCard.model_validate_json((directory / CONFIG).read_text())
-    except (ValidationError, json.JSONDecodeError, OSError) as error:
-        raise CheckpointError(f"{directory / CONFIG}: cannot be read ({str(error).splitlines()[0]})") from None
+        tree = json.loads(path.read_text())
+        if isinstance(tree, dict):
+            if "pretrained_cfg" in tree and "model" not in tree:
+                raise CheckpointError(
+                    f"{path}: is of a model of timm's own; pretrain import makes its weights usable here"
+                )
+            tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
+        return ModelCard.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise CheckpointError(f"{path}: cannot be read ({fault})") from None
+    except (ValueError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
 
 
 def resolve(path: Path) -> Path:

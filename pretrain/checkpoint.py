@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-00000120/
       model.safetensors        fp32 weights by name
-      config.json              model spec, classes, image size, normalisation: what makes the weights usable
+      config.json              model spec, classes, image size, normalisation: what makes the weights usable, here and in timm
       optimizer.safetensors    KIND.NAME
       trainer.json             step, samples consumed, updates
       sha256.json              of the four files above
@@ -33,6 +33,7 @@ from pretrain.card import (
     CheckpointError,
     ModelCard,
     checkpoints_dir,
+    config_of,
     fault_of,
     list_checkpoints,
     parse_card,
@@ -61,7 +62,7 @@ def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: Mod
     with atomic_directory(path) as directory:
         save_file(engine.weights, directory / MODEL)
         save_file(engine.optimizer, directory / OPTIMIZER)
-        write_json(directory / CONFIG, card.model_dump(mode="json"))
+        write_json(directory / CONFIG, config_of(card))
         state = {"step": trainer.step, "samples_consumed": trainer.samples_consumed, "num_updates": engine.num_updates}
         write_json(directory / TRAINER, state)
         write_json(

@@ -120,6 +120,11 @@ class EngineSettings(Settings):
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
 
+    @property
+    def has_bf16_weights(self) -> bool:
+        """At stage 0 bf16 is autocast over fp32 weights."""
+        return self.precision == "bf16" and self.zero_stage > 0
+
 
 class CheckpointSettings(Settings):
     every: Cadence = "1 epochs"
@@ -158,6 +163,11 @@ class PretrainSettings(Settings):
         if self.engine.compile and self.engine.zero_stage == 3:
             raise ValueError(
                 "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; set one of them otherwise"
+            )
+        if self.model.kind == "mlp" and self.model.norm == "batch" and self.engine.has_bf16_weights:
+            raise ValueError(
+                "model.norm: 'batch' keeps running averages, too fine for bf16 weights; set engine.precision=fp32, or "
+                "engine.zero_stage=0"
             )
         return self
 

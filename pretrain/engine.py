@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
+from pretrain.models.kept_buffers import kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
 from pretrain.step import EngineState, StepResult, loss_of
@@ -86,7 +87,7 @@ class DeepSpeedEngine:
     ):
         self.device, self.settings, self.plan, self.world = device, settings, plan, world
         self.label_smoothing = label_smoothing
-        in_bf16 = settings.precision == "bf16" and settings.zero_stage > 0
+        in_bf16 = settings.has_bf16_weights
         self.input_dtype = torch.bfloat16 if in_bf16 else torch.float32
         model = model.to(device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -148,6 +149,7 @@ class DeepSpeedEngine:
             if self.world.is_first:
                 weights[name] = full.pop("weight")
                 optimizer.update({f"{kind}.{name}": tensor for kind, tensor in full.items()})
+        weights |= kept_buffers(self._engine.module)
         if not self.world.is_first:
             return EngineState()
         return EngineState(weights, optimizer, self._num_updates())
@@ -160,6 +162,7 @@ class DeepSpeedEngine:
         for name, parameter in self._engine.module.named_parameters():
             tensors = {kind: state.optimizer[f"{kind}.{name}"] for kind in kinds}
             self._set_tensors(parameter, tensors | {"weight": state.weights[name]})
+        restore_buffers(self._engine.module, state.weights)
         self._refresh_working_weights()
 
     # ---- one parameter's tensors ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whole and independent of ranks and ZeRO stages: fp32 weights by name, optimizer state as KIND.NAME."""
+    """Whole and independent of ranks and ZeRO stages: fp32 weights and kept buffers by name, optimizer state as KIND.NAME."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)

@@ -7,7 +7,8 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import load_training_data
 from pretrain.engine import DeepSpeedEngine, start_distributed
-from pretrain.models.build import build_model, num_parameters
+from pretrain.models.build import build_model
+from pretrain.models.cost import num_parameters
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag

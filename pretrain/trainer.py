@@ -13,12 +13,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from data_prep.progress import ProgressLine, progress
 from data_prep.settings import UserError
 from pretrain import checkpoint
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import barrier, exchange
+from pretrain.counter import hash64
 from pretrain.evaluate import Scores
 from pretrain.feed import Fed, Feed
 from pretrain.order import BatchPlan
@@ -98,6 +101,7 @@ class Trainer:
     world: World
     flops_per_image: float
     title: str
+    seed: int
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, num_bad = start.step, None, 0
@@ -107,6 +111,9 @@ class Trainer:
             while step < self.cadence.num_steps:
                 lr = self.schedule.lr(step)
                 fed = self._fed(feed, meter)
+                torch.manual_seed(
+                    int(hash64(self.seed, step, self.world.rank))
+                )  # what dropout draws has no state, either
                 result = self.engine.train_step([each.prepared for each in fed], lr=lr)
                 bad_here = sum(each.num_bad for each in fed)
                 loss, stopping, bad_now = exchange(result.loss, self.stop.raised_by is not None, bad_here)

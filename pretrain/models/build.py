@@ -1,24 +1,25 @@
-"""spec -> module, with weights that are a function of the seed alone, and their number and cost."""
+"""spec -> module, with weights that are a function of the seed alone."""
+
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
 from pretrain.models.sparse import SparseMlp
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 from pretrain.models.structured import StructuredMlp
 
 
 def build(
-    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None
+    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None, **changes: Any
 ) -> ImageModel:
-    """A model of the papers by name; its image size and number of classes are the paper's unless given."""
+    """A model of the papers by name, with other values for some fields; size and classes are the paper's unless given."""
     return build_model(
-        spec_of(name),
+        spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
         image_size=image_size or preset(name).image_size,
         seed=seed,
@@ -40,22 +41,12 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
                 return SparseMlp(spec, num_classes=num_classes, image_size=image_size)
             case StructuredMlpSpec():
                 return StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
-            case _:
-                raise AssertionError(spec)
+            case TimmSpec():
+                from pretrain.models.timm_baselines import TimmModel
+
+                return TimmModel(spec, num_classes=num_classes, image_size=image_size)
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:
     """One vector per image: what a linear probe sees."""
     return model.forward_head(model.forward_features(images_BCHW), pre_logits=True)
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
-    """Floating-point operations of one image's forward pass (two per multiply-add), counted on shapes alone."""
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = build_model(spec, num_classes=num_classes, image_size=image_size)
-        model.eval()(torch.empty(1, 3, image_size, image_size))
-    return int(counter.get_total_flops())

@@ -1,15 +1,18 @@
-"""What all our models are: embed, blocks, norm, pool, head, under the names that timm's tools ask for.
+"""What all our models are: embed, blocks, norm, pool, head, with the methods that timm's tools ask a model for.
 
 A family says how an image becomes the first block's input (`embed`), how features become one vector (`pool`) and how they are laid
-out as a picture (`as_grid`). Shapes: B batch, F features of whatever shape the family has, N num_features, K classes.
+out as a picture (`as_map`). Shapes: B batch, F features of whatever shape the family has, N num_features, K classes.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.models.linear import Linear
 from pretrain.models.spec import Activation
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {
@@ -26,11 +29,12 @@ class ImageModel(nn.Module, ABC):
     norm: nn.Module
     head: nn.Module
 
-    def __init__(self, *, num_features: int, num_classes: int):
+    def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
+        """`pixels_per_place`: side of the square of the image that one place of `as_map` stands for."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
-        self.num_classes = num_classes
-        self.checkpoint_blocks = False
+        self.num_classes, self.pixels_per_place = num_classes, pixels_per_place
+        self.grad_checkpointing = False
 
     @abstractmethod
     def embed(self, x_BCHW: Tensor) -> Tensor: ...
@@ -38,9 +42,9 @@ class ImageModel(nn.Module, ABC):
     @abstractmethod
     def pool(self, x_BF: Tensor) -> Tensor: ...
 
-    def as_grid(self, x_BF: Tensor) -> Tensor:
-        """(B, channels, height, width), where features have places; else as they are."""
-        return x_BF
+    def as_map(self, x_BF: Tensor) -> Tensor:
+        """(B, channels, height, width); a single place where features have none."""
+        return x_BF.flatten(1)[:, :, None, None]
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
         x_BF = self.embed(x_BCHW)
@@ -60,24 +64,92 @@ class ImageModel(nn.Module, ABC):
         return self.forward_head(self.forward_features(x_BCHW))
 
     def _run(self, block: nn.Module, x_BF: Tensor) -> Tensor:
-        if self.checkpoint_blocks and self.training and torch.is_grad_enabled():
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
             kept: Tensor = checkpoint(block, x_BF, use_reentrant=False)
             return kept
         y_BF: Tensor = block(x_BF)
         return y_BF
 
+    # ---- the classifier ----------------------------------------------------------------------------------------------
+
     def get_classifier(self) -> nn.Module:
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head whose outputs start at zero; none at all (the pooled features) with 0 classes."""
+        """A new head whose outputs start at zero; with 0 classes none at all, and the model returns pooled features."""
         assert global_pool in (None, "", "avg"), global_pool
         self.num_classes = num_classes
-        old = next(self.parameters())
-        if num_classes == 0:
-            self.head = nn.Identity()
-            return
-        self.head = nn.Linear(self.num_features, num_classes, device=old.device, dtype=old.dtype)
-        self.head.train(self.training)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        near = next(self.parameters())
+        self.head = classifier(self.num_features, num_classes).to(near).train(self.training)
+        with torch.no_grad():
+            for weight in self.head.parameters():
+                weight.zero_()
+
+    # ---- features of every block, for timm's features_only -----------------------------------------------------------
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        return [
+            {"module": f"blocks.{number}", "num_chs": self.num_features, "reduction": self.pixels_per_place}
+            for number in range(len(self.blocks))
+        ]
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """What the chosen blocks (the last n for a number) return, as maps or as (B, places, channels)."""
+        taken = taken_blocks(indices, num_blocks=len(self.blocks))
+        x_BF, found = self.embed(x), []
+        for number, block in enumerate(self.blocks):
+            x_BF = self._run(block, x_BF)
+            if number in taken:
+                map_BCHW = self.as_map(self.norm(x_BF) if norm else x_BF)
+                found.append(map_BCHW if output_fmt == "NCHW" else map_BCHW.flatten(2).transpose(1, 2))
+            if stop_early and number == max(taken):
+                break
+        return found if intermediates_only else (self.norm(x_BF), found)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] | None = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Removes what the chosen features do not need."""
+        taken = taken_blocks(indices, num_blocks=len(self.blocks))
+        self.blocks = self.blocks[: max(taken) + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0)
+        return taken
+
+    # ---- what timm's training and optimizers ask -----------------------------------------------------------------------
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """In training, blocks keep their input alone and are computed a second time in the backward pass."""
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers by depth, for layer-wise learning rates; the blocks are the coarse groups, too."""
+        del coarse
+        return {"stem": r"^stem", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+    def no_weight_decay(self) -> set[str]:
+        return set()
+
+
+def classifier(num_features: int, num_classes: int) -> nn.Module:
+    return Linear(num_features, num_classes) if num_classes else nn.Identity()
+
+
+def taken_blocks(indices: int | Sequence[int] | None, *, num_blocks: int) -> list[int]:
+    if indices is None:
+        return list(range(num_blocks))
+    wanted = range(-indices, 0) if isinstance(indices, int) else indices
+    if not wanted or not all(-num_blocks <= number < num_blocks for number in wanted):
+        raise ValueError(f"indices: {indices} will not do; there are {num_blocks} blocks")
+    return [number % num_blocks for number in wanted]

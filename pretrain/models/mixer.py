@@ -1,9 +1,12 @@
 """MLP-Mixer, S-Mixer and their RP variants. Shapes: B batch, S tokens (S0 patches), C channels, P patch, M = S C, K classes."""
 
+from math import isqrt
+
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
-from pretrain.models.permutation import pk, random_permutation
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
+from pretrain.models.linear import Linear, hidden_linear
+from pretrain.models.permutation import generator_beside_weights, pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
 
@@ -12,9 +15,9 @@ class TwoLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
-        self.inner = nn.Linear(num_inputs, hidden)
+        self.inner = hidden_linear(num_inputs, hidden)
         self.activation = ACTIVATIONS[spec.activation]()
-        self.outer = nn.Linear(hidden, num_outputs)
+        self.outer = Linear(hidden, num_outputs)
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
             start_normal(self.inner, variance=1 / num_inputs)
@@ -31,7 +34,7 @@ class OneLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, num_outputs: int):
         super().__init__()
-        self.linear = nn.Linear(num_inputs, num_outputs)
+        self.linear = Linear(num_inputs, num_outputs)
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
         if spec.init == "normal":
@@ -50,10 +53,10 @@ def start_normal(linear: nn.Linear, *, variance: float) -> None:
 class TokenSkip(nn.Module):
     """LN(W~ X): the skip path of a block that makes S tokens of S0."""
 
-    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int):
+    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int, norm_eps: float):
         super().__init__()
-        self.linear = nn.Linear(num_patches, num_tokens, bias=False)
-        self.norm = nn.LayerNorm(num_channels)
+        self.linear = Linear(num_patches, num_tokens, bias=False)
+        self.norm = nn.LayerNorm(num_channels, eps=norm_eps)
         nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
@@ -72,18 +75,21 @@ class MixerBlock(nn.Module):
         super().__init__()
         channels = spec.num_channels
         self.skip = (
-            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels) if has_token_skip else nn.Identity()
+            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels, norm_eps=spec.norm_eps)
+            if has_token_skip
+            else nn.Identity()
         )
-        self.token_norm = nn.LayerNorm(channels)
+        self.token_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
         self.token_mixing = _mixing(spec, num_inputs, num_outputs=num_tokens, hidden=0)
-        self.channel_norm = nn.LayerNorm(channels)
+        self.channel_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
         self.channel_mixing = _mixing(spec, channels, num_outputs=channels, hidden=1)
         self.is_permuted = is_permuted
         if is_permuted:
-            self.before_tokens = random_permutation(num_inputs * channels)
-            self.after_tokens = random_permutation(num_tokens * channels)
-            self.before_channels = random_permutation(num_tokens * channels)
-            self.after_channels = random_permutation(num_tokens * channels)
+            random = generator_beside_weights()
+            self.before_tokens = random_permutation(num_inputs * channels, generator=random)
+            self.after_tokens = random_permutation(num_tokens * channels, generator=random)
+            self.before_channels = random_permutation(num_tokens * channels, generator=random)
+            self.after_channels = random_permutation(num_tokens * channels, generator=random)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         x_BSC = self.skip(x_BSC) + self._mix_tokens(self.token_norm(x_BSC))
@@ -97,7 +103,7 @@ class MixerBlock(nn.Module):
         mixed_BM = pk(
             x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens
         )
-        return mixed_BM.reshape(len(x_BSC), -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
 
     def _mix_channels(self, x_BSC: Tensor) -> Tensor:
         if not self.is_permuted:
@@ -111,7 +117,7 @@ class MixerBlock(nn.Module):
             before=self.before_channels,
             after=self.after_channels,
         )
-        return mixed_BM.reshape(len(x_BSC), -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
 
 
 def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) -> nn.Module:
@@ -123,10 +129,10 @@ def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) 
 
 class Mixer(ImageModel):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.num_channels, num_classes=num_classes)
+        super().__init__(num_features=spec.num_channels, num_classes=num_classes, pixels_per_place=spec.patch_size)
         num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
         self.patch_size = spec.patch_size
-        self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
+        self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(
             MixerBlock(
                 spec,
@@ -137,8 +143,8 @@ class Mixer(ImageModel):
             )
             for number in range(spec.depth)
         )
-        self.norm = nn.LayerNorm(spec.num_channels)
-        self.head = nn.Linear(spec.num_channels, num_classes)
+        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps)
+        self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BSC: Tensor = self.stem(patches(x_BCHW, size=self.patch_size))
@@ -146,6 +152,12 @@ class Mixer(ImageModel):
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF.mean(dim=1)
+
+    def as_map(self, x_BF: Tensor) -> Tensor:
+        """Tokens as the patches lie; in one column where they form no square."""
+        side = isqrt(x_BF.shape[1])
+        width = side if side**2 == x_BF.shape[1] else 1
+        return x_BF.transpose(1, 2).reshape(x_BF.shape[0], self.num_features, -1, width)
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
+from pretrain.models.linear import Linear, hidden_linear
 from pretrain.models.spec import MlpSpec
 
 NORMS = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
@@ -14,9 +15,9 @@ class InvertedBlock(nn.Module):
     def __init__(self, spec: MlpSpec):
         super().__init__()
         self.norm = NORMS[spec.norm](spec.width)
-        self.expand = nn.Linear(spec.width, spec.hidden_width)
+        self.expand = hidden_linear(spec.width, spec.hidden_width)
         self.activation = ACTIVATIONS[spec.activation]()
-        self.contract = nn.Linear(spec.hidden_width, spec.width)
+        self.contract = Linear(spec.hidden_width, spec.width)
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BM: Tensor) -> Tensor:
@@ -26,28 +27,35 @@ class InvertedBlock(nn.Module):
 
 
 class StandardBlock(nn.Module):
-    """act(W norm(z)), without a skip path."""
+    """act(W norm(z)), or W act(norm(z)), without a skip path."""
 
     def __init__(self, spec: MlpSpec):
         super().__init__()
         self.norm = NORMS[spec.norm](spec.width)
-        self.linear = nn.Linear(spec.width, spec.width)
+        self.linear = Linear(spec.width, spec.width)
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
+        self.activation_first = spec.activation_first
 
     def forward(self, x_BM: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.activation(self.linear(self.norm(x_BM))))
+        normed_BM = self.norm(x_BM)
+        y_BM = (
+            self.linear(self.activation(normed_BM))
+            if self.activation_first
+            else self.activation(self.linear(normed_BM))
+        )
+        y: Tensor = self.dropout(y_BM)
         return y
 
 
 class Mlp(ImageModel):
     def __init__(self, spec: MlpSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.width, num_classes=num_classes)
+        super().__init__(num_features=spec.width, num_classes=num_classes, pixels_per_place=image_size)
         block = InvertedBlock if spec.bottleneck == "inverted" else StandardBlock
-        self.stem = nn.Linear(3 * image_size**2, spec.width)
+        self.stem = Linear(3 * image_size**2, spec.width)
         self.blocks = nn.ModuleList(block(spec) for _ in range(spec.depth))
         self.norm = nn.Identity()
-        self.head = nn.Linear(spec.width, num_classes)
+        self.head = classifier(spec.width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BM: Tensor = self.stem(x_BCHW.flatten(1))

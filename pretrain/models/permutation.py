@@ -1,7 +1,20 @@
 """Fixed permutations as index vectors (never matrices), and the PK layer of paper A that they are for.
 
 The index is a buffer, so it is saved with the weights and is the same on every rank; the inverse, which makes the backward pass a
-gather instead of a scatter, is derived from it.
+gather instead of a scatter, is derived from it wherever the index comes from: a generator, a caller or a state dict. What is not a
+permutation (a damaged file) is refused there: it would train, with wrong gradients.
+
+The PK layer is act[J2 (I (x) W) J1 x]: J1 and J2 permute all m = S C entries, I (x) W applies one small matrix to each of the equal
+parts that the vector falls into. With x the entries of X (S tokens, C channels), token by token (the paper's vec goes channel by
+channel, which swaps the first two cases):
+
+- J1 = J2 = identity: W acts on the channels of each token;
+- J1 = the commutation (vec X -> vec X'), J2 = its inverse: W acts across the tokens of each channel;
+- J1, J2 random: the RP mixing; which entries meet in a product has nothing to do with tokens and channels any more.
+
+The paper writes this for one layer. An MLP-Mixer's mixing has two, W2 act(W1 x). `pk` takes any function of a part for W, and the
+mixer gives it the mixing as a whole: J1 stands before W1 and J2 after W2, each over m entries as in the paper, and nothing permutes
+the gamma m hidden entries in between. Where a first block makes S tokens of S0, J1 has S0 C entries and J2 has S C.
 """
 
 from collections.abc import Callable
@@ -19,6 +32,9 @@ class Permutation(nn.Module):
 
     def __init__(self, index: Tensor):
         super().__init__()
+        fault = fault_of(index)
+        if fault:
+            raise ValueError(f"index is not a permutation: {fault}")
         self.register_buffer("index", index.to(torch.int32))
         self.register_buffer("inverse", inverse_of(self.index), persistent=False)
 
@@ -26,8 +42,25 @@ class Permutation(nn.Module):
         permuted: Tensor = _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
         return permuted
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = state_dict.get(f"{prefix}index")
+        fault = fault_of(given) if given is not None and given.shape == self.index.shape else None
+        if fault:
+            error_msgs.append(f"{prefix}index is not a permutation: {fault}; take another copy of the file")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self.index = self.index.to(torch.int32)  # `assign=True` takes the given tensor, whatever integers it holds
         self.inverse = inverse_of(self.index)
 
 
@@ -52,8 +85,38 @@ def inverse_of(index: Tensor) -> Tensor:
     return inverse
 
 
-def random_permutation(size: int) -> Permutation:
-    return Permutation(torch.randperm(size))
+def fault_of(index: Tensor) -> str | None:
+    """Why this is not a permutation; None where it is one."""
+    if index.is_meta:
+        return None
+    if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        return f"it has shape {tuple(index.shape)} and {index.dtype}, not one axis of integers"
+    index = index.detach().cpu().long()
+    outside = ((index < 0) | (index >= len(index))).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        return f"entry {at} is {int(index[at])}, which is not from 0 to {len(index) - 1}"
+    counts = index.bincount(minlength=len(index))
+    if (counts != 1).any():
+        return f"{int(counts.argmax())} stands there {int(counts.max())} times, {int(counts.argmin())} not at all"
+    return None
+
+
+def random_permutation(size: int, *, generator: torch.Generator | None = None) -> Permutation:
+    """Drawn on the CPU, so that it is the same whatever device the model is made on."""
+    drawn = torch.randperm(size, generator=generator, device="cpu")
+    return Permutation(drawn.to(torch.get_default_device()))
+
+
+def generator_beside_weights() -> torch.Generator:
+    """A generator seeded by torch's, which stays as it was.
+
+    Weights that are drawn later are then the same with and without random permutations: an RP model differs from the normal one of
+    the same seed in nothing but its permutations, and one permuted block is permuted as it is where all are.
+    """
+    with torch.random.fork_rng(devices=[]):
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    return torch.Generator().manual_seed(seed)
 
 
 def commutation(rows: int, columns: int) -> Permutation:
@@ -70,7 +133,7 @@ def pk(
     after: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of the permuted vector."""
-    parts = before(x_BM).reshape(len(x_BM), num_copies, -1)
+    parts = before(x_BM).reshape(x_BM.shape[0], num_copies, -1)
     return after(inner(parts).flatten(1))
 
 

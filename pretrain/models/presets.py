@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from data_prep.settings import nearest
+from data_prep.settings import Settings, nearest, validate
 from pretrain.models.spec import AnySpec, ModelSpec
 
 
@@ -19,10 +16,13 @@ class Preset:
     num_classes: int = 1000
 
 
-@cache
-def spec_of(name: str) -> AnySpec:
-    spec: AnySpec = TypeAdapter(ModelSpec).validate_python(preset(name).fields)
-    return spec
+class _Named(Settings):
+    model: ModelSpec
+
+
+def spec_of(name: str, **changes: Any) -> AnySpec:
+    """The spec of a named model, with other values for some of its fields."""
+    return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
 def preset(name: str) -> Preset:
@@ -49,6 +49,11 @@ def _mlps() -> dict[str, Preset]:
 
 
 def _mixers() -> dict[str, Preset]:
+    """Where the paper's own numbers disagree (docs/papers.md has them all):
+
+    Mixer-B-W: its table prints Omega = 2.6e8, its gamma = 4.57 gives 2.90e8 (`expansion=4` would give 2.54e8).
+    Mixer-SS-W: it prints 255M connections; C = 487 gives 276M, and `num_channels=467` would give 255M.
+    """
     b_16 = {"kind": "mixer", "patch_size": 16, "num_channels": 768, "token_hidden": 384, "channel_hidden": 3072}
     b_w = {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.57}
     ss_8 = {"kind": "mixer", "patch_size": 8, "num_channels": 986, "depth": 2}
@@ -103,6 +108,7 @@ def _others() -> dict[str, Preset]:
         f"{form}_mnist": Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
         for form in ("monarch", "kronecker")
     }
+    # Without the stem's padding, ResNet-152 has the 13.07 G that B prints (see baseline_cost.py).
     compared = {
         name: Preset({"kind": "timm", "name": name}, 64, "B, efficiency") for name in ("resnet152_64", "vit_b_4")
     }

@@ -15,7 +15,8 @@ Shapes: B batch, S0 patches, C channels, M width, K classes.
 
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
+from pretrain.models.linear import Linear
 from pretrain.models.mixer import patches
 from pretrain.models.sparse_linear import sparse_linear
 from pretrain.models.spec import SparseMlpSpec
@@ -63,15 +64,15 @@ def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int
 class SparseMlp(ImageModel):
     def __init__(self, spec: SparseMlpSpec, *, num_classes: int, image_size: int):
         width = spec.width_at(image_size=image_size)
-        super().__init__(num_features=width, num_classes=num_classes)
-        self.patch_size, self.patches_per_side = spec.patch_size, image_size // spec.patch_size
-        num_entries = self.patches_per_side**2 * spec.num_channels
-        self.stem = nn.Linear(3 * spec.patch_size**2, spec.num_channels)
-        self.widen = nn.Identity() if width == num_entries else nn.Linear(num_entries, width)
+        super().__init__(num_features=width, num_classes=num_classes, pixels_per_place=image_size)
+        self.patch_size = spec.patch_size
+        num_entries = (image_size // spec.patch_size) ** 2 * spec.num_channels
+        self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
+        self.widen = nn.Identity() if width == num_entries else Linear(num_entries, width)
         block = SparseBlock if spec.expansion is None else SparseHiddenBlock
         self.blocks = nn.ModuleList(block(spec, width) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_classes)
+        self.head = classifier(width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         x_BM: Tensor = self.widen(self.stem(patches(x_BCHW, size=self.patch_size)).flatten(1))
@@ -79,10 +80,3 @@ class SparseMlp(ImageModel):
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF
-
-    def as_grid(self, x_BF: Tensor) -> Tensor:
-        """The skip path keeps every entry at its patch and channel, unless a dense layer came before it."""
-        if not isinstance(self.widen, nn.Identity):
-            return x_BF
-        side = self.patches_per_side
-        return x_BF.reshape(len(x_BF), side, side, -1).permute(0, 3, 1, 2)

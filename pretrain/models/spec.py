@@ -12,9 +12,18 @@ from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 Init = Literal["normal", "torch"]
-Blocks = Annotated[
-    Literal["all"] | tuple[int, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
-]  # YAML and JSON have no tuples
+
+
+def _block_numbers(given: object) -> object:
+    """YAML and JSON have no tuples."""
+    if isinstance(given, list | tuple) and all(type(each) is int for each in given):
+        return tuple(given)
+    if given != "all":
+        raise ValueError(f"model.permuted_blocks: {given!r} will not do; give block numbers such as [0, 3], or all")
+    return given
+
+
+Blocks = Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_block_numbers)]
 
 
 class MlpSpec(Settings):
@@ -27,9 +36,19 @@ class MlpSpec(Settings):
     """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
     """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard MLP."""
+    activation_first: bool = False
+    """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)), as the paper prints it."""
     norm: Literal["layer", "batch", "none"] = "layer"
     activation: Activation = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _order_is_of_the_standard_block(self) -> "MlpSpec":
+        if self.activation_first and self.bottleneck == "inverted":
+            raise ValueError(
+                "model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it"
+            )
+        return self
 
     @property
     def label(self) -> str:
@@ -64,6 +83,8 @@ class MixerSpec(Settings):
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at initialisation."""
     activation: Activation = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
+    norm_eps: float = Field(1e-5, gt=0)
+    """Of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
     """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within 1/sqrt(inputs)."""
 

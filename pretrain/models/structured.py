@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel
+from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.spec import StructuredMlpSpec
 
 Grid = tuple[int, int]
@@ -70,13 +70,15 @@ class StructuredBlock(nn.Module):
 
 class StructuredMlp(ImageModel):
     def __init__(self, spec: StructuredMlpSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.num_rows * spec.num_columns, num_classes=num_classes)
+        super().__init__(
+            num_features=spec.num_rows * spec.num_columns, num_classes=num_classes, pixels_per_place=image_size
+        )
         grid = (spec.num_rows, spec.num_columns)
         self.greyscale = spec.greyscale
         self.stem = LAYERS[spec.form]((image_size, image_size * (1 if spec.greyscale else 3)), out=grid)
         self.blocks = nn.ModuleList([StructuredBlock(spec, grid)])
         self.norm = nn.Identity()
-        self.head = nn.Linear(self.num_features, num_classes)
+        self.head = classifier(self.num_features, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         rows_BHV = x_BCHW.mean(1) if self.greyscale else x_BCHW.transpose(1, 2).flatten(2)
@@ -85,6 +87,3 @@ class StructuredMlp(ImageModel):
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF.flatten(1)
-
-    def as_grid(self, x_BF: Tensor) -> Tensor:
-        return x_BF.unsqueeze(1)

@@ -16,7 +16,8 @@ from pretrain.augment.augmentation import Prepared
 from pretrain.collectives import exchange
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.models.build import build_model
-from pretrain.models.spec import MlpSpec
+from pretrain.models.kept_buffers import kept_buffers
+from pretrain.models.spec import MixerSpec, MlpSpec
 from pretrain.optim import build_optimizer, set_lr
 from pretrain.order import BatchPlan
 from pretrain.step import EngineState, loss_of
@@ -59,11 +60,13 @@ def plain_training(optimizer_name: str) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-def make_engine(world: World, stage: int, precision: str, optimizer: str) -> Any:
+def make_engine(
+    world: World, stage: int, precision: str, optimizer: str, *, spec: MlpSpec | MixerSpec = SPEC, seed: int = 1
+) -> Any:
     from pretrain.engine import DeepSpeedEngine
 
     return DeepSpeedEngine(
-        build_model(SPEC, num_classes=CLASSES, image_size=SIZE, seed=1),
+        build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=seed),
         make_optimizer=lambda module: build_optimizer(module, optimizer_settings(optimizer)),
         settings=EngineSettings(zero_stage=stage, precision=precision, gradient_clip_norm=CLIP),
         plan=BatchPlan(GLOBAL, LOCAL, world.num_ranks),
@@ -98,6 +101,23 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def permutations_are_restored(world: World, stage: int) -> bool:
+    """Whether, on every rank, a model made from another seed takes the saved one's permutations and computes the same."""
+    spec = MixerSpec(kind="mixer", patch_size=2, num_channels=5, depth=2, permuted_blocks="all", num_tokens=7)
+    images = global_batch(0)[0]
+    mine, other = (make_engine(world, stage, "fp32", "lion", spec=spec, seed=seed) for seed in (1, 2))
+    differed = not torch.equal(mine.logits(images), other.logits(images))
+    state = shared(mine.export_state())
+    other.import_state(state)
+    kept = kept_buffers(other._engine.module)
+    same = len(kept) == 8 and all(torch.equal(kept[name], state.weights[name]) for name in kept)
+    verdicts: list[Any] = [None] * world.num_ranks
+    torch.distributed.all_gather_object(
+        verdicts, differed and same and torch.equal(mine.logits(images), other.logits(images))
+    )
+    return all(verdicts)
+
+
 def matrix(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine import start_distributed
 
@@ -129,6 +149,7 @@ def matrix(world: World, folder: str) -> dict[str, Any]:
         }
         if world.is_first:
             torch.save((middle.weights, middle.optimizer, middle.num_updates), Path(folder) / f"{identity}.pt")
+    results["permutations"] = [permutations_are_restored(world, stage) for stage in STAGES]
     return results
 
 
@@ -171,6 +192,10 @@ def test_a_resumed_engine_ends_at_the_same_bits(results: dict[str, Any], identit
 def test_the_state_fits_another_stage(results: dict[str, Any], identity: str) -> None:
     assert results[identity]["kept"] == 0
     assert results[identity]["loss_elsewhere"] < (1e-5 if "fp32" in identity else 5e-2)
+
+
+def test_permutations_are_restored_on_every_rank_at_every_stage(results: dict[str, Any]) -> None:
+    assert results["permutations"] == [True] * len(STAGES)
 
 
 def test_the_state_fits_another_number_of_ranks(results: dict[str, Any], folder: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pretrain.card import list_checkpoints
 from tests.training import (
@@ -57,6 +59,21 @@ def test_killed_twice_and_restarted_ends_at_the_same_bits(config: Path, undistur
     assert "going on from step-" in output
     assert_same_bits(run_dir, undisturbed)
     assert json.loads((run_dir / "result.json").read_text())["step"] == 80
+
+
+def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Path) -> None:
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    model = "model={kind: mixer, patch_size: 8, num_channels: 6, depth: 2, permuted_blocks: [1], dropout: 0.2}"
+    words = [model, "train.duration=8 steps", "checkpoint={every: 4 steps, keep_last: 9}"]
+    finish(start(config, run_dir, *words))
+    shutil.copytree(run_dir, whole)
+    early, late = list_checkpoints(run_dir)
+    shutil.rmtree(late)
+    (run_dir / "result.json").unlink()
+    permutation = "blocks.1.before_tokens.index"
+    assert load_file(early / "model.safetensors")[permutation].dtype == torch.int32
+    assert "going on from step-00000004" in finish(start(config, run_dir, *words))
+    assert_same_bits(run_dir, whole)
 
 
 def test_every_stop_signal_makes_a_checkpoint_and_a_clean_exit(config: Path, undisturbed: Path, tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""What a model keeps beside its weights: permutations, masks, running averages. They are saved and restored with the weights."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies on the CPU by name; averages in fp32, whatever the model computes in."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return {
+        name: (value.float() if value.is_floating_point() else value).detach().cpu().clone().contiguous()
+        for name, value in model.state_dict().items()
+        if name not in parameters
+    }
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Takes them out of a whole state; through `load_state_dict`, so that what is derived from them is derived anew."""
+    parameters = {name for name, _ in model.named_parameters()}
+    names = [name for name in model.state_dict() if name not in parameters]
+    missing = [name for name in names if name not in weights]
+    assert not missing, f"the state lacks {missing}"
+    model.load_state_dict({name: weights[name] for name in names}, strict=False)

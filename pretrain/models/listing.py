@@ -1,0 +1,205 @@
+"""`pretrain models` and `pretrain widths`: the named models with their costs, and sizes that have a given Omega (no torch here)."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.settings import UserError, nearest
+from pretrain.models.cost import cost_of
+from pretrain.models.cost_parts import Cost
+from pretrain.models.presets import PRESETS, spec_of
+from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
+from pretrain.models.widths import average_connections, effective_width, sparse_width, tokens_for, widest
+
+FAMILIES = {
+    "mlp": "MLPs of paper B",
+    "mixer": "Mixers of paper A (rp: with random permutations)",
+    "sw_mlp": "SW-MLPs of paper A (masked: a multiply-add for every entry of the matrix)",
+    "structured": "Shallow structured MLPs of paper A",
+    "timm": "What paper B compares with, through timm",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    family: str
+    cost: Cost
+    num_tokens: int | None
+    num_channels: int | None
+    width: int | None
+    omega: float | None
+    image_size: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    rows: list[Row]
+    unfit: list[str]
+    """Models that cannot take images of the size asked for."""
+
+
+def list_models(*, match: str = "*", num_classes: int | None = None, image_size: int | None = None) -> Listing:
+    """The named models that `match` (a shell pattern) fits, with classes and image size as they are meant unless given."""
+    for field, value in (("--classes", num_classes), ("--image-size", image_size)):
+        if value is not None and value < 1:
+            raise UserError(f"{field}: {value} will not do; give 1 or more")
+    names = [name for name in PRESETS if fnmatchcase(name, match)]
+    if not names:
+        raise UserError(f"--match: no model is named like {match!r}; {nearest(match.strip('*?'), list(PRESETS))}")
+    found, unfit, reason = [], [], ""
+    for name in names:
+        preset, spec = PRESETS[name], spec_of(name)
+        size, classes = image_size or preset.image_size, num_classes or preset.num_classes
+        try:
+            spec.check(image_size=size)
+        except ValueError as error:
+            unfit.append(name)
+            reason = str(error)
+        else:
+            found.append(_row(name, spec, num_classes=classes, image_size=size))
+    if not found:
+        raise UserError(f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})")
+    return Listing(found, unfit)
+
+
+def _row(name: str, spec: AnySpec, *, num_classes: int, image_size: int) -> Row:
+    tokens, channels = _tokens_and_channels(spec, image_size=image_size)
+    return Row(
+        name=name,
+        family=spec.kind,
+        cost=cost_of(spec, num_classes=num_classes, image_size=image_size),
+        num_tokens=tokens,
+        num_channels=channels,
+        width=effective_width(spec, image_size=image_size),
+        omega=average_connections(spec, image_size=image_size),
+        image_size=image_size,
+        source=PRESETS[name].source,
+    )
+
+
+def _tokens_and_channels(spec: AnySpec, *, image_size: int) -> tuple[int | None, int | None]:
+    if isinstance(spec, MixerSpec):
+        return spec.tokens(image_size=image_size), spec.num_channels
+    if isinstance(spec, SparseMlpSpec):
+        return None, spec.num_channels
+    return None, None
+
+
+def print_models(listing: Listing, console: Console) -> None:
+    """One table for each family, all with the same columns."""
+    found = listing.rows
+    header = ("name", "params", "multiply-adds", "S", "C", "width m", "Omega", "px", "source")
+    cells = {row.name: _cells(row) for row in found}
+    sizes = [max(map(len, column)) for column in zip(header, *cells.values(), strict=True)]
+    for family, title in FAMILIES.items():
+        members = [row.name for row in found if row.family == family]
+        if not members:
+            continue
+        console.print(title, style="bold")
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for number, (word, size) in enumerate(zip(header, sizes, strict=True)):
+            is_text = number in (0, len(header) - 1)
+            table.add_column(word, justify="left" if is_text else "right", min_width=size, no_wrap=True)
+        for name in members:
+            table.add_row(*cells[name])
+        console.print(table)
+        console.print()
+    console.print(
+        "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of two operations each, FLOPs are "
+        "twice as many. Omega: average connections per layer of the blocks.",
+        style="dim",
+    )
+    if listing.unfit:
+        console.print(f"Left out, as they cannot take images of that size: {', '.join(listing.unfit)}.")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        f"{row.cost.num_parameters:,}",
+        _short(row.cost.multiply_adds),
+        *(_whole(number) for number in (row.num_tokens, row.num_channels, row.width)),
+        _short(row.omega),
+        str(row.image_size),
+        row.source,
+    )
+
+
+def print_widths(
+    omega: float, *, gamma: float, channels: Iterable[int], densities: Iterable[float], console: Console
+) -> None:
+    """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections per layer."""
+    mixers = [(count, tokens_for(omega, num_channels=count, gamma=gamma)) for count in channels]
+    sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
+    best = widest(omega, gamma=gamma)
+    console.print(f"Omega = {omega:,.0f}, gamma = {gamma:g}", style="bold")
+    console.print(f"widest mixer: S = C = {best.num_channels:.1f}, m = {best.width:,.0f}")
+    if mixers:
+        table = _table(("C", "S", "m = S C"))
+        for count, tokens in mixers:
+            table.add_row(f"{count:,}", f"{tokens:,}", f"{count * tokens:,}")
+        console.print(table)
+    if sparse:
+        table = _table(("p", "1 - p", "m of a SW-MLP"))
+        for density, width in sparse:
+            table.add_row(f"{density:g}", f"{1 - density:g}", f"{width:,}")
+        console.print(table)
+
+
+def parse_power(text: str) -> float:
+    """A positive number, perhaps as a power: 262144, 2.6e8, 2^18."""
+    found = re.fullmatch(r"(\d+)(?:\^|\*\*)(\d{1,3})", text.strip())
+    try:
+        value = float(int(found[1]) ** int(found[2])) if found else float(text)
+    except (ValueError, OverflowError):
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UserError(f"--omega: {text!r} is not a positive number; write it as 262144, 2.6e5 or 2^18")
+    return value
+
+
+def parse_channels(text: str) -> list[int]:
+    return [int(number) for number in _numbers(text, field="--channels", pattern=r"[1-9]\d*", example="16,32,48")]
+
+
+def parse_densities(text: str) -> list[float]:
+    found = [float(number) for number in _numbers(text, field="--density", pattern=r"[01]?\.?\d+", example="0.1,0.5")]
+    wrong = [density for density in found if not 0 < density <= 1]
+    if wrong:
+        raise UserError(f"--density: {wrong[0]:g} is not a share of connections; give numbers above 0, up to 1")
+    return found
+
+
+def _numbers(text: str, *, field: str, pattern: str, example: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    wrong = [word for word in words if not re.fullmatch(pattern, word)]
+    if wrong:
+        raise UserError(f"{field}: {wrong[0]!r} will not do; give numbers with commas between them, such as {example}")
+    return words
+
+
+def _table(columns: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _whole(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _short(value: float | None) -> str:
+    """Four digits and a unit."""
+    if value is None:
+        return ""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:#.4g} {unit}"
+    return f"{value:#.4g}"

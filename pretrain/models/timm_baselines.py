@@ -1,0 +1,59 @@
+"""ResNet-152 and ViT-B/4 as timm has them, behind the methods that all our models have. Imported only where one is built.
+
+timm's model makes the features and pools them; the head is ours, so it starts, is replaced and gets its own learning rate as
+everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64 px: stride 1, no padding (`baseline_cost` says why), and no
+pooling after it.
+"""
+
+from typing import Any
+
+import timm
+from torch import Tensor, nn
+
+from pretrain.models.baseline_cost import RESNET_STEM_PADDING
+from pretrain.models.image_model import ImageModel, classifier
+from pretrain.models.spec import TimmSpec
+
+
+class TimmModel(ImageModel):
+    def __init__(self, spec: TimmSpec, *, num_classes: int, image_size: int):
+        body = _resnet152() if spec.name == "resnet152_64" else _vit_b_4(image_size=image_size)
+        super().__init__(num_features=body.num_features, num_classes=num_classes, pixels_per_place=1)
+        self.body = body
+        self.blocks = nn.ModuleList()  # they are within the body
+        self.norm = nn.Identity()
+        self.head = classifier(self.num_features, num_classes)
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        features: Tensor = self.body.forward_features(x_BCHW)
+        return features
+
+    def pool(self, x_BF: Tensor) -> Tensor:
+        pooled: Tensor = self.body.forward_head(x_BF, pre_logits=True)
+        return pooled
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        return [{**info, "module": f"body.{info['module']}"} for info in self.body.feature_info]
+
+    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.body.forward_intermediates(x, *args, **kwargs)
+
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        self.reset_classifier(0)
+        kept: list[int] = self.body.prune_intermediate_layers(*args, **kwargs)
+        return kept
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.body.set_grad_checkpointing(enable)
+
+
+def _resnet152() -> "timm.models.ResNet":
+    body = timm.create_model("resnet152", num_classes=0)
+    body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
+    body.maxpool = nn.Identity()
+    return body
+
+
+def _vit_b_4(*, image_size: int) -> "timm.models.VisionTransformer":
+    return timm.create_model("vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0)

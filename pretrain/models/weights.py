@@ -1,0 +1,149 @@
+"""Weights by name: read from a file that anybody may have written, judged against a model, and loaded whole or not at all.
+
+No pickle is run: `torch.load` only rebuilds tensors and plain containers here. What does not fit is one message that counts the
+differences and names the first of each kind.
+"""
+
+import argparse
+import pickle
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from data_prep.settings import UserError
+
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
+PREFIXES = ("module.", "_orig_mod.", "model.")
+NUM_SHOWN = 3
+TORCH_FAULTS = (
+    pickle.UnpicklingError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
+"""What torch's reader raises at bytes that are no checkpoint, depending on where it stumbles."""
+
+SIGNS_OF_CODE = ("Unsupported global", "TorchScript")
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes that tools wrap around them."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; give the file of weights in it, such as {path / 'model.safetensors'}")
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if path.suffix == ".safetensors" or head[8:] == b"{":
+        try:
+            return _without_prefixes(load_file(path))
+        except SafetensorError as error:
+            raise UserError(f"{path}: {_no_weights(error)}") from None
+    return _without_prefixes(_unwrapped(_read_torch(path, is_pickle=head[:1] == b"\x80"), path))
+
+
+def _read_torch(path: Path, *, is_pickle: bool) -> object:
+    try:
+        # timm's trainer stores its command line, a Namespace of plain values, in every checkpoint
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore", UserWarning)  # of a pickle protocol that torch does not expect
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except TORCH_FAULTS as error:
+        text = str(error)
+        if any(sign in text for sign in SIGNS_OF_CODE) or (is_pickle and "Unsupported operand" in text):
+            raise UserError(
+                f"{path}: holds pickled code beside weights, and none is run here; save the weights alone where you trust the "
+                f"file: torch.save(model.state_dict(), ...)"
+            ) from None
+        raise UserError(f"{path}: {_no_weights(error)}") from None
+
+
+def _no_weights(error: Exception) -> str:
+    reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+    told = (
+        "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
+    )  # torch's advice there is to run the pickle
+    return f"is not a whole file of weights (safetensors or torch); download or copy it again{told}"
+
+
+def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
+    while isinstance(stored, Mapping):
+        inner = [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]
+        if not inner:
+            break
+        stored = inner[0]
+    if not isinstance(stored, Mapping):
+        raise UserError(f"{path}: holds a {type(stored).__name__}, not tensors by name; save model.state_dict()")
+    others = [str(key) for key, value in stored.items() if not isinstance(value, Tensor)]
+    if others or not stored:
+        held = first(others) if others else "nothing"
+        raise UserError(f"{path}: holds {held} where tensors by name are needed; save model.state_dict()")
+    return {str(name): tensor for name, tensor in stored.items()}
+
+
+def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DistributedDataParallel, torch.compile and wrapping modules put a word before every name."""
+    weights = {name.replace("._orig_mod.", "."): tensor for name, tensor in weights.items()}
+    while weights:
+        found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]
+        if not found:
+            break
+        weights = {name.removeprefix(found[0]): tensor for name, tensor in weights.items()}
+    return weights
+
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def shapes(weights: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> None:
+    missing = [name for name in needed if name not in given]
+    unknown = [name for name in given if name not in needed]
+    changed = [
+        f"{name}: {_by(given[name])}, needed {_by(shape)}"
+        for name, shape in needed.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    kinds = (("missing", missing), ("unknown", unknown), ("of another shape", changed))
+    found = [f"{len(names)} {kind} ({first(names)})" for kind, names in kinds if names]
+    if found:
+        raise UserError(f"weights of {source} do not fit {label}: {', '.join(found)}")
+
+
+def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
+    bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    if bad:
+        raise UserError(
+            f"weights of {source} hold NaN or infinite numbers in {len(bad)} of {len(weights)} tensors ({first(bad)}); "
+            "use a checkpoint from before that"
+        )
+
+
+def load_strictly(model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str) -> None:
+    """Every weight of the model from a finite tensor of its name and shape, and nothing left over."""
+    check_fit(shapes(weights), shapes(model.state_dict()), source=source, label=label)
+    check_finite(weights, source=source)
+    model.load_state_dict(dict(weights))
+
+
+def first(names: Sequence[str]) -> str:
+    return ", ".join(names[:NUM_SHOWN]) + (", ..." if len(names) > NUM_SHOWN else "")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "a single number"

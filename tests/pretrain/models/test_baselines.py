@@ -1,0 +1,79 @@
+"""timm's ResNet-152 and ViT-B/4 behind the methods of our models: shapes, seeds, heads, and what timm itself computes."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from pretrain.models.build import build, pooled_features
+
+SHALLOW: dict[str, tuple[str, dict[str, int]]] = {
+    "resnet152": ("resnet26", {}),
+    "vit_base_patch16_224": ("vit_base_patch16_224", {"depth": 1}),
+}
+"""What stands for the two where weights are drawn, as drawing all of theirs takes seconds."""
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = timm.create_model
+
+    def create_shallow(name: str, **kwargs: Any) -> nn.Module:
+        other, fewer = SHALLOW[name]
+        model: nn.Module = create(other, **kwargs, **fewer)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", create_shallow)
+
+
+def test_the_resnet_has_the_stages_of_a_stem_without_padding() -> None:
+    with torch.device("meta"):
+        body: Any = build("resnet152_64").body
+        sizes = [features.shape[1:] for features in body.forward_intermediates(torch.empty(1, 3, 64, 64))[1]]
+    assert sizes == [(64, 58, 58), (256, 58, 58), (512, 29, 29), (1024, 15, 15), (2048, 8, 8)]
+
+
+def test_the_vit_has_a_token_for_every_patch_and_one_more() -> None:
+    with torch.device("meta"):
+        assert build("vit_b_4").forward_features(torch.empty(1, 3, 64, 64)).shape == (1, 257, 768)
+
+
+@pytest.mark.parametrize(("name", "num_features"), [("resnet152_64", 2048), ("vit_b_4", 768)])
+def test_they_answer_like_ours(name: str, num_features: int, shallow: None) -> None:
+    model = build(name, num_classes=5, image_size=16, seed=0).eval()
+    images = torch.randn(2, 3, 16, 16)
+    pooled = pooled_features(model, images)
+    assert pooled.shape == (2, model.num_features) == (2, num_features)
+    assert isinstance(model.head, nn.Linear)
+    torch.testing.assert_close(model(images), pooled @ model.head.weight.T + model.head.bias)
+    heads = [key for key, _ in model.named_parameters() if not key.startswith("body.")]
+    assert heads == ["head.weight", "head.bias"]  # what gets the head's learning rate
+    model.reset_classifier(7)
+    assert torch.equal(model(images), torch.zeros(2, 7)) and model.get_classifier() is model.head
+    model.reset_classifier(0)
+    assert torch.equal(model(images), pooled)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("resnet152_64", "body.conv1.weight"), ("vit_b_4", "body.blocks.0.attn.qkv.weight")]
+)
+def test_weights_are_a_function_of_the_seed(name: str, weight: str, shallow: None) -> None:
+    states: list[dict[str, Tensor]] = []
+    for before, seed in ((1, 5), (2, 5), (2, 6)):
+        torch.manual_seed(before)
+        states.append(build(name, num_classes=3, image_size=16, seed=seed).state_dict())
+    one, two, other = states
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert not torch.equal(one[weight], other[weight])
+
+
+def test_the_vit_computes_what_timms_own_does(shallow: None) -> None:
+    model = build("vit_b_4", num_classes=3, image_size=8, seed=0).eval()
+    theirs = timm.create_model("vit_base_patch16_224", img_size=8, patch_size=4, num_classes=3).eval()
+    theirs.load_state_dict({key.removeprefix("body."): weight for key, weight in model.state_dict().items()})
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert model(images).abs().max() > 0
+        torch.testing.assert_close(model(images), theirs(images))

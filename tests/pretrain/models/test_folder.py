@@ -1,0 +1,140 @@
+"""Folders of weights: what is saved is what is loaded, by us and by timm, and only whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import timm.data
+import torch
+from torch import Tensor
+
+import pretrain.models.timm_names  # noqa: F401  (registers the names)
+from data_prep.settings import UserError
+from pretrain.card import CheckpointError, ModelCard, config_of, parse_card
+from pretrain.checkpoint import TrainerState, save
+from pretrain.folder import load_folder, save_folder
+from pretrain.models.build import build_model
+from pretrain.models.presets import spec_of
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+from pretrain.models.weights import load_strictly
+from pretrain.step import EngineState
+
+SPECS: list[AnySpec] = [
+    MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),
+    MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=5, norm_eps=1e-6, permuted_blocks=(1,)),
+]
+
+
+def card_of(spec: AnySpec, *, image_size: int = 16, num_classes: int = 3) -> ModelCard:
+    return ModelCard(
+        model=spec,
+        image_size=image_size,
+        classes=tuple(f"n{number}" for number in range(num_classes)),
+        channel_mean=(0.4, 0.5, 0.6),
+        channel_std=(0.1, 0.2, 0.3),
+        dataset="shapes",
+        manifest_hash="0" * 64,
+        step=20,
+        run_key="key",
+    )
+
+
+def random_weights(card: ModelCard) -> dict[str, Tensor]:
+    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=3)
+    return {k: v + torch.rand_like(v) * 0.1 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=["mlp", "rp mixer"])
+def test_a_folder_is_the_same_model_here_and_in_timm(tmp_path: Path, spec: AnySpec) -> None:
+    card, images = card_of(spec), torch.randn(4, 3, 16, 16)
+    weights = random_weights(card)
+    save_folder(tmp_path / "folder", card=card, weights=weights)
+    read, ours = load_folder(tmp_path / "folder")
+    assert read == card
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in ours.state_dict().items())
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
+    assert torch.equal(theirs.eval()(images), ours.eval()(images))
+    wanted = timm.data.resolve_model_data_config(theirs)
+    assert (wanted["mean"], wanted["std"]) == (list(card.channel_mean), list(card.channel_std))
+    assert tuple(wanted["input_size"]) == (3, 16, 16) and wanted["crop_pct"] == 1.0
+    assert theirs.pretrained_cfg["label_names"] == ["n0", "n1", "n2"]
+
+
+def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(tmp_path: Path) -> None:
+    card = card_of(SPECS[1])
+    state = EngineState(random_weights(card), {"exp_avg.w": torch.zeros(1)}, 20)
+    path = save(tmp_path, engine=state, trainer=TrainerState(20, 320), card=card, keep_last=1)
+    ours, theirs = load_folder(tmp_path)[1], timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(theirs.forward_features(images), ours.forward_features(images))
+    assert theirs(images).shape == (2, 9)
+
+
+def test_a_named_model_starts_from_our_file(tmp_path: Path) -> None:
+    card = card_of(spec_of("smixer_c32"), image_size=32, num_classes=4)
+    save_folder(tmp_path / "folder", card=card, weights=random_weights(card))
+    overlay = {"file": str(tmp_path / "folder" / "model.safetensors")}
+    theirs = timm.create_model("smixer_c32", pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay)
+    ours, images = load_folder(tmp_path / "folder")[1], torch.randn(2, 3, 32, 32)
+    assert torch.equal(theirs.forward_features(images), ours.forward_features(images))
+    assert theirs(images).shape == (2, 5)
+
+
+def test_cards_old_and_new_are_read_and_strange_keys_are_not(tmp_path: Path) -> None:
+    card = card_of(SPECS[1])
+
+    def read(tree: object) -> ModelCard:
+        (tmp_path / "config.json").write_text(json.dumps(tree))
+        return parse_card(tmp_path)
+
+    old = {
+        "model": {"kind": "mixer", "patch_size": 4, "num_channels": 6, "depth": 2},
+        "image_size": 16,
+        "classes": ["a"],
+        "channel_mean": [0.5, 0.5, 0.5],
+        "channel_std": [0.2, 0.2, 0.2],
+        "dataset": "shapes",
+        "manifest_hash": "",
+        "step": 1,
+        "run_key": "",
+    }
+    assert read(old).model == MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2)
+    assert read(config_of(card)) == card
+    assert read(config_of(card) | {"num_features": 6, "global_pool": "avg"}) == card
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(licence: Extra inputs"):
+        read(config_of(card) | {"licence": "mit"})
+    with pytest.raises(CheckpointError, match="is of a model of timm's own; pretrain import makes"):
+        read({"architecture": "mixer_b16_224", "pretrained_cfg": {}})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read([1])
+
+
+def test_what_does_not_fit_is_counted_and_named_in_the_order_of_the_model() -> None:
+    model = build_model(MlpSpec(kind="mlp", depth=2, width=4), num_classes=3, image_size=4)
+    weights = model.state_dict()
+    for name in ("head.weight", "blocks.1.norm.bias", "blocks.0.norm.bias", "stem.bias"):
+        del weights[name]
+    weights |= {"stem.weight": torch.zeros(4, 12), "a": torch.zeros(1), "head.bias": torch.zeros(())}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        load_strictly(model, weights, source="X", label="B-2/Wi-4")
+    assert str(caught.value) == (
+        "weights of X do not fit B-2/Wi-4: 4 missing (stem.bias, blocks.0.norm.bias, blocks.1.norm.bias, ...), 1 unknown (a), "
+        "2 of another shape (stem.weight: 4x12, needed 4x48, head.bias: a single number, needed 3)"
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_are_not_numbers_are_neither_loaded_nor_saved(tmp_path: Path) -> None:
+    card = card_of(SPECS[0])
+    weights = random_weights(card)
+    weights["head.bias"][1] = torch.inf
+    model = build_model(card.model, num_classes=3, image_size=16)
+    with pytest.raises(UserError, match=r"of X hold NaN or infinite numbers in 1 of 22 tensors \(head.bias\)"):
+        load_strictly(model, weights, source="X", label="")
+    with pytest.raises(UserError, match="hold NaN"):
+        save_folder(tmp_path / "folder", card=card, weights=weights)
+    with pytest.raises(UserError, match=r"do not fit B-2/Wi-12: 22 missing"):
+        save_folder(tmp_path / "folder", card=card, weights={})
+    assert list(tmp_path.iterdir()) == []

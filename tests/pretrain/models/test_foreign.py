@@ -1,0 +1,311 @@
+"""Foreign weights compute here what they compute at home; what is not whole, known or safe is one clear message."""
+
+import argparse
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models.mlp_mixer import MlpMixer
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu
+
+from data_prep.settings import UserError
+from pretrain.models.build import build_model
+from pretrain.models.foreign import Foreign, Reading, convert, recognise
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import MixerSpec, MlpSpec
+from pretrain.models.weights import load_strictly, read_weights, shapes
+
+Weights = dict[str, Tensor]
+SIDE, WIDTH, HIDDEN, DEPTH, NUM_CLASSES = 8, 10, 25, 3, 7
+
+
+class Theirs(nn.Module):
+    """scaling_mlps' BottleneckMLP, or its MLP, from their definitions, on CHW images made vectors."""
+
+    def __init__(self, *, norm: Callable[[int], nn.Module] | None = nn.LayerNorm, is_bottleneck: bool = True):
+        super().__init__()
+        self.act: Callable[[Tensor], Tensor] = gelu
+        self.linear_in, self.linear_out = nn.Linear(3 * SIDE**2, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        if is_bottleneck:
+            self.blocks = nn.ModuleList(nn.Module() for _ in range(DEPTH))
+            for block in self.blocks:
+                block.block = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+        else:
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.layernorms = nn.ModuleList(norm(WIDTH) if norm else nn.Identity() for _ in range(DEPTH))
+        with torch.no_grad():  # norms as training leaves them, so that a swapped or forgotten one shows
+            for weight in self.parameters():
+                weight.add_(torch.randn_like(weight) * 0.1)
+            for buffer in self.buffers():
+                buffer.add_(torch.rand_like(buffer) if buffer.is_floating_point() else 5)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        z = self.linear_in(x_BCHW.reshape(len(x_BCHW), -1))
+        for number, norm in enumerate(self.layernorms):
+            if hasattr(self, "blocks"):
+                inner, _, outer = self.blocks[number].block
+                z = z + outer(self.act(inner(norm(z))))
+            else:
+                z = self.layers[number](self.act(norm(z)))
+        return self.linear_out(z)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def ours(foreign: Foreign) -> ImageModel:
+    model = build_model(foreign.spec, num_classes=foreign.num_classes, image_size=foreign.image_size)
+    load_strictly(model, foreign.weights, source="here", label=foreign.spec.label)
+    return model.eval()
+
+
+def through_a_file(tmp_path: Path, stored: object, **reading: Any) -> Foreign:
+    torch.save(stored, tmp_path / "weights")
+    return convert(read_weights(tmp_path / "weights"), source="weights", reading=Reading(**reading))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, None], ids=["layer", "batch", "none"])
+def test_a_bottleneck_mlp_computes_the_same(tmp_path: Path, norm: Callable[[int], nn.Module] | None) -> None:
+    theirs = Theirs(norm=norm).eval()
+    foreign = through_a_file(tmp_path, theirs.state_dict())
+    kind = {nn.LayerNorm: "layer", nn.BatchNorm1d: "batch", None: "none"}[norm]
+    assert foreign.spec == MlpSpec(kind="mlp", depth=3, width=10, expansion=2.5, norm=kind)
+    assert (foreign.image_size, foreign.num_classes) == (8, 7)
+    images = torch.randn(5, 3, SIDE, SIDE)
+    torch.testing.assert_close(ours(foreign)(images), theirs(images))
+
+
+def test_the_standard_mlp_computes_the_same_and_is_not_the_papers(tmp_path: Path) -> None:
+    theirs = Theirs(is_bottleneck=False)
+    foreign = through_a_file(tmp_path, theirs.state_dict())
+    images = torch.randn(5, 3, SIDE, SIDE)
+    torch.testing.assert_close(ours(foreign)(images), theirs(images))
+    papers = ours(
+        Foreign("scaling_mlps", MlpSpec(kind="mlp", depth=3, width=10, bottleneck="none"), 8, 7, foreign.weights)
+    )
+    assert (papers(images) - theirs(images)).abs().max() > 0.1
+
+
+def test_another_activation_is_the_users_word(tmp_path: Path) -> None:
+    theirs = Theirs()
+    theirs.act = relu
+    foreign = through_a_file(tmp_path, theirs.state_dict(), activation="relu")
+    images = torch.randn(5, 3, SIDE, SIDE)
+    torch.testing.assert_close(ours(foreign)(images), theirs(images))
+
+
+def in_ddp(weights: Weights) -> object:
+    return {"epoch": 3, "args": argparse.Namespace(lr=0.1), "model": {f"module.{k}": v for k, v in weights.items()}}
+
+
+def compiled_in_ddp(weights: Weights) -> object:
+    return {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in weights.items()}}, "optimizer": {"lr": 1}}
+
+
+def replaced_head(weights: Weights) -> object:
+    return {k.replace("linear_out.", "linear_out.linear."): v for k, v in weights.items()}
+
+
+def one_buffer_in_bf16(weights: Weights) -> object:
+    flat = torch.cat([weight.flatten() for weight in weights.values()]).bfloat16()
+    parts = flat.split([weight.numel() for weight in weights.values()])
+    return {k: part.view(v.shape) for (k, v), part in zip(weights.items(), parts, strict=True)}
+
+
+@pytest.mark.parametrize("wrap", [in_ddp, compiled_in_ddp, replaced_head, one_buffer_in_bf16])
+def test_what_tools_wrap_around_weights_is_taken_off(tmp_path: Path, wrap: Callable[[Weights], object]) -> None:
+    theirs = Theirs().bfloat16().float()
+    foreign = through_a_file(tmp_path, wrap(theirs.state_dict()))
+    images = torch.randn(5, 3, SIDE, SIDE)
+    torch.testing.assert_close(ours(foreign)(images), theirs(images))
+    save_file(foreign.weights, tmp_path / "model.safetensors")  # no two share memory
+
+
+def smooth(count: int, *, side: int) -> Tensor:
+    """(count, 3, side, side) waves of random direction in random colours, much alike from colour to colour."""
+    line = torch.linspace(0, 1, side)
+    down, right, phase = (torch.rand(count, 1, 1, 1) * limit for limit in (6.0, 6.0, 2 * math.pi))
+    waves = torch.sin(down * line.view(-1, 1) + right * line + phase)
+    return waves * (1 + 0.2 * torch.randn(count, 3, 1, 1)) + 0.3 * torch.randn(count, 3, side, side)
+
+
+@pytest.mark.parametrize(("stored", "other"), [("chw", "hwc"), ("hwc", "chw")])
+def test_smooth_first_layers_tell_how_images_were_made_vectors(stored: str, other: str) -> None:
+    pictures, theirs = smooth(32, side=32), Theirs().state_dict()
+    columns = pictures.flatten(1) if stored == "chw" else pictures.permute(0, 2, 3, 1).flatten(1)
+    weights = stretch(theirs, columns)
+    foreign = convert(weights, source="f", reading=Reading(stored))
+    assert torch.equal(foreign.weights["stem.weight"], pictures.flatten(1))
+    with pytest.raises(UserError, match=f"first layer of f is smooth as {stored} .*--flattening {stored}, or --force"):
+        convert(weights, source="f", reading=Reading(other))
+    forced = convert(weights, source="f", reading=Reading(other, check_flattening=False)).weights["stem.weight"]
+    assert not torch.equal(forced, pictures.flatten(1))
+
+
+@pytest.mark.parametrize("flattening", ["chw", "hwc"])
+def test_random_first_layers_tell_nothing(flattening: str) -> None:
+    for side in (4, 32):
+        weights = stretch(Theirs().state_dict(), torch.randn(32, 3 * side**2))
+        assert convert(weights, source="f", reading=Reading(flattening)).image_size == side
+
+
+def stretch(theirs: Weights, columns_MD: Tensor) -> Weights:
+    """A model of one block as wide as the first layer given."""
+    width = len(columns_MD)
+    return {
+        "linear_in.weight": columns_MD,
+        "linear_in.bias": torch.zeros(width),
+        "layernorms.0.weight": torch.ones(width),
+        "layernorms.0.bias": torch.zeros(width),
+        "blocks.0.block.0.weight": torch.zeros(2 * width, width),
+        "blocks.0.block.0.bias": torch.zeros(2 * width),
+        "blocks.0.block.2.weight": torch.zeros(width, 2 * width),
+        "blocks.0.block.2.bias": torch.zeros(width),
+        "linear_out.weight": torch.zeros(2, width),
+        "linear_out.bias": torch.zeros(2),
+    }
+
+
+def test_timms_mixer_computes_the_same() -> None:
+    theirs = MlpMixer(num_classes=5, img_size=24, patch_size=8, num_blocks=2, embed_dim=12, mlp_ratio=(0.5, 3.0)).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+        theirs.stem.proj.weight.mul_(1e-3)  # where features are small it matters what eps is
+        theirs.stem.proj.bias.mul_(1e-2)
+    foreign = convert(theirs.state_dict(), source="f")
+    spec = MixerSpec(
+        kind="mixer", patch_size=8, num_channels=12, depth=2, token_hidden=6, channel_hidden=36, norm_eps=1e-6
+    )
+    assert (foreign.spec, foreign.image_size, foreign.num_classes) == (spec, 24, 5)
+    images = torch.randn(3, 3, 24, 24)
+    torch.testing.assert_close(ours(foreign)(images), theirs(images))
+
+
+def test_the_shape_of_timms_mixer_b_16_is_recognised() -> None:
+    with torch.device("meta"):
+        weights = timm.create_model("mixer_b16_224").state_dict()
+    layout = recognise(list(weights), source="f")
+    spec, image_size = layout.describe(shapes(weights), Reading())
+    assert (spec.label, image_size) == ("Mixer P16 C768 L12", 224)
+    assert {name: spec.model_dump()[name] for name in ("token_hidden", "channel_hidden")} == {
+        "token_hidden": 384,
+        "channel_hidden": 3072,
+    }
+    assert layout.names.keys() == weights.keys() and len(set(layout.names.values())) == len(weights)
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (Path("ran"),))
+
+
+def zip_of_code(path: Path) -> None:
+    torch.save({"linear_in.weight": torch.zeros(2), "extra": Payload()}, path)
+
+
+def pickle_of_code(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Payload(), protocol=2))
+
+
+def newer_pickle_of_code(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Payload(), protocol=5))
+
+
+def cut(path: Path) -> None:
+    torch.save(Theirs().state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-3000])
+
+
+def cut_safetensors(path: Path) -> None:
+    save_file(Theirs().state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (zip_of_code, "holds pickled code beside weights, and none is run here"),
+        (pickle_of_code, "holds pickled code beside weights, and none is run here"),
+        (newer_pickle_of_code, "holds pickled code beside weights, and none is run here"),
+        (cut, "is not a whole file of weights"),
+        (cut_safetensors, "is not a whole file of weights"),
+        (lambda path: path.write_text("<html>Too many requests</html>"), "is not a whole file of weights"),
+        (lambda path: path.write_bytes(b""), "is not a whole file of weights"),
+        (lambda path: None, "cannot be read .No such file"),
+        (lambda path: path.mkdir(), "is a directory; give the file of weights in it"),
+        (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not tensors by name"),
+        (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), "holds epoch, lr where tensors by name are needed"),
+        (lambda path: torch.save({"state_dict": {}}, path), "holds nothing where tensors"),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "given")
+    with pytest.raises(UserError, match=message) as caught:
+        read_weights(tmp_path / "given")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def without(*names: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without("linear_in.bias", "blocks.1.block.0.weight", "layernorms.2.bias", "linear_out.bias"),
+            r"weights of f do not fit a BottleneckMLP of 3 blocks: 4 missing \(linear_in.bias, blocks.1.block.0.weight, "
+            r"layernorms.2.bias, ...\)$",
+        ),
+        (without("linear_out.weight", "linear_out.bias"), r"2 missing \(linear_out.weight, linear_out.bias\)$"),
+        (with_tensor("tokens", torch.zeros(1)), r"1 unknown \(tokens\)$"),
+        (
+            with_tensor("blocks.2.block.2.weight", torch.zeros(25, 10)),
+            r"do not fit B-3/Wi-10: 1 of another shape \(blocks.2.block.2.weight: 25x10, needed 10x25\)$",
+        ),
+        (with_tensor("linear_in.weight", torch.zeros(10, 190)), "190 columns are not the pixels of a square RGB image"),
+        (with_tensor("linear_in.weight", torch.zeros(10)), "linear_in.weight: is 10, needed width x inputs"),
+        (with_tensor("linear_out.weight", torch.zeros(0, 10)), "linear_out.weight: is 0x10, needed outputs x inputs"),
+        (
+            with_tensor("layernorms.1.bias", torch.tensor([math.nan] * 10)),
+            r"weights of f hold NaN or infinite numbers in 1 of 22 tensors \(layernorms.1.bias\)",
+        ),
+        (
+            lambda weights: {"conv1.weight": torch.zeros(1)},
+            r"its names \(conv1.weight\) are of no family that is known",
+        ),
+        (
+            lambda weights: build_model(MlpSpec(kind="mlp"), num_classes=2, image_size=4).state_dict(),
+            "holds weights of this project; give the directory",
+        ),
+    ],
+)
+def test_weights_that_are_not_whole_are_one_message(change: Callable[[Weights], Weights], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        convert(change(Theirs().state_dict()), source="f")
+
+
+def test_timms_other_models_are_refused() -> None:
+    for name in ("gmixer_12_224", "gmlp_ti16_224", "resmlp_12_224"):
+        with torch.device("meta"):
+            weights = timm.create_model(name, num_classes=2).state_dict()
+        with pytest.raises(UserError, match=r"of another shape|are of no family that is known"):
+            convert(weights, source="f")

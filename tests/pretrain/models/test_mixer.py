@@ -1,0 +1,312 @@
+"""Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent lines, and each other."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm
+
+from pretrain.models.build import build_model, pooled_features
+from pretrain.models.mixer import Mixer, MixerBlock, TwoLayer
+from pretrain.models.permutation import Permutation, commutation
+from pretrain.models.spec import MixerSpec
+
+IMAGE, PATCHES, TOKENS, CHANNELS = 12, 9, 7, 5  # S0 = 9, S = 7 where it is given
+
+
+def spec_with(**fields: object) -> MixerSpec:
+    return MixerSpec(
+        kind="mixer", **{"patch_size": 4, "num_channels": CHANNELS, "depth": 3, "expansion": 2.4, **fields}
+    )  # type: ignore[arg-type]
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "mixer": {},
+    "own hidden sizes": {"token_hidden": 4, "channel_hidden": 11},
+    "s0": {"num_tokens": TOKENS},
+    "s-mixer": {"layers_per_mixing": 1},
+    "s-mixer s0": {"layers_per_mixing": 1, "num_tokens": TOKENS},
+}
+RANDOM = {f"rp {name}": {**fields, "permuted_blocks": "all"} for name, fields in KINDS.items()}
+
+
+def built(spec: MixerSpec, *, seed: int = 0) -> Mixer:
+    """In float64, and with no bias or scale that is 0 or 1, which would hide a wrong place for it."""
+    model = build_model(spec, num_classes=3, image_size=IMAGE, seed=seed).double()
+    generator = torch.Generator().manual_seed(99)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight.data.add_(noise, alpha=0.3)
+    assert isinstance(model, Mixer)
+    return model
+
+
+def images(count: int = 2) -> Tensor:
+    return torch.randn(count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def norm(x: Tensor, module: nn.Module) -> Tensor:
+    weight, bias = module.parameters()
+    return layer_norm(x, weight.shape, weight, bias)
+
+
+# ---- what the papers write -------------------------------------------------------------------------------------------
+
+
+def on_columns(module: nn.Module, x_BSC: Tensor) -> Tensor:
+    """W2 act(W1 X), or act(W X): on the tokens, as the paper writes it, weights from the left."""
+    w = list(module.parameters())
+    hidden_BHC = gelu(w[0] @ x_BSC + w[1][:, None])
+    return hidden_BHC if len(w) == 2 else w[2] @ hidden_BHC + w[3][:, None]
+
+
+def on_rows(module: nn.Module, x_BSC: Tensor) -> Tensor:
+    """act(X V1') V2', or act(X V'): on the channels."""
+    return on_columns(module, x_BSC.mT).mT
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
+def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
+    """U = X + mix(LN X), Y = U + mix(LN U); where S is given, block 0 is U = LN(W~ X) + mix(LN X); then LN, mean, linear."""
+    spec = spec_with(**fields)
+    model, x = built(spec), images()
+    corners = [(i, j) for i in (0, 4, 8) for j in (0, 4, 8)]
+    patches = torch.stack([x[:, :, i : i + 4, j : j + 4].reshape(2, -1) for i, j in corners], dim=1)
+    z = patches @ model.stem.weight.T + model.stem.bias
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, MixerBlock)
+        skip = z
+        if number == 0 and spec.num_tokens:
+            weight, scale, shift = block.skip.parameters()
+            skip = layer_norm(weight @ z, (CHANNELS,), scale, shift)
+        u = skip + on_columns(block.token_mixing, norm(z, block.token_norm))
+        z = u + on_rows(block.channel_mixing, norm(u, block.channel_norm))
+    pooled = norm(z, model.norm).mean(dim=1)
+    torch.testing.assert_close(pooled_features(model, x), pooled)
+    torch.testing.assert_close(model(x), pooled @ model.head.weight.T + model.head.bias)
+    if spec.num_tokens and spec.layers_per_mixing == 2:
+        assert model.blocks[0].token_mixing.inner.weight.shape == (round(2.4 * TOKENS), PATCHES)  # hidden x S0
+        assert model.blocks[0].skip.linear.weight.shape == (TOKENS, PATCHES)  # S x S0
+
+
+def test_given_tokens_have_the_skip_path_even_where_s_is_s0() -> None:
+    model = built(spec_with(num_tokens=PATCHES))
+    assert [sum(weight.numel() for weight in block.skip.parameters()) for block in model.blocks] == [91, 0, 0]
+
+
+# ---- one wide and sparse matrix on vec(X) ----------------------------------------------------------------------------
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    return torch.kron(a.contiguous(), b.contiguous())
+
+
+def dense_mixing(module: nn.Module, *, copies: int, across: bool) -> list[tuple[Tensor, Tensor]]:
+    """(matrix, bias) of every layer on vec(X), token by token: W (x) I across tokens, I (x) W along channels."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    eye, ones = torch.eye(copies, dtype=torch.float64), torch.ones(copies, dtype=torch.float64)
+    if across:
+        return [(kron(layer.weight, eye), torch.kron(layer.bias, ones)) for layer in layers]
+    return [(kron(eye, layer.weight), torch.kron(ones, layer.bias)) for layer in layers]
+
+
+def permutation_matrix(permutation: Permutation) -> Tensor:
+    return torch.eye(len(permutation.index), dtype=torch.float64)[permutation.index.long()]
+
+
+def wide(x_BM: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+    x_BM = gelu(x_BM @ layers[0][0].T + layers[0][1])
+    return x_BM if len(layers) == 1 else x_BM @ layers[1][0].T + layers[1][1]
+
+
+@pytest.mark.parametrize("fields", [*KINDS.values(), *RANDOM.values()], ids=[*KINDS, *RANDOM])
+def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
+    """Every block on vec(X) by Kronecker matrices; an RP block by J2 [I (x) W2] act([I (x) W1] J1 x) with matrices J."""
+    model = built(spec_with(**fields))
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, MixerBlock)
+        tokens_in = PATCHES if number == 0 or not fields.get("num_tokens") else TOKENS
+        x = torch.randn(2, tokens_in, CHANNELS, dtype=torch.float64)
+        skip, first = block.skip(x).flatten(1), norm(x, block.token_norm).flatten(1)
+        tokens = skip.shape[1] // CHANNELS
+        if block.is_permuted:
+            layers = dense_mixing(block.token_mixing, copies=CHANNELS, across=False)
+            j1, j2 = permutation_matrix(block.before_tokens), permutation_matrix(block.after_tokens)
+            u = skip + wide(first @ j1.T, layers) @ j2.T
+        else:
+            u = skip + wide(first, dense_mixing(block.token_mixing, copies=CHANNELS, across=True))
+        second = norm(u.reshape(2, tokens, CHANNELS), block.channel_norm).flatten(1)
+        layers = dense_mixing(block.channel_mixing, copies=tokens, across=False)
+        if block.is_permuted:
+            j1, j2 = permutation_matrix(block.before_channels), permutation_matrix(block.after_channels)
+            y = u + wide(second @ j1.T, layers) @ j2.T
+        else:
+            y = u + wide(second, layers)
+        torch.testing.assert_close(block(x).flatten(1), y)
+
+
+def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
+    """Without norms and biases: (1 + R)(1 + Jc' L Jc) vec(X), L and R block-diagonal, whose last term is Monarch: R Jc' L Jc."""
+    block = built(spec_with(layers_per_mixing=1, activation="identity")).blocks[0]
+    block.token_norm, block.channel_norm = nn.Identity(), nn.Identity()
+    across, along = block.token_mixing.linear, block.channel_mixing.linear
+    for layer in (across, along):
+        nn.init.zeros_(layer.bias)
+    left, right = torch.block_diag(*[across.weight] * CHANNELS), torch.block_diag(*[along.weight] * PATCHES)
+    size = PATCHES * CHANNELS
+    jc = torch.zeros(size, size, dtype=torch.float64)
+    for token in range(PATCHES):
+        for channel in range(CHANNELS):
+            jc[channel * PATCHES + token, token * CHANNELS + channel] = 1
+    x, one = torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64), torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(block(x).flatten(1), x.flatten(1) @ ((one + right) @ (one + jc.T @ left @ jc)).T)
+    mixed = block.channel_mixing(block.token_mixing(x.mT).mT)
+    torch.testing.assert_close(mixed.flatten(1), x.flatten(1) @ (right @ jc.T @ left @ jc).T)
+
+
+# ---- RP models -------------------------------------------------------------------------------------------------------
+
+
+def unpermute(block: nn.Module, *, tokens_in: int, tokens: int) -> None:
+    """The permutations that make an RP block the normal one."""
+    assert isinstance(block, MixerBlock)
+    block.before_tokens = commutation(tokens_in, CHANNELS)
+    block.after_tokens = commutation(CHANNELS, tokens)
+    stay = Permutation(torch.arange(tokens * CHANNELS))
+    block.before_channels = block.after_channels = stay
+
+
+def outputs_and_gradients(model: Mixer) -> Iterator[tuple[str, Tensor]]:
+    x = images().requires_grad_()
+    logits = model(x)
+    (logits * torch.tensor([1.0, -2.0, 3.0])).sum().backward()
+    yield "output", logits
+    assert x.grad is not None
+    yield "input", x.grad
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        yield name, weight.grad
+
+
+@pytest.mark.parametrize("permuted", ["all", (0,), (1,)], ids=str)
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
+def test_rp_blocks_with_structured_permutations_are_the_normal_model(
+    fields: dict[str, object], permuted: object
+) -> None:
+    """Outputs and all gradients; with random ones the outputs are others, so the permutations are really used."""
+    normal, random = built(spec_with(**fields)), built(spec_with(**fields, permuted_blocks=permuted))
+    assert not torch.allclose(normal(images()), random(images()))
+    tokens = TOKENS if fields.get("num_tokens") else PATCHES
+    for number, block in enumerate(random.blocks):
+        assert isinstance(block, MixerBlock)
+        assert block.is_permuted == (permuted == "all" or number in permuted)  # type: ignore[operator]
+        if block.is_permuted:
+            unpermute(block, tokens_in=tokens if number else PATCHES, tokens=tokens)
+    found, expected = dict(outputs_and_gradients(random)), dict(outputs_and_gradients(normal))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
+def test_rp_models_start_with_the_normal_models_weights(fields: dict[str, object]) -> None:
+    """All weights, head included, are equal for one seed; block 1 is permuted alike alone and among all."""
+    normal, all_, one = (
+        build_model(spec_with(**fields, permuted_blocks=blocks), num_classes=3, image_size=IMAGE, seed=4).state_dict()
+        for blocks in ((), "all", (1,))
+    )
+    assert normal
+    assert all(torch.equal(all_[name], weight) and torch.equal(one[name], weight) for name, weight in normal.items())
+    places = ("before_tokens", "after_tokens", "before_channels", "after_channels")
+    assert one.keys() - normal.keys() == {f"blocks.1.{place}.index" for place in places}
+    assert all_.keys() - normal.keys() == {f"blocks.{block}.{place}.index" for block in range(3) for place in places}
+    assert all(torch.equal(all_[name], one[name]) for name in one)
+
+
+def test_permutations_are_independent_and_a_function_of_the_seed() -> None:
+    def indices(seed: int | None) -> dict[str, tuple[int, ...]]:
+        model = build_model(spec_with(permuted_blocks="all"), num_classes=3, image_size=IMAGE, seed=seed)
+        return {name: tuple(index.tolist()) for name, index in model.named_buffers() if name.endswith(".index")}
+
+    first = indices(seed=4)
+    assert len(first) == 12
+    assert len(set(first.values())) == 12
+    torch.manual_seed(0)  # must not matter
+    assert indices(seed=4) == first
+    assert not set(indices(seed=5).values()) & set(first.values())
+    assert not set(indices(seed=None).values()) & set(indices(seed=None).values())
+
+
+def test_a_reloaded_rp_model_is_the_same_model() -> None:
+    spec = spec_with(permuted_blocks=(0, 2))
+    first, second = built(spec, seed=1), built(spec, seed=2)
+    assert not torch.allclose(first(images()), second(images()))
+    second.load_state_dict(first.state_dict())
+    found, expected = dict(outputs_and_gradients(second)), dict(outputs_and_gradients(copy.deepcopy(first)))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+# ---- every variant ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [*KINDS.values(), *RANDOM.values()], ids=[*KINDS, *RANDOM])
+def test_every_weight_gets_a_gradient_and_float32_agrees(fields: dict[str, object]) -> None:
+    """All but one: W2's bias across tokens moves all channels of a token alike, which no LN sees, and LNs are all that read it.
+
+    In an RP block that bias lands on random entries; an S-Mixer's is inside the activation.
+    """
+    model = built(spec_with(**fields))
+    exact = dict(outputs_and_gradients(model))
+    dead = {name for name, gradient in exact.items() if gradient.norm() < 1e-12}
+    normal = fields.get("layers_per_mixing") != 1 and "permuted_blocks" not in fields
+    assert dead == ({f"blocks.{number}.token_mixing.outer.bias" for number in range(3)} if normal else set())
+    assert all(gradient.norm() > 1e-4 for name, gradient in exact.items() if name not in dead)
+    model.zero_grad()
+    single = model.float()
+    x = images().float().requires_grad_()
+    logits = single(x)
+    assert logits.dtype == torch.float32
+    (logits * torch.tensor([1.0, -2.0, 3.0])).sum().backward()
+    torch.testing.assert_close(logits.double(), exact["output"], rtol=1e-4, atol=1e-5)
+    for name, weight in single.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad.double(), exact[name], rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
+    """With W2 = 1 and probability 0.5 twice, 3 of 4 entries are 0 and the others are 4 times as large."""
+    torch.manual_seed(0)
+    mixing = TwoLayer(spec_with(dropout=0.5), 40, hidden=40, num_outputs=40).double()
+    nn.init.eye_(mixing.outer.weight)
+    x = torch.randn(500, 40, dtype=torch.float64)
+    kept = mixing.train()(x)
+    whole = mixing.eval()(x)
+    assert (kept == 0).double().mean() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(kept[kept != 0], 4 * whole[kept != 0])
+    torch.testing.assert_close(whole, gelu(x @ mixing.inner.weight.T))
+
+
+def test_a_deep_mixer_starts_with_sane_activations_and_gradients() -> None:
+    """Each mixing adds gamma E[gelu(N(0,1))^2] = 4 x 0.425 = 1.70 to the mean square; gradients reach all blocks alike."""
+    spec = spec_with(num_channels=96, depth=12, expansion=4.0)
+    model = build_model(spec, num_classes=10, image_size=32, seed=0)
+    sizes: list[float] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _inputs, y: sizes.append(float(y.detach().square().mean())))
+    x = torch.randn(8, 3, 32, 32)
+    start = float(model.embed(x).detach().square().mean())
+    features = model.forward_features(x)
+    (features * torch.randn_like(features)).sum().backward()
+    growth = [(after - before) / 2 for before, after in zip([start, *sizes], sizes, strict=False)]
+    assert len(growth) == 12
+    assert sum(growth) / 12 == pytest.approx(1.70, rel=0.08)
+    assert all(1.70 * 0.75 < each < 1.70 * 1.33 for each in growth)
+    weights = [block.get_parameter("channel_mixing.inner.weight") for block in model.blocks]
+    steepness = [float(weight.grad.square().mean().sqrt()) for weight in weights if weight.grad is not None]
+    read = [((before + after) / 2) ** 0.5 for before, after in zip([start, *sizes], sizes, strict=False)]
+    # LN divides by the size of what it reads, and so is the gradient; nothing else may shrink or grow with depth.
+    shares = [gradient * size for gradient, size in zip(steepness, read, strict=True)]
+    assert max(shares) < 1.3 * min(shares)

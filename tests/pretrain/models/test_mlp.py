@@ -1,0 +1,175 @@
+"""The MLPs of "Scaling MLPs" against a few independent lines: any norm, activation, expansion, depth; batch statistics, dropout."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.models.build import build_model, pooled_features
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import MlpSpec
+
+IMAGE, WIDTH = 4, 10
+
+
+def spec_with(**fields: object) -> MlpSpec:
+    return MlpSpec(kind="mlp", **{"depth": 3, "width": WIDTH, **fields})  # type: ignore[arg-type]
+
+
+BOTH = [{"bottleneck": "inverted"}, {"bottleneck": "none"}]
+KINDS: dict[str, dict[str, object]] = {
+    "inverted": {},
+    "standard": {"bottleneck": "none"},
+    "deep": {"depth": 7},
+    "deep standard": {"depth": 7, "bottleneck": "none"},
+    "batch norm": {"norm": "batch"},
+    "standard batch norm": {"norm": "batch", "bottleneck": "none"},
+    "no norm": {"norm": "none"},
+    "standard no norm": {"norm": "none", "bottleneck": "none"},
+    "narrow": {"expansion": 0.5},
+    "odd expansion": {"expansion": 2.7, "width": 7},
+    "relu": {"activation": "relu"},
+    "silu": {"activation": "silu"},
+    "standard tanh": {"activation": "tanh", "bottleneck": "none"},
+    "linear": {"activation": "identity"},
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "relu": lambda x: x * (x > 0),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "tanh": lambda x: 2 / (1 + torch.exp(-2 * x)) - 1,
+    "identity": lambda x: x,
+}
+
+
+def built(spec: MlpSpec) -> ImageModel:
+    """In float64, and with no bias, scale or running statistic that is 0 or 1, which would hide a wrong place for it."""
+    model = build_model(spec, num_classes=3, image_size=IMAGE, seed=0).double()
+    generator = torch.Generator().manual_seed(99)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("bias", "running_mean", "running_var")) or ("norm" in name and name.endswith("weight")):
+            tensor.data.add_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype), alpha=0.5)
+    return model
+
+
+def images(count: int = 6) -> Tensor:
+    return torch.randn(count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def normalised(x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, training: bool) -> Tensor:
+    if norm == "none":
+        return x_BM
+    if norm == "layer":
+        mean, variance = x_BM.mean(1, keepdim=True), x_BM.var(1, keepdim=True, correction=0)
+    elif training:
+        mean, variance = x_BM.mean(0), x_BM.var(0, correction=0)
+    else:
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+    return (x_BM - mean) / (variance + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
+    return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+
+def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool) -> Tensor:
+    """z + Wc act(We norm(z)), or act(W norm(z)), block by block; no norm at the end. Gives the features and, last, the logits."""
+    z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
+    for block in (f"blocks.{number}" for number in range(spec.depth)):
+        normed = normalised(z, state, f"{block}.norm", norm=spec.norm, training=training)
+        if spec.bottleneck == "inverted":
+            z = z + linear(act(linear(normed, state, f"{block}.expand")), state, f"{block}.contract")
+        else:
+            z = act(linear(normed, state, f"{block}.linear"))
+    return torch.cat([z, linear(z, state, "head")], dim=1)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
+def test_the_model_is_the_papers_formula(fields: dict[str, object], training: bool) -> None:
+    spec = spec_with(**fields)
+    model = built(spec).train(training)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    logits = model(images())
+    expected = by_the_paper(spec, state, images(), training=training)
+    torch.testing.assert_close(logits, expected[:, spec.width :])
+    if spec.norm != "batch":
+        torch.testing.assert_close(pooled_features(model, images()), expected[:, : spec.width])
+
+
+@pytest.mark.parametrize(
+    ("expansion", "hidden"), [(0.5, 5), (2.7, 27), (0.01, 1), (4.0, 40)], ids=["half", "2.7", "tiny", "papers"]
+)
+def test_the_hidden_width_is_the_rounded_multiple(expansion: float, hidden: int) -> None:
+    model = built(spec_with(expansion=expansion))
+    assert model.get_parameter("blocks.2.expand.weight").shape == (hidden, WIDTH)
+    assert model.get_parameter("blocks.2.contract.weight").shape == (WIDTH, hidden)
+
+
+def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
+    """A tenth of the batch's mean and of its unbiased variance per step."""
+    model, x = built(spec_with(norm="batch")), images()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()(x)
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    model.train()(x)
+    z, name = (
+        x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"),
+        "blocks.0.norm",
+    )
+    mean, variance = (before[f"{name}.running_{kind}"] for kind in ("mean", "var"))
+    torch.testing.assert_close(model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0))
+    torch.testing.assert_close(model.get_buffer(f"{name}.running_var"), 0.9 * variance + 0.1 * z.var(0))
+
+
+@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
+def test_every_weight_gets_a_gradient_and_float32_agrees(fields: dict[str, object]) -> None:
+    """All but one: without a skip path, batch norm takes off whatever the stem's bias adds to all images alike."""
+    model, weights = built(spec_with(**fields)), torch.tensor([1.0, -2.0, 3.0]).double() * images(6)[:, 0, 0, :3]
+    exact = model(images())
+    (exact * weights).sum().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    dead = {name for name, gradient in gradients.items() if gradient.norm() < 1e-12}
+    assert dead == ({"stem.bias"} if fields.get("norm") == "batch" and "bottleneck" in fields else set())
+    assert all(gradient.norm() > 1e-4 for name, gradient in gradients.items() if name not in dead)
+    model.zero_grad()
+    single = model.float()(images().float())
+    (single * weights.float()).sum().backward()
+    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5)
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("fields", "num_dropouts"), [(BOTH[0], 2), (BOTH[1], 1)], ids=["inverted", "standard"])
+def test_dropout_scales_what_it_keeps_and_only_in_training(fields: dict[str, object], num_dropouts: int) -> None:
+    """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the others are 4 times as large."""
+    torch.manual_seed(0)
+    spec = spec_with(depth=1, width=400, expansion=1.0, dropout=0.5, **fields)
+    model, x = built(spec), images(20)
+    if spec.bottleneck == "inverted":
+        torch.nn.init.eye_(model.get_parameter("blocks.0.contract.weight"))
+        torch.nn.init.zeros_(model.get_parameter("blocks.0.contract.bias"))
+    skip = model.embed(x) if spec.bottleneck == "inverted" else torch.zeros(20, 400, dtype=torch.float64)
+    whole = model.eval().forward_features(x)
+    expected = by_the_paper(spec, dict(model.named_parameters()), x, training=False)[:, :400]
+    torch.testing.assert_close(whole, expected)
+    kept, added = model.train().forward_features(x) - skip, whole - skip
+    is_kept = kept.abs() > 1e-9
+    assert is_kept.double().mean() == pytest.approx(0.5**num_dropouts, abs=0.03)
+    torch.testing.assert_close(kept[is_kept], 2**num_dropouts * added[is_kept])
+
+
+@pytest.mark.parametrize("fields", BOTH, ids=["inverted", "standard"])
+def test_weights_are_a_function_of_the_seed(fields: dict[str, object]) -> None:
+    def state(seed: int) -> dict[str, Tensor]:
+        return build_model(spec_with(**fields), num_classes=3, image_size=IMAGE, seed=seed).state_dict()
+
+    torch.manual_seed(1)
+    one, other = state(5), state(6)
+    torch.manual_seed(2)
+    assert all(torch.equal(one[name], tensor) for name, tensor in state(5).items())
+    assert not torch.equal(one["stem.weight"], other["stem.weight"])

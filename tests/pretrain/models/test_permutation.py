@@ -1,0 +1,181 @@
+"""Permutations and PK layers against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pretrain.models.permutation import Permutation, PKLayer, commutation, inverse_of, random_permutation
+
+SIZE = 12
+
+
+def matrix_of(permutation: Permutation) -> Tensor:
+    """J with J x = x[index]: entry (i, index(i)) is 1."""
+    index = permutation.index.tolist()
+    dense = torch.zeros(len(index), len(index), dtype=torch.float64)
+    for row, column in enumerate(index):
+        dense[row, column] = 1
+    return dense
+
+
+def drawn(size: int = SIZE, *, seed: int = 0) -> Permutation:
+    return random_permutation(size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_permutation_is_its_matrix_forwards_and_backwards() -> None:
+    permutation, x = drawn(), torch.randn(3, SIZE, dtype=torch.float64, requires_grad=True)
+    dense = matrix_of(permutation)
+    assert not torch.equal(dense, dense.T)  # else its inverse would be itself, and a wrong backward pass right
+    y, weights = permutation(x), torch.randn(3, SIZE, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((y * weights).sum(), x)
+    assert torch.equal(y, x @ dense.T)
+    assert torch.equal(gradient, weights @ dense)
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [lambda x: x, lambda x: x.T.contiguous().T, lambda x: x[:1].expand(3, -1), lambda x: x.repeat(1, 2)[:, ::2]],
+    ids=["contiguous", "transposed", "expanded", "strided"],
+)
+def test_gradients_are_those_of_finite_differences(laid_out: Callable[[Tensor], Tensor]) -> None:
+    permutation = drawn()
+    x = torch.randn(3, SIZE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: permutation(laid_out(x)), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: permutation(laid_out(x)).square(), (x,))
+    assert torch.equal(permutation(laid_out(x)), laid_out(x) @ matrix_of(permutation).T)
+
+
+def test_the_commutation_transposes() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert commutation(2, 3)(x.reshape(1, 6)).tolist() == [[0, 3, 1, 4, 2, 5]]
+    assert torch.equal(commutation(3, 2)(commutation(2, 3)(x.reshape(1, 6))), x.reshape(1, 6))
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 3), (3, 5), (6, 2)])
+def test_the_pk_layer_is_the_matrix_of_its_definition(num_inputs: int, num_outputs: int) -> None:
+    """act[J2 (I (x) W) J1 x] for random J1 and J2, gradients of W included."""
+    copies, weight = 4, nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.float64)
+    before, after = drawn(copies * num_inputs, seed=1), drawn(copies * num_outputs, seed=2)
+    layer = PKLayer(weight, num_copies=copies, before=before, after=after, activation=nn.Tanh())
+    x = torch.randn(5, copies * num_inputs, dtype=torch.float64)
+    given = torch.randn(5, copies * num_outputs, dtype=torch.float64)
+    dense = matrix_of(after) @ torch.kron(torch.eye(copies, dtype=torch.float64), weight.weight) @ matrix_of(before)
+    expected = (x @ dense.T).tanh()
+    torch.testing.assert_close(layer(x), expected)
+    ours, theirs = (torch.autograd.grad((y * given).sum(), weight.weight)[0] for y in (layer(x), expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_two_pk_layers_are_a_monarch_matrix() -> None:
+    """R J' L J: across the tokens of each channel, then across the channels of each token, with nothing in between."""
+    tokens, channels, exact = 3, 5, torch.float64
+    across, along = (nn.Linear(n, n, bias=False, dtype=exact) for n in (tokens, channels))
+    there, back, stay = commutation(tokens, channels), commutation(channels, tokens), nn.Identity()
+    layers = nn.Sequential(
+        PKLayer(across, num_copies=channels, before=there, after=back, activation=nn.Identity()),
+        PKLayer(along, num_copies=tokens, before=stay, after=stay, activation=nn.Identity()),
+    )
+    left, right = torch.block_diag(*[across.weight] * channels), torch.block_diag(*[along.weight] * tokens)
+    jc = torch.zeros(15, 15, dtype=exact)
+    for token in range(tokens):
+        for channel in range(channels):
+            jc[channel * tokens + token, token * channels + channel] = 1
+    x = torch.randn(2, 15, dtype=exact)
+    torch.testing.assert_close(layers(x), x @ (right @ jc.T @ left @ jc).T)
+
+
+def is_whole(module: nn.Module, index: Tensor) -> bool:
+    permutation = module[0]  # type: ignore[index]
+    right_types = permutation.index.dtype == permutation.inverse.dtype == torch.int32
+    arange = torch.arange(SIZE, dtype=torch.int32)
+    return bool(
+        right_types
+        and torch.equal(permutation.index, index)
+        and torch.equal(permutation.index[permutation.inverse.long()], arange)
+    )
+
+
+def through_torch(state: dict[str, Tensor], _folder: Path) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def through_safetensors(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    save_file(state, folder / "model.safetensors")
+    return load_file(folder / "model.safetensors")
+
+
+def as_int64(state: dict[str, Tensor], _folder: Path) -> dict[str, Tensor]:
+    return {name: tensor.long() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("kept", [through_torch, through_safetensors, as_int64])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_index_comes_back_and_the_inverse_with_it(
+    kept: Callable[[dict[str, Tensor], Path], dict[str, Tensor]], assign: bool, device: str, tmp_path: Path
+) -> None:
+    index = drawn(seed=1).index
+    state = kept(nn.Sequential(Permutation(index)).state_dict(), tmp_path)
+    assert list(state) == ["0.index"]
+    with torch.device(device):
+        other = nn.Sequential(drawn(seed=2))
+    if device == "meta" and not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(state, assign=assign)
+    assert is_whole(other, index)
+
+
+def test_copies_and_conversions_keep_index_and_inverse() -> None:
+    index = drawn(seed=1).index
+    module = nn.Sequential(Permutation(index), nn.Linear(SIZE, 2))
+    for other in (copy.deepcopy(module), module.to("cpu"), module.bfloat16(), module.to(torch.float16), module.float()):
+        assert is_whole(other, index)
+    on_meta = module.to("meta")
+    assert on_meta[0].index.is_meta
+    assert on_meta[0].inverse.is_meta
+
+
+def test_a_permutation_is_drawn_on_the_cpu_whatever_the_device() -> None:
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert drawn().index.is_meta
+    assert torch.equal(torch.get_rng_state(), state)
+    assert drawn().index.tolist() == drawn().index.tolist() != drawn(seed=1).index.tolist()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.tensor([0, 1, 1, 3]), "1 stands there 2 times, 2 not at all"),
+        (torch.tensor([0, 1, 2, 4]), "entry 3 is 4, which is not from 0 to 3"),
+        (torch.tensor([0, -1, 2, 3]), "entry 1 is -1, which is not from 0 to 3"),
+        (torch.tensor([0.0, 1.0, 2.0, 3.0]), "torch.float32, not one axis of integers"),
+    ],
+    ids=["doubled", "too large", "negative", "not integers"],
+)
+def test_a_wrong_index_is_refused(index: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"index is not a permutation: .*{message}"):
+        Permutation(index)
+    module = nn.Sequential(drawn(4, seed=3))
+    kept = module[0].index.clone()
+    for strict, assign in ((True, False), (False, True)):
+        with pytest.raises(RuntimeError, match=f"0.index is not a permutation: .*{message}.*another copy") as raised:
+            module.load_state_dict({"0.index": index}, strict=strict, assign=assign)
+        assert str(raised.value).count("\n") == 1  # torch's heading, and ours
+        assert torch.equal(module[0].index, kept)
+        assert torch.equal(module[0].inverse, inverse_of(kept))
+
+
+def test_an_index_of_another_size_is_torchs_message() -> None:
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.index: .*\[5\].*\[12\]"):
+        nn.Sequential(drawn()).load_state_dict({"0.index": drawn(5).index})
