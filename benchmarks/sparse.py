@@ -76,7 +76,7 @@ def main() -> None:
     for column in ("width", "density", "masked ms", "sparse ms", "faster", "masked MB", "sparse MB", "smaller", "auto"):
         table.add_column(column, justify="right", no_wrap=True)
     for width in (540, 1619, 4096) if options.quick else (540, 724, 935, 1619, 4096):
-        compare(width, DENSITIES[::3] if options.quick else DENSITIES, rounds=3 if options.quick else 9, table=table)
+        compare(width, DENSITIES[::3] if options.quick else DENSITIES, rounds=3 if options.quick else 5, table=table)
     if not options.quick:
         compare(16384, tuple(density for density in DENSITIES if density <= 0.1), rounds=3, table=table)
     Console(width=120).print(table)
