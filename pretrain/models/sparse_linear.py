@@ -26,9 +26,9 @@ IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 def storage_for(density: float) -> Storage:
     """What `storage: auto` means: sparse where that is faster at every width, and much smaller.
 
-    Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), against the masked layer: 0.4 to 0.8 times
-    as fast at density 0.5, even near 0.2, 1.5 to 6 times as fast at 0.05, in a fourteenth of the memory. At 0.1 it is 0.9 to 4 times.
-    One rule for every device: on GPUs (not yet run) tensor cores favour the masked layer further down; `storage` says otherwise.
+    Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), in multiples of the masked layer's speed:
+    0.4 to 0.8 at density 0.5, 0.9 to 1.8 at 0.2, 0.9 to 4 at 0.1, 1.5 to 6 at 0.05, there in a fourteenth of the memory. One rule
+    for all devices: on GPUs (not yet run) tensor cores favour the masked layer further down; `storage` says otherwise.
     """
     return "sparse" if density <= SPARSE_UP_TO else "masked"
 
