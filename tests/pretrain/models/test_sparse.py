@@ -1,0 +1,346 @@
+"""SW-MLP: the printed block, one model in two storages, a fixed random pattern that a checkpoint carries, spectra, counts."""
+
+import itertools
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.sparse import csr_matrix
+from scipy.sparse.linalg import svds
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain.config import OptimizerSettings
+from pretrain.models.build import build_model
+from pretrain.models.connections import connections_of, draw_connections, draw_mask
+from pretrain.models.image_model import ImageModel
+from pretrain.models.sparse_linear import MaskedLinear, SparseLinear, storage_for
+from pretrain.models.spec import SparseMlpSpec
+from pretrain.optim import build_optimizer
+
+FIELDS = {"kind": "sw_mlp", "patch_size": 4, "num_channels": 5, "depth": 2, "density": 0.3}
+BOTH = pytest.mark.parametrize("storage", ["masked", "sparse"])
+
+
+def tiny(*, seed: int = 0, image_size: int = 8, **fields: object) -> ImageModel:
+    spec = SparseMlpSpec.model_validate({**FIELDS, **fields})
+    return build_model(spec, num_classes=3, image_size=image_size, seed=seed)
+
+
+def largest_singular_value(layer: torch.nn.Module) -> float:
+    assert isinstance(layer, SparseLinear)
+    parts = (layer.values.detach().numpy(), layer.columns.numpy(), layer.row_starts.numpy())
+    matrix = csr_matrix(parts, shape=(layer.out_features, layer.in_features))
+    start = np.ones(min(matrix.shape), dtype=np.float32)
+    return float(svds(matrix, k=1, v0=start, return_singular_vectors=False)[0])
+
+
+def num_parameters(model: ImageModel) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def images(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def effective(layer: torch.nn.Module, of: str = "weight") -> Tensor:
+    """The matrix of a layer, or the gradient of it, connection by connection."""
+    if isinstance(layer, MaskedLinear):
+        found = layer.weight if of == "weight" else layer.weight.grad
+        assert found is not None
+        return (found * layer.mask).detach()
+    assert isinstance(layer, SparseLinear)
+    values = layer.values if of == "weight" else layer.values.grad
+    assert values is not None
+    matrix = torch.zeros(layer.out_features, layer.in_features, dtype=values.dtype)
+    ends = layer.row_starts.tolist()
+    for row, (start, end) in enumerate(itertools.pairwise(ends)):
+        matrix[row, layer.columns[start:end].long()] = values[start:end].detach()
+    return matrix
+
+
+def sparse_layers(model: ImageModel) -> list[torch.nn.Module]:
+    found = [module for module in model.modules() if isinstance(module, MaskedLinear | SparseLinear)]
+    assert found
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{"expansion": None, "width": 30}, {"expansion": 2.0}], ids=["one", "hidden"])
+def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]) -> None:
+    model = tiny(storage=storage, **fields)
+    w = {name: weight.detach().normal_() for name, weight in model.named_parameters()}  # biases, too
+    for layer in sparse_layers(model):
+        if isinstance(layer, SparseLinear):
+            layer.values.data.normal_()
+    matrices = [effective(layer) for layer in sparse_layers(model)]
+    x = images()
+    patches = [x[:, :, i : i + 4, j : j + 4].reshape(4, -1) for i in (0, 4) for j in (0, 4)]
+    z = torch.cat([patch @ w["stem.weight"].T + w["stem.bias"] for patch in patches], dim=1)
+    if "width" in fields:
+        z = z @ w["widen.weight"].T + w["widen.bias"]
+    for number in range(2):
+        block = f"blocks.{number}"
+        inner = layer_norm(z, z.shape[-1:], w[f"{block}.norm.weight"], w[f"{block}.norm.bias"])
+        if fields["expansion"] is None:
+            z = z + gelu(inner @ matrices[number].T + w[f"{block}.linear.bias"])
+        else:
+            hidden = gelu(inner @ matrices[2 * number].T + w[f"{block}.expand.bias"])
+            z = z + hidden @ matrices[2 * number + 1].T + w[f"{block}.contract.bias"]
+    z = layer_norm(z, z.shape[-1:], w["norm.weight"], w["norm.bias"])
+    torch.testing.assert_close(model(x), z @ w["head.weight"].T + w["head.bias"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("expansion", [None, 2.0])
+def test_both_storages_are_one_model(expansion: float | None) -> None:
+    """From one seed: equal weights, outputs and gradients, and none of these zero."""
+    masked, sparse = tiny(storage="masked", expansion=expansion), tiny(storage="sparse", expansion=expansion)
+    torch.testing.assert_close(masked(images()), sparse(images()))
+    for model in (masked, sparse):
+        model(images()).square().sum().backward()
+        assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    for one, two in zip(sparse_layers(masked), sparse_layers(sparse), strict=True):
+        assert torch.equal(effective(one), effective(two))
+        torch.testing.assert_close(effective(one, "gradient"), effective(two, "gradient"))
+    others = dict(sparse.named_parameters())
+    for name, weight in masked.named_parameters():
+        if name in others:
+            torch.testing.assert_close(weight.grad, others[name].grad)
+
+
+def test_the_gradients_of_the_sparse_product() -> None:
+    layer = SparseLinear(7, num_outputs=5, density=0.4, variance=1.0).double()
+    values, x = layer.values.detach().requires_grad_(), torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    names = {"bias": layer.bias.detach()}
+    run = lambda values, x: torch.func.functional_call(layer, {**names, "values": values}, (x,))  # noqa: E731
+    assert torch.autograd.gradcheck(run, (values, x))
+
+
+def test_an_empty_row_column_and_matrix() -> None:
+    mask = torch.zeros(4, 3, dtype=torch.bool)
+    mask[1, 0] = mask[1, 2] = mask[2, 2] = True
+    connections = connections_of(mask)
+    assert connections.row_starts.tolist() == [0, 0, 2, 3, 3] and connections.columns.tolist() == [0, 2, 2]
+    assert connections.rows.tolist() == [1, 1, 2]
+    starts, columns, order = connections.transposed()
+    assert starts.tolist() == [0, 1, 1, 3] and columns.tolist() == [1, 1, 2] and order.tolist() == [0, 1, 2]
+    layer = SparseLinear(3, num_outputs=2, density=1e-9, variance=1.0)
+    assert layer.values.numel() == 0
+    layer(torch.randn(2, 3, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("density", [0.003, 0.3, 0.9])
+def test_connections_are_independent_draws(density: float) -> None:
+    """Mean and variance of the counts in rows and in columns are those of binomials, neighbours know nothing of each other."""
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    mask = draw_mask(2000, num_outputs=1500, density=density)
+    torch.set_rng_state(state)
+    connections = draw_connections(2000, num_outputs=1500, density=density)
+    assert torch.equal(connections.columns.long(), mask.nonzero()[:, 1])
+    assert torch.equal(connections.rows, mask.nonzero()[:, 0])
+    size, spread = mask.numel(), density * (1 - density)
+    assert abs(mask.float().mean() - density) < 5 * math.sqrt(spread / size)
+    for axis, count in ((0, 1500), (1, 2000)):
+        assert mask.sum(axis).double().var() == pytest.approx(count * spread, rel=0.25)
+        together = (mask.narrow(axis, 1, mask.shape[axis] - 1) & mask.narrow(axis, 0, mask.shape[axis] - 1)).sum()
+        assert abs(int(together) - size * density**2) < 8 * math.sqrt(size * density**2) + 0.01 * size * density**2
+
+
+def test_a_full_pattern() -> None:
+    assert draw_mask(7, num_outputs=5, density=1.0).all()
+
+
+@pytest.mark.parametrize("name", ["lion", "adamw", "sgd"])
+def test_both_storages_are_trained_alike(name: str) -> None:
+    """Three steps with much weight decay: the same matrices, and where nothing is connected nothing has come to be."""
+    settings = OptimizerSettings.model_validate({"name": name, "lr": 0.01, "weight_decay": 5.0})
+    models = [tiny(storage=storage, expansion=2.0) for storage in ("masked", "sparse")]
+    before = [effective(layer) for layer in sparse_layers(models[0])]
+    for model in models:
+        model.double()
+        optimizer = build_optimizer(model, settings)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(images().double()).square().sum().backward()
+            optimizer.step()
+    pairs = zip(*map(sparse_layers, models), before, strict=True)
+    for masked, sparse, start in pairs:
+        torch.testing.assert_close(effective(masked), effective(sparse))
+        assert not torch.equal(effective(sparse), start.double())
+        assert isinstance(masked, MaskedLinear) and not masked.weight[~masked.mask].any()
+
+
+def test_weights_outside_the_mask_do_nothing() -> None:
+    model = tiny(storage="masked")
+    expected = model(images())
+    for layer in sparse_layers(model):
+        assert isinstance(layer, MaskedLinear)
+        layer.weight.data[~layer.mask] = 7.0
+    assert torch.equal(model(images()), expected)
+
+
+def gradient_of_stem(model: ImageModel) -> Tensor:
+    model.zero_grad()
+    model(images()).square().sum().backward()
+    found = model.get_parameter("stem.weight").grad
+    assert found is not None
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("saved_as", ["masked", "sparse"])
+def test_a_checkpoint_brings_its_pattern_into_either_storage(storage: str, saved_as: str, tmp_path: Path) -> None:
+    saved = tiny(storage=saved_as, seed=1)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    model = tiny(storage=storage, seed=2)  # another pattern, of another number of connections
+    assert not torch.equal(model(images()), saved(images()))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    torch.testing.assert_close(model(images()), saved(images()))
+    torch.testing.assert_close(gradient_of_stem(model), gradient_of_stem(saved))
+    for one, two in zip(sparse_layers(model), sparse_layers(saved), strict=True):
+        assert torch.equal(effective(one), effective(two))
+    assert {name: x.dtype for name, x in model.state_dict().items()} == {
+        name: x.dtype for name, x in tiny(storage=storage).state_dict().items()
+    }
+
+
+@BOTH
+def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
+    """As an engine restores it."""
+    model = tiny(storage=storage, seed=1)
+    expected, of_stem = model(images()), gradient_of_stem(model)
+    parameters = dict(model.named_parameters())
+    pattern = {name: value.clone() for name, value in model.state_dict().items() if name not in parameters}
+    assert len(pattern) == (2 if storage == "masked" else 4)
+    for buffer in model.buffers():
+        buffer.zero_()
+    model.load_state_dict(pattern, strict=False)
+    assert torch.equal(model(images()), expected)
+    assert torch.equal(gradient_of_stem(model), of_stem)
+
+
+@BOTH
+def test_a_damaged_pattern_is_refused(storage: str) -> None:
+    for name, value, words in (("columns", 99, "outside 0 ... 19"), ("row_starts", -1, "do not rise")):
+        weights = tiny(storage="sparse").state_dict()
+        weights[f"blocks.1.linear.{name}"][1] = value
+        with pytest.raises(ValueError, match=f"blocks.1.linear: .*{words}"):
+            tiny(storage=storage).load_state_dict(weights)
+
+
+@BOTH
+def test_pattern_and_weights_are_a_function_of_the_seed(storage: str) -> None:
+    one, two = (tiny(storage=storage, seed=5).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    name = "blocks.0.linear.mask" if storage == "masked" else "blocks.0.linear.columns"
+    other = tiny(storage=storage, seed=6).state_dict()[name]
+    assert other.shape != one[name].shape or not torch.equal(other, one[name])
+    assert not torch.equal(effective(sparse_layers(tiny())[0]), effective(sparse_layers(tiny())[1]))
+
+
+def test_counts_and_flops() -> None:
+    """Stem, norms and biases, norm, head by hand; the number of connections of a sparse model is its own, that of seed 0 here."""
+    fixed = 49 * 5 + 2 * (2 * 20 + 20) + 2 * 20 + 21 * 3
+    assert num_parameters(tiny(storage="masked")) == fixed + 2 * 20 * 20 == 1268
+    assert num_parameters(tiny(storage="sparse")) == fixed + 232 == 700
+    with torch.device("meta"):
+        assert num_parameters(tiny(storage="sparse")) == fixed + 2 * round(0.3 * 400)
+    for storage, num_products, total in (("masked", 2 * 400, 3640), ("sparse", 2 * 120, 2520)):
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            tiny(storage=storage).eval()(torch.empty(1, 3, 8, 8))
+        assert counter.get_total_flops() == 2 * (4 * 48 * 5 + num_products + 20 * 3) == total
+    layer = SparseLinear(9, num_outputs=6, density=0.5, variance=1.0)
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(5, 9, requires_grad=True)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * layer.values.numel()
+
+
+def test_the_model_of_the_cost_table_can_be_counted() -> None:
+    """S = 256, C = 588, gamma 4, L = 8 stored dense: 1.45e12 weights, of which the paper prints four times (5.80 T)."""
+    spec = SparseMlpSpec(kind="sw_mlp", patch_size=14, num_channels=588, expansion=4.0, depth=8, storage="masked")
+    with torch.device("meta"):
+        count = num_parameters(build_model(spec, num_classes=1000, image_size=224))
+    assert round(count / 1e12, 2) == 1.45 and round(4 * count / 1e12, 2) == 5.80
+
+
+def test_a_huge_sparse_layer_takes_no_more_than_its_connections() -> None:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    layer = SparseLinear(150_528, num_outputs=150_528, density=1e-5, variance=1.0)
+    assert 224_000 < layer.values.numel() < 229_500
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.25, 4.0])
+def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> None:
+    """sqrt(L+) with q^2 = p gamma m (see sparse.py); neither Marchenko-Pastur's nor, where gamma is not 1, that of q^2 = p m."""
+    width, density, c = round(600 / math.sqrt(gamma)), 0.06, 1 + math.sqrt(gamma)
+    torch.manual_seed(0)
+    found = []
+    for _ in range(4):
+        layer = SparseLinear(width, num_outputs=round(gamma * width), density=density, variance=1 / (density * width))
+        found.append(largest_singular_value(layer))
+    excess = 3 * c**2 * (1 - density) / (density * width)
+    measured = sum(found) / len(found)
+    assert measured == pytest.approx(math.sqrt(c**2 + excess / math.sqrt(gamma)), rel=0.015)
+    assert measured != pytest.approx(c, rel=0.015)
+    if gamma != 1:
+        assert measured != pytest.approx(math.sqrt(c**2 + excess * math.sqrt(gamma)), rel=0.015)
+
+
+def test_at_fixed_omega_the_largest_singular_value_grows_with_width() -> None:
+    """p m^2 = 2^14 in the model as it is built."""
+    largest = []
+    for width in (128, 256, 512, 1024):
+        model = tiny(width=width, density=2**14 / width**2, storage="sparse", depth=3)
+        found = [largest_singular_value(layer) for layer in sparse_layers(model)]
+        largest.append(sum(found) / len(found))
+    assert largest == sorted(largest) and largest[-1] > 1.1 * largest[0]
+
+
+@BOTH
+def test_every_precision(storage: str) -> None:
+    model = tiny(storage=storage, expansion=2.0)
+    expected = model.double()(images().double())
+    torch.testing.assert_close(model.float()(images()).double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        automatic = model(images())
+    automatic.sum().backward()
+    torch.testing.assert_close(automatic.double(), expected, rtol=0.05, atol=0.05)
+    half = model.bfloat16()(images().bfloat16())
+    half.sum().backward()
+    torch.testing.assert_close(half.double(), expected, rtol=0.05, atol=0.05)
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert dtypes and set(dtypes.values()) == {torch.bool if storage == "masked" else torch.int32}
+
+
+@BOTH
+def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(storage=storage, expansion=2.0)
+    expected = model(images())
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected.sum().backward()
+    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    outputs = traced(images())
+    torch.testing.assert_close(outputs, expected)
+    outputs.sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, wanted[name])
+    for for_onnx in (False, True):
+        monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda for_onnx=for_onnx: for_onnx)
+        exported = torch.export.export(model.eval(), (images(),))
+        torch.testing.assert_close(exported.module()(images()), expected)
+        own = [node for node in exported.graph.nodes if "wide_mlps" in str(node.target)]
+        assert bool(own) == (storage == "sparse" and not for_onnx)
+
+
+def test_auto_is_sparse_where_little_is_connected() -> None:
+    assert [storage_for(density) for density in (0.9, 0.5, 0.01, 0.001)] == ["masked", "masked", "sparse", "sparse"]
+    assert isinstance(sparse_layers(tiny(density=0.01))[0], SparseLinear)
+    assert isinstance(sparse_layers(tiny(density=0.5))[0], MaskedLinear)

@@ -1,0 +1,126 @@
+"""Monarch and Kronecker layers against dense matrices made of kron, block_diag and permutations; counts as literals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain.models.build import build, build_model
+from pretrain.models.spec import StructuredMlpSpec
+from pretrain.models.structured import Kronecker, Monarch
+
+H, V, S, C = 4, 6, 3, 5
+FORMS = pytest.mark.parametrize("form", ["monarch", "kronecker"])
+
+
+def spec(form: str, **fields: object) -> StructuredMlpSpec:
+    fields = {"kind": "structured", "form": form, "num_rows": S, "num_columns": C, **fields}
+    return StructuredMlpSpec.model_validate(fields)
+
+
+def transposition(rows: int, columns: int) -> Tensor:
+    """The matrix that takes the entries of a (rows, columns) grid, row by row, to those of its transpose."""
+    matrix = torch.zeros(rows * columns, rows * columns, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            matrix[column * rows + row, row * columns + column] = 1
+    return matrix
+
+
+def dense(form: str, weights: dict[str, Tensor], *, rows: int, out: tuple[int, int]) -> Tensor:
+    """One matrix on the entries of a grid of so many rows, row by row."""
+    if form == "kronecker":
+        return torch.kron(weights["of_columns"], weights["of_rows"])
+    right, left = torch.block_diag(*weights["per_row"]), torch.block_diag(*weights["per_column"])
+    return transposition(*out).T @ left @ transposition(rows, out[1]) @ right
+
+
+@FORMS
+def test_a_layer_is_its_dense_matrix(form: str) -> None:
+    layer = {"monarch": Monarch, "kronecker": Kronecker}[form]((H, V), out=(S, C)).double()
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    x = torch.randn(2, H, V, dtype=torch.float64)
+
+    def ours(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, weights, (x,)).flatten(1)
+
+    def theirs(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return x.flatten(1) @ dense(form, weights, rows=H, out=(S, C)).T
+
+    torch.testing.assert_close(ours(weights, x), theirs(weights, x))
+    gradients = [
+        torch.func.grad(lambda w, x, run=run: run(w, x).pow(3).sum(), argnums=(0, 1))(weights, x)
+        for run in (ours, theirs)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert all(gradient.all() for gradient in [*gradients[0][0].values(), gradients[0][1]])
+
+
+def test_a_monarch_layer_of_equal_blocks_is_a_kronecker_layer() -> None:
+    one, two = Kronecker((H, V), out=(S, C)), Monarch((H, V), out=(S, C))
+    two.per_row.data = one.of_rows.detach().expand(H, C, V)
+    two.per_column.data = one.of_columns.detach().expand(C, S, H)
+    x = torch.randn(2, H, V)
+    torch.testing.assert_close(one(x), two(x))
+
+
+@FORMS
+@pytest.mark.parametrize("greyscale", [True, False])
+def test_the_model_is_the_papers_formula(form: str, greyscale: bool) -> None:
+    model = build_model(spec(form, greyscale=greyscale), num_classes=3, image_size=H, seed=0).double()
+    x = torch.randn(2, 3, H, H, dtype=torch.float64)
+    rows = x.sum(1) / 3 if greyscale else torch.cat([x[:, 0], x[:, 1], x[:, 2]], dim=2)
+    matrices = [
+        dense(form, dict(layer.named_parameters()), rows=rows_in, out=(S, C))
+        for layer, rows_in in ((model.stem, H), (model.blocks[0].linear, S))
+    ]
+    hidden = torch.relu(rows.flatten(1) @ matrices[0].T) @ matrices[1].T
+    w = dict(model.named_parameters())
+    expected = hidden @ w["head.weight"].T + w["head.bias"]
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model.forward_features(x).flatten(1), hidden)
+    torch.testing.assert_close(model.float()(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
+    model(x.float()).square().sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "multiply_adds"),
+    [("monarch_mnist", 95_658, 4 * 28**3 + 7840), ("kronecker_mnist", 10_986, 4 * 28**3 + 7840)],
+)
+def test_counts_and_flops_of_the_papers_models(name: str, count: int, multiply_adds: int) -> None:
+    assert sum(weight.numel() for weight in build(name).parameters()) == count
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        build(name).eval()(torch.empty(1, 3, 28, 28))
+    assert counter.get_total_flops() == 2 * multiply_adds
+
+
+@FORMS
+def test_small_matrices_start_with_the_variance_of_one_over_inputs(form: str) -> None:
+    model = build_model(spec(form, num_rows=150, num_columns=80), num_classes=3, image_size=100, seed=0)
+    found = {name: weight.detach() for name, weight in model.named_parameters() if not name.startswith("head")}
+    assert len(found) == 4
+    for weight in found.values():
+        assert weight.var() == pytest.approx(1 / weight.shape[-1], rel=0.06)
+        assert abs(weight.mean()) < 5 / (weight.shape[-1] * weight.numel()) ** 0.5
+
+
+@FORMS
+def test_weights_are_a_function_of_the_seed_and_survive_a_file(form: str, tmp_path: Path) -> None:
+    one, two, other = (build_model(spec(form), num_classes=3, image_size=H, seed=seed) for seed in (5, 5, 6))
+    assert all(torch.equal(weight, two.state_dict()[name]) for name, weight in one.state_dict().items())
+    x = torch.randn(2, 3, H, H)
+    assert not torch.equal(one(x), other(x))
+    save_file(one.state_dict(), tmp_path / "model.safetensors")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(one(x), other(x))
+
+
+@FORMS
+def test_exported_it_is_the_same(form: str) -> None:
+    model, x = build_model(spec(form), num_classes=3, image_size=H, seed=0).eval(), torch.randn(2, 3, H, H)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
