@@ -1,16 +1,18 @@
 """How near to the matrix products alone is a model's forward and backward pass? And to the obvious code, and to timm's?
 
     .venv/bin/python benchmarks/models.py [--quick] [--only mixer_b_w,...] [--device cuda] [--dtype bfloat16] [--batch N]
-                                          [--mode max-autotune-no-cudagraphs] [--threads N] [--cpu-time]
+                                          [--compile whole|blocks|no] [--mode max-autotune-no-cudagraphs]
+                                          [--threads N] [--cpu-time]
 
 Contestants, each a whole step (forward, backward to all weights, none to the pictures) on one batch:
   products     the same matrix products on tensors made beforehand, nothing between them
   products, 8  the same with every size filled up to a multiple of 8, as pretrain/models/linear.py does it: the limit
   plain        the paper's formula as one would first write it, eager (models_peers.py)
-  ours         eager
-  ours, whole  the model under torch.compile
-  ours, blocks each block under torch.compile (`block.compile()`), the rest eager: equal blocks share one graph
-  timm(, whole) timm's MlpMixer of the same shapes, where it has them
+  ours         eager, and compiled
+  normal       an RP model without its permutations, eager and compiled
+  timm         timm's MlpMixer of the same shapes, where it has them, eager and compiled
+Compiled is the whole model, or (--compile blocks, the default on a CPU, where compiling is slow) each block by itself: equal blocks
+then share one graph.
 TFLOP/s are the FLOPs of `products` over the time, whatever zeros are multiplied besides. `activations` are the bytes that a forward
 pass keeps for the backward pass (weights and pictures excluded); `peak` is CUDA's, of one step beyond what was allocated before it.
 `compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of a large
@@ -35,6 +37,7 @@ from torch import Tensor, nn
 from pretrain.models.build import build_model
 from pretrain.models.linear import aligned
 from pretrain.models.presets import preset, spec_of
+from pretrain.models.spec import MixerSpec
 
 PRODUCTS, LIMIT, SQUARE = "products", "products, 8", "large square product"
 
@@ -51,9 +54,9 @@ class Size:
 MODELS = {
     "mlp_b12_wi1024": Size(256, 16_384, 11_230),
     "mlp_l6_wi1024": Size(256, 16_384, 11_230),
-    "mixer_b_16": Size(4, 128),
-    "mixer_b_w": Size(4, 128),
-    "rp_mixer_b_w": Size(4, 128),
+    "mixer_b_16": Size(2, 128),
+    "mixer_b_w": Size(2, 128),
+    "rp_mixer_b_w": Size(2, 128),
     "mixer_ss_8": Size(16, 1024),
     "mixer_ss_w": Size(16, 1024),
     "rp_mixer_ss_w": Size(16, 1024),
@@ -156,8 +159,7 @@ def contestants(name: str, options: argparse.Namespace, *, batch: int) -> Field:
     def ready(model: nn.Module) -> nn.Module:
         return model.to(device, dtype).train()
 
-    ours = ready(build_model(spec, **sizes, seed=0))
-    products = products_of(ours, images)
+    products = products_of(ready(build_model(spec, **sizes, seed=0)), images)
     flops = step_flops(products)
     field.found[PRODUCTS] = Contestant(bare_products(products, like=images), flops=flops)
     filled = [Product(product.rows, aligned(product.inputs), aligned(product.outputs)) for product in products]
@@ -168,23 +170,29 @@ def contestants(name: str, options: argparse.Namespace, *, batch: int) -> Field:
         into = torch.empty_like(left)
         field.found[SQUARE] = Contestant(lambda: torch.mm(left, right, out=into) and None, flops=2 * side**3)
     field.add("plain", ready(plain(spec, **sizes)), flops=flops)
-    field.add("ours", ours, flops=flops)
-    if not options.eager:
-        whole, blocks = (ready(build_model(spec, **sizes, seed=0)) for _ in range(2))
-        whole.compile(mode=options.mode)
-        field.add("ours, whole", whole, flops=flops, is_compiled=True)
-        torch._dynamo.reset_code_caches()  # or the next would find equal blocks' graphs made
-        for block in blocks.blocks:  # type: ignore[union-attr]
-            block.compile(mode=options.mode)
-        field.add("ours, blocks", blocks, flops=flops, is_compiled=True)
-    peer = timm_mixer(spec, **sizes)
-    if peer is not None:
-        field.add("timm", ready(peer), flops=flops)
-        if not options.eager:
-            peer = ready(timm_mixer(spec, **sizes))
-            peer.compile(mode=options.mode)
-            field.add("timm, whole", peer, flops=flops, is_compiled=True)
+
+    def add(name: str, make: Callable[[], nn.Module | None]) -> None:
+        model = make()
+        if model is not None:
+            field.add(name, ready(model), flops=flops)
+        if model is not None and options.compile != "no":
+            model = ready(make() or model)
+            compile_model(model, how=options.compile, mode=options.mode)
+            field.add(f"{name}, compiled", model, flops=flops, is_compiled=True)
+
+    add("ours", lambda: build_model(spec, **sizes, seed=0))
+    if isinstance(spec, MixerSpec) and spec.permuted_blocks:
+        normal = spec.model_copy(update={"permuted_blocks": ()})
+        add("normal", lambda: build_model(normal, **sizes, seed=0))
+    add("timm", lambda: timm_mixer(spec, **sizes))
     return field
+
+
+def compile_model(model: nn.Module, *, how: str, mode: str) -> None:
+    torch._dynamo.reset_code_caches()  # or it would find the graphs that another contestant made
+    parts = model.blocks if how == "blocks" else [model]
+    for part in parts:  # type: ignore[union-attr]
+        part.compile(mode=mode)
 
 
 def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, options: argparse.Namespace) -> None:
@@ -201,6 +209,7 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
         "of limit",
         "x plain",
         "x timm",
+        "x normal",
         "TFLOP/s",
         "activations MB",
         "compiled in s",
@@ -209,12 +218,15 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for contestant, values in rates.items():
         entry, per_s = field.found[contestant], statistics.median(values)
-        timm = {"timm": "timm", "ours": "timm", "ours, whole": "timm, whole", "ours, blocks": "timm, whole"}
-        against = timm.get(contestant)
+        kind, _, how = contestant.partition(", ")
+        against = {other: ", ".join(filter(None, (other, how))) for other in ("timm", "normal") if kind == "ours"}
         row = [contestant, f"{1000 / per_s:,.1f}", f"{batch * per_s:,.0f}" if contestant != SQUARE else ""]
         row += [f"{ratio(rates, contestant, of):.1%}" if contestant != SQUARE else "" for of in (PRODUCTS, LIMIT)]
         row += [f"{ratio(rates, contestant, 'plain'):.2f}" if entry.activations else ""]
-        row += [f"{ratio(rates, contestant, against):.2f}" if against in rates and contestant != against else ""]
+        row += [f"{ratio(rates, contestant, each):.2f}" if each in rates else "" for each in against.values()] or [
+            "",
+            "",
+        ]
         row += [f"{entry.flops * per_s / 1e12:.3g}", f"{entry.activations / 1e6:,.1f}" if entry.activations else ""]
         row += [f"{entry.compiled_in_s:.1f}" if entry.compiled_in_s else ""]
         if on_gpu:
@@ -233,12 +245,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--mode", default="default", help="of torch.compile, for ours and timm's alike")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--compile", choices=("whole", "blocks", "no"), help="default: whole on a GPU, else blocks")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of one thread")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
+    options.compile = options.compile or ("whole" if options.device.startswith("cuda") else "blocks")
     if options.cpu_time:
         options.threads = 1
     return options
@@ -261,7 +274,7 @@ def main() -> None:
         show(name, field, rates, batch=batch, options=options)
         del field
     print(f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
-    print(f"load {os.getloadavg()[0]:.1f}" + ("" if not on_gpu else f", mode {options.mode}"))
+    print(f"load {os.getloadavg()[0]:.1f}, compiled: {options.compile}, mode {options.mode}")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
-        found.append(Product(inputs[0].numel() // layer.in_features, layer.in_features, layer.out_features))
+        rows = inputs[0].numel() // inputs[0].shape[-1]  # not in_features: what it is given may be filled up
+        found.append(Product(rows, layer.in_features, layer.out_features))
 
     hooks = [layer.register_forward_hook(note) for layer in model.modules() if isinstance(layer, nn.Linear)]
     with torch.no_grad():

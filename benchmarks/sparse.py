@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear, storage_for
+from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
+from pretrain.models.spec import SparseMlpSpec
 
 BATCH = 128
 DENSITIES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)
@@ -72,7 +73,7 @@ def compare(width: int, densities: tuple[float, ...], *, rounds: int, clock: Cal
             f"{kept_bytes(masked) / 1e6:,.1f}",
             f"{kept_bytes(layer) / 1e6:,.1f}",
             f"{kept_bytes(masked) / kept_bytes(layer):.2f}x",
-            storage_for(density),
+            "sparse" if SparseMlpSpec(kind="sw_mlp", density=density).is_sparse else "masked",
         )
 
 

@@ -22,9 +22,6 @@ from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, Str
 if TYPE_CHECKING:
     from torch import nn
 
-SPARSE_UP_TO = 0.05
-"""The density up to which `storage: auto` of a SW-MLP means sparse."""
-
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
     spec.check(image_size=image_size)
@@ -93,8 +90,7 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
         total += linear(num_patches * spec.num_channels, width)
     hidden = width if spec.expansion is None else max(1, round(spec.expansion * width))
     shapes = [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]
-    is_sparse = spec.storage == "sparse" or (spec.storage == "auto" and spec.density <= SPARSE_UP_TO)
-    matrix = sparse_linear if is_sparse else masked_linear
+    matrix = sparse_linear if spec.is_sparse else masked_linear
     for num_inputs, num_outputs in shapes:
         total += matrix(num_inputs, num_outputs, density=spec.density) * spec.depth
     return total + layer_norm(width) * (spec.depth + 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.linear import Linear
 from pretrain.models.mixer import patches
-from pretrain.models.sparse_linear import sparse_linear
+from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
 from pretrain.models.spec import SparseMlpSpec
 
 
@@ -58,7 +58,8 @@ class SparseHiddenBlock(nn.Module):
 
 def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int) -> nn.Module:
     variance = 1 / (spec.density * width)
-    return sparse_linear(spec.storage, num_inputs, num_outputs=num_outputs, density=spec.density, variance=variance)
+    layer = SparseLinear if spec.is_sparse else MaskedLinear
+    return layer(num_inputs, num_outputs=num_outputs, density=spec.density, variance=variance)
 
 
 class SparseMlp(ImageModel):

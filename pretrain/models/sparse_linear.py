@@ -8,7 +8,7 @@ random, hence loading may resize `values`: make the optimizer afterwards.
 On the meta device nothing is drawn, and a sparse layer has the expected number of connections, round(p x size).
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,8 @@ from torch.nn.functional import linear
 from pretrain.models.connections import Connections, connections_of, draw_connections, draw_mask
 from pretrain.models.sparse_product import sparse_product
 
-Storage = Literal["masked", "sparse"]
-SPARSE_UP_TO = 0.05
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
 """Entries of a state dict; the pattern may also come without the weights, which an engine may hold elsewhere."""
-
-
-def storage_for(density: float) -> Storage:
-    """What `storage: auto` means: sparse where that is faster at every width, and much smaller.
-
-    Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), in multiples of the masked layer's speed:
-    0.4 to 0.8 at density 0.5, 0.9 to 1.8 at 0.2, 0.9 to 4 at 0.1, 1.5 to 6 at 0.05, there in a fourteenth of the memory. One rule
-    for all devices: on GPUs (not yet run) tensor cores favour the masked layer further down; `storage` says otherwise.
-    """
-    return "sparse" if density <= SPARSE_UP_TO else "masked"
 
 
 class MaskedLinear(nn.Module):
@@ -141,16 +129,3 @@ def _refuse_faults(connections: Connections, prefix: str) -> None:
     fault = connections.fault()
     if fault is not None:
         raise ValueError(f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others")
-
-
-def sparse_linear(
-    storage: Literal["auto", "masked", "sparse"],
-    num_inputs: int,
-    *,
-    num_outputs: int,
-    density: float,
-    variance: float,
-) -> MaskedLinear | SparseLinear:
-    chosen = storage_for(density) if storage == "auto" else storage
-    layer: type[MaskedLinear | SparseLinear] = SparseLinear if chosen == "sparse" else MaskedLinear
-    return layer(num_inputs, num_outputs=num_outputs, density=density, variance=variance)

@@ -19,7 +19,7 @@ from pretrain.config import OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.connections import connections_of, draw_connections, draw_mask
 from pretrain.models.image_model import ImageModel
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear, storage_for
+from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
 
@@ -341,6 +341,7 @@ def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.Mo
 
 
 def test_auto_is_sparse_where_little_is_connected() -> None:
-    assert [storage_for(density) for density in (0.9, 0.5, 0.01, 0.001)] == ["masked", "masked", "sparse", "sparse"]
+    specs = [SparseMlpSpec(kind="sw_mlp", density=density) for density in (0.9, 0.5, 0.06, 0.05, 0.001)]
+    assert [spec.is_sparse for spec in specs] == [False, False, False, True, True]
     assert isinstance(sparse_layers(tiny(density=0.01))[0], SparseLinear)
     assert isinstance(sparse_layers(tiny(density=0.5))[0], MaskedLinear)
