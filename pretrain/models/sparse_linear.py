@@ -39,7 +39,7 @@ class MaskedLinear(nn.Module):
             self.weight.data.masked_scatter_(self.mask, values.to(self.weight.device))
 
     def forward(self, x_BN: Tensor) -> Tensor:
-        return linear(x_BN, self.weight * self.mask, self.bias)
+        return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
