@@ -135,7 +135,7 @@ def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
             continue
         matrix = (layer.out_features, layer.in_features)
         count = (math.prod(given.get(f"{name}.columns", ())),)
-        forms = {
+        forms: dict[str, Shapes] = {
             "mask": {"weight": matrix, "mask": matrix},
             "columns": {"values": count, "row_starts": (layer.out_features + 1,), "columns": count},
         }
