@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from finetune.config import TuneEngineSettings
 from pretrain.augment.augmentation import Prepared
-from pretrain.models.kept_buffers import kept_buffers, restore_buffers
+from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World
@@ -24,7 +24,11 @@ def start_accelerator(world: World, *, precision: str, timeout_s: float) -> Acce
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s))],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
+            # or every forward pass would send all permutations and masks; `average_over_ranks` does what is needed
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
     )
     if accelerator.num_processes != world.num_ranks:
         raise RuntimeError(
@@ -76,12 +80,15 @@ class AccelerateEngine:
         return StepResult(loss=total, gradient_norm=norm)
 
     def logits(self, images: Tensor) -> Tensor:
+        if self.module.training:
+            average_over_ranks(self.module)
         self.module.eval()
         with torch.no_grad(), self.accelerator.autocast():
             logits: Tensor = self.module(images)
         return logits.float()
 
     def export_state(self) -> EngineState:
+        average_over_ranks(self.module)
         if not self.world.is_first:
             return EngineState()
         weights, optimizer = kept_buffers(self.module), {}

@@ -16,6 +16,11 @@ def all_sum(values: Tensor) -> Tensor:
     return values
 
 
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """In place."""
+    return all_sum(values).div_(dist.get_world_size()) if is_distributed() else values
+
+
 def exchange(loss: Tensor, flag: bool, count: int) -> tuple[float, bool, int]:
     """(mean of the losses, whether any rank raised its flag, sum of the counts): the one exchange, and the one wait, of a step."""
     parts = [loss.float(), *(loss.new_full((), float(value), dtype=torch.float32) for value in (flag, count))]

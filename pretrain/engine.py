@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
-from pretrain.models.kept_buffers import kept_buffers, restore_buffers
+from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
 from pretrain.step import EngineState, StepResult, loss_of
@@ -135,6 +135,8 @@ class DeepSpeedEngine:
         return StepResult(loss=total, gradient_norm=norm if norm is not None else self._engine.get_global_grad_norm())
 
     def logits(self, images: Tensor) -> Tensor:
+        if self._engine.module.training:
+            average_over_ranks(self._engine.module)
         self._engine.eval()
         with torch.no_grad():
             logits: Tensor = self._engine(images)
@@ -143,6 +145,7 @@ class DeepSpeedEngine:
     def export_state(self) -> EngineState:
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
+        average_over_ranks(self._engine.module)
         self._link_state()
         for name, parameter in self._engine.module.named_parameters():
             full = self._full_tensors(parameter)

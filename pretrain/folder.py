@@ -17,14 +17,15 @@ from pretrain.card import CONFIG, HASHES, MODEL, ModelCard, config_of
 from pretrain.checkpoint import load_weights
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.weights import check_finite, check_fit, load_strictly, shapes
+from pretrain.models.weights import check_finite, check_fit, load_strictly, needed_shapes, shapes
 
 
 def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tensor]) -> None:
     """`weights`: a state_dict of the card's model; the directory appears whole, in place of one that was there."""
     with torch.device("meta"):
         model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    check_fit(shapes(weights), shapes(model.state_dict()), source=directory, label=card.model.label)
+    given = shapes(weights)
+    check_fit(given, needed_shapes(model, given), source=directory, label=card.model.label)
     check_finite(weights, source=directory)
     with atomic_directory(directory) as temporary:
         write_json(temporary / CONFIG, config_of(card))

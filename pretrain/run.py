@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.publish import sole_writer, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, dump, read_yaml
+from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
 from pretrain.card import list_checkpoints
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
@@ -55,12 +55,20 @@ def check_settings(run_dir: Path, settings: Settings) -> None:
     path = run_dir / CONFIG_FILE
     if not path.exists():
         return
-    changes = differences(read_yaml(path), settings.model_dump(mode="json"))
+    changes = differences(_with_defaults(read_yaml(path), type(settings)), settings.model_dump(mode="json"))
     real = [key for key in changes if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)]
     if real:
         raise SettingsError(
             f"run_dir: {run_dir} belongs to a run with other settings ({', '.join(real)}); name another run_dir, or remove it"
         )
+
+
+def _with_defaults(begun: Any, schema: type[Settings]) -> Any:
+    """The settings of a run that was begun before some of today's existed: these had their defaults."""
+    try:
+        return validate(schema, begun).model_dump(mode="json")
+    except SettingsError:
+        return begun  # the differences will name what is no setting any more
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class ImageModel(nn.Module, ABC):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers by depth, for layer-wise learning rates; the blocks are the coarse groups, too."""
         del coarse
-        return {"stem": r"^stem", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {"stem": r"^(?:stem|widen)\.", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def no_weight_decay(self) -> set[str]:
         return set()

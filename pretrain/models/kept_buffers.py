@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from pretrain.collectives import mean_over_ranks
+
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU by name; averages in fp32, whatever the model computes in."""
@@ -14,6 +16,18 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, value in model.state_dict().items()
         if name not in parameters
     }
+
+
+@torch.no_grad()
+def average_over_ranks(model: nn.Module) -> None:
+    """Every rank gathers running averages of its own samples: before they are used or saved, all take the mean.
+
+    Averages are linear in what they gathered, so it makes no difference how often that is done on the way.
+    """
+    weights = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        if name not in weights and value.is_floating_point():
+            value.copy_(mean_over_ranks(value.clone()))
 
 
 @torch.no_grad()

@@ -44,8 +44,23 @@ class TimmModel(ImageModel):
         kept: list[int] = self.body.prune_intermediate_layers(*args, **kwargs)
         return kept
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The body's, under the names that its weights have here."""
+        of_body: dict[str, Any] = self.body.group_matcher(coarse=coarse)
+        return {group: _within_body(names) for group, names in of_body.items()}
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"body.{name}" for name in getattr(self.body, "no_weight_decay", set)()}
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.body.set_grad_checkpointing(enable)
+
+
+def _within_body(names: Any) -> Any:
+    """The same regular expressions behind `body.`."""
+    if isinstance(names, str):
+        return rf"body\.(?:{names.removeprefix('^')})"
+    return [(_within_body(pattern), order) for pattern, order in names]
 
 
 def _resnet152() -> "timm.models.ResNet":

@@ -5,6 +5,7 @@ differences and names the first of each kind.
 """
 
 import argparse
+import math
 import pickle
 import struct
 import warnings
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data_prep.settings import UserError
+from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -125,6 +127,26 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
         raise UserError(f"weights of {source} do not fit {label}: {', '.join(found)}")
 
 
+def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
+    """Of the model's state dict. A sparse layer takes either storage and any number of connections."""
+    needed = dict(shapes(model.state_dict()))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, MaskedLinear | SparseLinear):
+            continue
+        matrix = (layer.out_features, layer.in_features)
+        count = (math.prod(given.get(f"{name}.columns", ())),)
+        forms: dict[str, Shapes] = {
+            "mask": {"weight": matrix, "mask": matrix},
+            "columns": {"values": count, "row_starts": (layer.out_features + 1,), "columns": count},
+        }
+        stored = [form for mark, form in forms.items() if f"{name}.{mark}" in given]
+        if stored:
+            for entry in ("weight", "mask", "values", "row_starts", "columns"):
+                needed.pop(f"{name}.{entry}", None)
+            needed |= {f"{name}.{entry}": shape for entry, shape in stored[0].items()}
+    return needed
+
+
 def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
     bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
     if bad:
@@ -136,7 +158,8 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
 
 def load_strictly(model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str) -> None:
     """Every weight of the model from a finite tensor of its name and shape, and nothing left over."""
-    check_fit(shapes(weights), shapes(model.state_dict()), source=source, label=label)
+    given = shapes(weights)
+    check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)
     model.load_state_dict(dict(weights))
 

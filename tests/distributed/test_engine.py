@@ -118,6 +118,23 @@ def permutations_are_restored(world: World, stage: int) -> bool:
     return all(verdicts)
 
 
+def averages_agree(world: World, stage: int) -> dict[str, Any]:
+    """A model with batch norm: how far ranks' logits differ, and the saved averages from the ranks' mean."""
+    engine = make_engine(world, stage, "fp32", "lion", spec=SPEC.model_copy(update={"norm": "batch"}))
+    advance(engine, world, range(2))
+    gathered: list[Any] = [None] * world.num_ranks
+    torch.distributed.all_gather_object(gathered, kept_buffers(engine._engine.module))
+    logits: list[Any] = [None] * world.num_ranks
+    torch.distributed.all_gather_object(logits, engine.logits(global_batch(0)[0]))
+    saved, name = shared(engine.export_state()).weights, "blocks.1.norm.running_mean"
+    first, second = (each[name] for each in gathered)
+    return {
+        "differed": distance({name: first}, {name: second}),
+        "logits": distance({"": logits[0]}, {"": logits[1]}),
+        "saved": distance({name: saved[name]}, {name: (first + second) / 2}),
+    }
+
+
 def matrix(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine import start_distributed
 
@@ -149,6 +166,7 @@ def matrix(world: World, folder: str) -> dict[str, Any]:
         }
         if world.is_first:
             torch.save((middle.weights, middle.optimizer, middle.num_updates), Path(folder) / f"{identity}.pt")
+    results["averages"] = [averages_agree(world, stage) for stage in (0, 3)]
     results["permutations"] = [permutations_are_restored(world, stage) for stage in STAGES]
     return results
 
@@ -196,6 +214,13 @@ def test_the_state_fits_another_stage(results: dict[str, Any], identity: str) ->
 
 def test_permutations_are_restored_on_every_rank_at_every_stage(results: dict[str, Any]) -> None:
     assert results["permutations"] == [True] * len(STAGES)
+
+
+def test_running_averages_are_those_of_all_ranks(results: dict[str, Any]) -> None:
+    for found in results["averages"]:
+        assert found["differed"] > 1e-3
+        assert found["logits"] == 0
+        assert found["saved"] < 1e-6
 
 
 def test_the_state_fits_another_number_of_ranks(results: dict[str, Any], folder: str) -> None:

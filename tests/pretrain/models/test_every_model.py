@@ -104,3 +104,21 @@ def test_onnx_computes_the_same_for_any_batch(name: str, changes: dict[str, Any]
     outputs = ReferenceEvaluator(program.model_proto).run(None, {program.model.graph.inputs[0].name: x.numpy()})
     with torch.no_grad():
         compare(model(x), torch.from_numpy(outputs[0]), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mlp_b6_wi256", {"depth": 1}),
+        ("mixer_ss_w", {"num_channels": 24}),
+        ("mixer_ss_w", {"num_channels": 24, "num_tokens": 40}),
+        ("sw_mlp_540", {}),
+        ("monarch_mnist", {}),
+    ],
+)
+@pytest.mark.parametrize("factor", [0.5, 1.5, 2])
+def test_pictures_of_another_size_are_refused(name: str, changes: dict[str, Any], factor: float) -> None:
+    model, size = short(name, **changes), int(PRESETS[name].image_size * factor)
+    for training in (True, False):
+        with pytest.raises(RuntimeError):
+            model.train(training)(torch.zeros(2, 3, size, size))

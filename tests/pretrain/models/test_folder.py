@@ -7,7 +7,7 @@ import pytest
 import timm
 import timm.data
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from data_prep.settings import UserError
@@ -16,13 +16,14 @@ from pretrain.checkpoint import TrainerState, save
 from pretrain.folder import load_folder, save_folder
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from pretrain.models.weights import load_strictly
 from pretrain.step import EngineState
 
 SPECS: list[AnySpec] = [
     MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),
     MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=5, norm_eps=1e-6, permuted_blocks=(1,)),
+    SparseMlpSpec(kind="sw_mlp", num_channels=2, width=24, depth=2, density=0.3, storage="sparse"),
 ]
 
 
@@ -45,7 +46,7 @@ def random_weights(card: ModelCard) -> dict[str, Tensor]:
     return {k: v + torch.rand_like(v) * 0.1 if v.is_floating_point() else v for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=["mlp", "rp mixer"])
+@pytest.mark.parametrize("spec", SPECS, ids=["mlp", "rp mixer", "sparse"])
 def test_a_folder_is_the_same_model_here_and_in_timm(tmp_path: Path, spec: AnySpec) -> None:
     card, images = card_of(spec), torch.randn(4, 3, 16, 16)
     weights = random_weights(card)
@@ -125,6 +126,28 @@ def test_what_does_not_fit_is_counted_and_named_in_the_order_of_the_model() -> N
         "2 of another shape (stem.weight: 4x12, needed 4x48, head.bias: a single number, needed 3)"
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stored", ["masked", "sparse"])
+@pytest.mark.parametrize("wanted", ["masked", "sparse"])
+def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(stored: str, wanted: str) -> None:
+    def made(storage: str, seed: int) -> nn.Module:
+        spec = SPECS[2].model_copy(update={"storage": storage})
+        return build_model(spec, num_classes=3, image_size=16, seed=seed).eval()
+
+    given, model, images = made(stored, 1), made(wanted, 2), torch.randn(2, 3, 16, 16)
+    load_strictly(model, given.state_dict(), source="FILE", label="MODEL")
+    torch.testing.assert_close(model(images), given(images))
+    short = {
+        name: tensor
+        for name, tensor in given.state_dict().items()
+        if not name.endswith(("1.linear.weight", "1.linear.values"))
+    }
+    with pytest.raises(UserError, match=r"do not fit MODEL: 1 missing \(blocks.1.linear.(weight|values)\)$"):
+        load_strictly(model, short, source="FILE", label="MODEL")
+    other = given.state_dict() | {"blocks.0.linear.row_starts": torch.zeros(9, dtype=torch.int32)}
+    with pytest.raises(UserError, match=r"blocks.0.linear.row_starts"):
+        load_strictly(model, other, source="FILE", label="MODEL")
 
 
 def test_weights_that_are_not_numbers_are_neither_loaded_nor_saved(tmp_path: Path) -> None:

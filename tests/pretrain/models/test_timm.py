@@ -112,3 +112,25 @@ def test_layer_wise_learning_rates_fall_towards_the_stem() -> None:
     assert scales["head.weight"] == 1.0
     order = [scales[f"{layer}.weight"] for layer in ("stem", "blocks.0.token_norm", "blocks.2.token_norm", "head")]
     assert order == sorted(order) and len(set(order)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("sw_mlp_540", ("stem", "blocks.0.linear", "blocks.7.linear", "head")),
+        ("vit_b_4", ("body.patch_embed.proj", "body.blocks.0.mlp.fc1", "body.blocks.11.mlp.fc1", "head")),
+        ("resnet152_64", ("body.conv1", "body.layer1.0.conv1", "body.layer4.2.conv1", "head")),
+    ],
+)
+def test_layer_wise_learning_rates_know_every_family(name: str, layers: tuple[str, ...]) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    names, scales = {weight: name for name, weight in model.named_parameters()}, {}
+    for group in param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay()):
+        scales |= {names[weight]: group["lr_scale"] for weight in group["params"]}
+        decayed = [names[weight] for weight in group["params"]] if group["weight_decay"] else []
+        assert not {"body.cls_token", "body.pos_embed"} & set(decayed)
+    order = [scales[f"{layer}.weight"] for layer in layers]
+    assert order == sorted(order) and len(set(order)) == 4
+    if name == "sw_mlp_540":
+        assert scales["widen.weight"] == scales["stem.weight"]
