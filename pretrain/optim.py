@@ -47,7 +47,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     """Groups by (decayed or not) x (head or body); `lr_scale` is what `set_lr` multiplies with."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        groups.setdefault((_is_of_matrix(name, parameter), name.startswith("head.")), []).append(parameter)
+        groups.setdefault((_is_decayed(model, name, parameter), name.startswith("head.")), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -58,9 +58,10 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     ]
 
 
-def _is_of_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """The `values` of a `SparseLinear` are a vector that holds the entries of a matrix."""
-    return parameter.ndim >= 2 or name.endswith(".values")
+def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT its position embeddings)."""
+    is_of_matrix = parameter.ndim >= 2 or name.endswith(".values")
+    return is_of_matrix and name not in getattr(model, "no_weight_decay", set)()
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:

@@ -88,7 +88,7 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
     total = linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches)
     if num_patches * spec.num_channels != width:
         total += linear(num_patches * spec.num_channels, width)
-    hidden = width if spec.expansion is None else max(1, round(spec.expansion * width))
+    hidden = spec.hidden_width(width)
     shapes = [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]
     matrix = sparse_linear if spec.is_sparse else masked_linear
     for num_inputs, num_outputs in shapes:

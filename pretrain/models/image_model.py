@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.models.linear import Linear
@@ -77,7 +78,8 @@ class ImageModel(nn.Module, ABC):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head whose outputs start at zero; with 0 classes none at all, and the model returns pooled features."""
-        assert global_pool in (None, "", "avg"), global_pool
+        if global_pool not in (None, "", "avg"):
+            raise ValueError(f"global_pool: {global_pool!r} will not do; these models take the mean (avg)")
         self.num_classes = num_classes
         near = next(self.parameters())
         self.head = classifier(self.num_features, num_classes).to(near).train(self.training)
@@ -131,6 +133,8 @@ class ImageModel(nn.Module, ABC):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """In training, blocks keep their input alone and are computed a second time in the backward pass."""
+        if enable and any(isinstance(module, _BatchNorm) for module in self.blocks.modules()):
+            raise ValueError("set_grad_checkpointing: batch norm would count every batch twice; use norm: layer")
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class MixerBlock(nn.Module):
         mixed_BM = pk(
             x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens
         )
-        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
 
     def _mix_channels(self, x_BSC: Tensor) -> Tensor:
         if not self.is_permuted:
@@ -117,7 +117,7 @@ class MixerBlock(nn.Module):
             before=self.before_channels,
             after=self.after_channels,
         )
-        return mixed_BM.reshape(x_BSC.shape[0], -1, channels)
+        return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
 
 
 def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) -> nn.Module:
@@ -157,11 +157,12 @@ class Mixer(ImageModel):
         """Tokens as the patches lie; in one column where they form no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
-        return x_BF.transpose(1, 2).reshape(x_BF.shape[0], self.num_features, -1, width)
+        return x_BF.transpose(1, 2).reshape(x_BF.shape[0], self.num_features, x_BF.shape[1] // width, width)
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:
     """(B, S0, 3 P P): every patch as one row, in reading order."""
     batch, colours, height, width = x_BCHW.shape
-    grid = x_BCHW.reshape(batch, colours, height // size, size, width // size, size)
-    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, colours * size * size)
+    rows, columns = height // size, width // size
+    grid = x_BCHW.reshape(batch, colours, rows, size, columns, size)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, colours * size * size)

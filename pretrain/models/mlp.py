@@ -1,28 +1,19 @@
 """The MLPs of "Scaling MLPs": the whole image is one vector. Shapes: B batch, D = 3 H W, M width, K classes."""
 
-from torch import Tensor, nn
-from torch.nn.functional import batch_norm
+from typing import Literal
 
+from torch import Tensor, nn
+
+from pretrain.models.batch_norm import BatchNorm1d
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.linear import Linear, hidden_linear
 from pretrain.models.spec import MlpSpec
 
-
-class BatchNorm(nn.BatchNorm1d):
-    """In the precision of its running statistics: DeepSpeed makes weights bf16, leaves buffers fp32, and torch takes no mixture."""
-
-    def forward(self, x_BM: Tensor) -> Tensor:
-        assert self.running_mean is not None and self.num_batches_tracked is not None and self.momentum is not None
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        exact = self.running_mean.dtype
-        statistics, scale, shift = (self.running_mean, self.running_var), self.weight.to(exact), self.bias.to(exact)
-        return batch_norm(
-            x_BM.to(exact), *statistics, scale, shift, training=self.training, momentum=self.momentum, eps=self.eps
-        ).to(x_BM.dtype)
-
-
-NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm, "none": nn.Identity}
+NORMS: dict[Literal["layer", "batch", "none"], type[nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "batch": BatchNorm1d,
+    "none": nn.Identity,
+}
 
 
 class InvertedBlock(nn.Module):

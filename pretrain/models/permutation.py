@@ -152,7 +152,7 @@ def pk(
     after: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of the permuted vector."""
-    parts = before(x_BM).reshape(x_BM.shape[0], num_copies, -1)
+    parts = before(x_BM).reshape(x_BM.shape[0], num_copies, x_BM.shape[1] // num_copies)
     return after(inner(parts).flatten(1))
 
 

@@ -42,8 +42,7 @@ class SparseHiddenBlock(nn.Module):
 
     def __init__(self, spec: SparseMlpSpec, width: int):
         super().__init__()
-        assert spec.expansion is not None
-        hidden = max(1, round(spec.expansion * width))
+        hidden = spec.hidden_width(width)
         self.norm = nn.LayerNorm(width)
         self.expand = _layer(spec, width, width=width, num_outputs=hidden)
         self.activation = ACTIVATIONS[spec.activation]()

@@ -172,6 +172,14 @@ class SparseMlpSpec(Settings):
 
     def check(self, *, image_size: int) -> None:
         check_patch_size(self.patch_size, image_size=image_size)
+        width = self.width_at(image_size=image_size)
+        if self.density * width < 1:
+            raise ValueError(
+                f"model.density: {self.density:g} leaves most of {width} entries without a connection; give {1 / width:.2g} or more"
+            )
+
+    def hidden_width(self, width: int) -> int:
+        return max(1, round((self.expansion or 1) * width))
 
     def width_at(self, *, image_size: int) -> int:
         """m"""
@@ -212,6 +220,8 @@ class TimmSpec(Settings):
     def check(self, *, image_size: int) -> None:
         if self.name == "vit_b_4":
             check_patch_size(4, image_size=image_size)
+        elif image_size < 7:
+            raise ValueError(f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or more")
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:

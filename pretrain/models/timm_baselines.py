@@ -11,6 +11,7 @@ import timm
 from torch import Tensor, nn
 
 from pretrain.models.baseline_cost import RESNET_STEM_PADDING
+from pretrain.models.batch_norm import BatchNorm2d
 from pretrain.models.image_model import ImageModel, classifier
 from pretrain.models.spec import TimmSpec
 
@@ -64,7 +65,7 @@ def _within_body(names: Any) -> Any:
 
 
 def _resnet152() -> "timm.models.ResNet":
-    body = timm.create_model("resnet152", num_classes=0)
+    body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
     body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
     body.maxpool = nn.Identity()
     return body

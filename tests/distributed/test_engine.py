@@ -17,7 +17,7 @@ from pretrain.collectives import exchange
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.kept_buffers import kept_buffers
-from pretrain.models.spec import MixerSpec, MlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from pretrain.optim import build_optimizer, set_lr
 from pretrain.order import BatchPlan
 from pretrain.step import EngineState, loss_of
@@ -61,7 +61,7 @@ def plain_training(optimizer_name: str) -> dict[str, Tensor]:
 
 
 def make_engine(
-    world: World, stage: int, precision: str, optimizer: str, *, spec: MlpSpec | MixerSpec = SPEC, seed: int = 1
+    world: World, stage: int, precision: str, optimizer: str, *, spec: AnySpec = SPEC, seed: int = 1
 ) -> Any:
     from pretrain.engine import DeepSpeedEngine
 
@@ -135,6 +135,18 @@ def averages_agree(world: World, stage: int) -> dict[str, Any]:
     }
 
 
+def sparse_weights_go_on(world: World, stage: int) -> bool:
+    """Whether a resumed SW-MLP, whose weights are the values of a pattern, ends at the same bits."""
+    spec = SparseMlpSpec(kind="sw_mlp", patch_size=2, num_channels=5, depth=2, density=0.3, storage="sparse")
+    engine, again = (make_engine(world, stage, "fp32", "adamw", spec=spec) for _ in range(2))
+    advance(engine, world, range(2))
+    again.import_state(shared(engine.export_state()))
+    for each in (engine, again):
+        advance(each, world, range(2, 4))
+    one, other = (shared(each.export_state()) for each in (engine, again))
+    return distance(one.weights, other.weights) == 0 and distance(one.optimizer, other.optimizer) == 0
+
+
 def matrix(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine import start_distributed
 
@@ -168,6 +180,7 @@ def matrix(world: World, folder: str) -> dict[str, Any]:
             torch.save((middle.weights, middle.optimizer, middle.num_updates), Path(folder) / f"{identity}.pt")
     results["averages"] = [averages_agree(world, stage) for stage in (0, 3)]
     results["permutations"] = [permutations_are_restored(world, stage) for stage in STAGES]
+    results["sparse"] = [sparse_weights_go_on(world, stage) for stage in STAGES]
     return results
 
 
@@ -221,6 +234,10 @@ def test_running_averages_are_those_of_all_ranks(results: dict[str, Any]) -> Non
         assert found["differed"] > 1e-3
         assert found["logits"] == 0
         assert found["saved"] < 1e-6
+
+
+def test_sparse_weights_go_on_at_every_stage(results: dict[str, Any]) -> None:
+    assert results["sparse"] == [True] * len(STAGES)
 
 
 def test_the_state_fits_another_number_of_ranks(results: dict[str, Any], folder: str) -> None:

@@ -79,6 +79,7 @@ TABLE = [
     ("unknown activation", ["model.activation=gleu"], "model.activation: 'gleu' is not one of its values; did you mean 'gelu'?"),
     ("dropping everything", ["model.dropout=1.0"], "model.dropout: 1.0 will not do; it must be less than 1"),
     ("no connections", ["model={kind: sw_mlp, density: 0.0}"], "model.density: 0.0 will not do; it must be greater than 0"),
+    ("fewer connections than neurons", ["model={kind: sw_mlp, width: 50, density: 0.01}"], "model.density: 0.01 leaves most of 50 entries without a connection; give 0.02 or more"),
     ("unknown storage", ["model={kind: sw_mlp, storage: csr}"], "model.storage: 'csr' is not one of its values; known: auto, masked, sparse"),
     ("unknown form", ["model={kind: structured, form: butterfly}"], "model.form: 'butterfly' is not one of its values; known: kronecker, monarch"),
     ("no such split", ["data.eval_split=vall"], "data.eval_split: DATASET: has no split 'vall'; did you mean 'val'?"),

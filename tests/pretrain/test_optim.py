@@ -7,7 +7,7 @@ from torch import nn
 
 from pretrain.config import OptimizerSettings
 from pretrain.durations import parse_length
-from pretrain.models.build import build_model
+from pretrain.models.build import build, build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import Lion, build_optimizer, parameter_groups, set_lr
 from pretrain.schedule import Schedule
@@ -89,3 +89,13 @@ def test_cosine_warms_up_and_falls_to_its_end() -> None:
 )
 def test_durations_become_steps(text: str, steps: int) -> None:
     assert parse_length(text).steps(global_batch_size=100, num_samples=1000) == steps
+
+
+def test_what_a_model_excepts_is_not_decayed() -> None:
+    with torch.device("meta"):
+        model = build("vit_b_4")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, OptimizerSettings(weight_decay=0.1))
+    free = {names[parameter] for group in groups if not group["weight_decay"] for parameter in group["params"]}
+    assert free >= {"body.cls_token", "body.pos_embed", "body.blocks.0.attn.qkv.bias"}
+    assert "body.blocks.0.attn.qkv.weight" not in free

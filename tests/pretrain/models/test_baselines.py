@@ -7,6 +7,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from pretrain.models.batch_norm import BatchNorm2d
 from pretrain.models.build import build, pooled_features
 
 SHALLOW: dict[str, tuple[str, dict[str, int]]] = {
@@ -77,3 +78,10 @@ def test_the_vit_computes_what_timms_own_does(shallow: None) -> None:
     with torch.no_grad():
         assert model(images).abs().max() > 0
         torch.testing.assert_close(model(images), theirs(images))
+
+
+def test_every_batch_norm_of_the_resnet_takes_bf16_weights_beside_fp32_statistics() -> None:
+    with torch.device("meta"):
+        norms = [module for module in build("resnet152_64").modules() if isinstance(module, nn.BatchNorm2d)]
+    assert len(norms) == 155
+    assert all(isinstance(norm, BatchNorm2d) for norm in norms)

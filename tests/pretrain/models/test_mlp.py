@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrain.models.batch_norm import BatchNorm1d, BatchNorm2d
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import MlpSpec
@@ -190,3 +191,20 @@ def test_weights_are_a_function_of_the_seed(fields: dict[str, object]) -> None:
     torch.manual_seed(2)
     assert all(torch.equal(one[name], tensor) for name, tensor in state(5).items())
     assert not torch.equal(one["stem.weight"], other["stem.weight"])
+
+
+@pytest.mark.parametrize("norm", [BatchNorm1d, BatchNorm2d])
+def test_bf16_weights_beside_fp32_statistics_normalise_as_fp32_does(norm: type[BatchNorm1d | BatchNorm2d]) -> None:
+    size = (6, 5) if norm is BatchNorm1d else (6, 5, 3, 3)
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact, mixed = norm(5), norm(5)
+    mixed.weight.data, mixed.bias.data = mixed.weight.data.bfloat16(), mixed.bias.data.bfloat16()
+    torch.testing.assert_close(mixed(x), exact(x.float()).bfloat16())
+    torch.testing.assert_close(mixed.running_var, exact.running_var)
+    torch.testing.assert_close(mixed.eval()(x), exact.eval()(x.float()).bfloat16())
+
+
+def test_batch_norm_refuses_to_be_computed_twice() -> None:
+    model = build_model(MlpSpec(kind="mlp", depth=1, width=4, norm="batch"), num_classes=2, image_size=8)
+    with pytest.raises(ValueError, match="batch norm would count every batch twice"):
+        model.set_grad_checkpointing()
