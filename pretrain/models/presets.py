@@ -25,16 +25,24 @@ def spec_of(name: str, **changes: Any) -> AnySpec:
     return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
-def preset(name: str) -> Preset:
-    if name not in PRESETS:
+def preset(name: object) -> Preset:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"model.preset: {name!r} is not a known model; {nearest(str(name), list(PRESETS))}")
     return PRESETS[name]
 
 
 def expand_preset(model: object) -> object:
-    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to judge."""
+    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to judge.
+
+    Not beside `kind`: `model.preset=NAME` on top of a config that describes a model of its own would be that model still.
+    """
     if not isinstance(model, dict) or "preset" not in model:
         return model
+    if "kind" in model:
+        raise ValueError(
+            f"model.preset: {model['preset']!r} is given beside kind {model['kind']!r}, which are two models; for the named one "
+            f"write model='{{preset: {model['preset']}}}', or remove kind and its fields"
+        )
     return {**preset(model["preset"]).fields, **{key: value for key, value in model.items() if key != "preset"}}
 
 
