@@ -78,6 +78,16 @@ def convert(weights: Mapping[str, Tensor], *, source: object, reading: Reading =
         source=source,
         label=spec.label,
     )
+    whole = [
+        f"{theirs}: {str(renamed[theirs].dtype).removeprefix('torch.')}"
+        for theirs, ours in layout.names.items()
+        if needed[ours].is_floating_point() and not renamed[theirs].is_floating_point()
+    ]
+    if whole:
+        raise UserError(
+            f"weights of {source} are no floating-point numbers in {len(whole)} of {len(renamed)} tensors ({first(whole)}); "
+            "undo the quantisation before they are saved"
+        )
     check_finite(renamed, source=source)
     ours = {ours: _own(renamed[theirs]) for theirs, ours in layout.names.items()}
     if layout.family == "scaling_mlps":

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,14 @@ def pickle_of_code(path: Path) -> None:
     path.write_bytes(pickle.dumps(Payload(), protocol=2))
 
 
+def zip_of_a_command(path: Path) -> None:
+    class Command:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.system, ("touch ran",))
+
+    torch.save({"extra": Command()}, path)
+
+
 def newer_pickle_of_code(path: Path) -> None:
     path.write_bytes(pickle.dumps(Payload(), protocol=5))
 
@@ -235,6 +244,7 @@ def cut_safetensors(path: Path) -> None:
     ("write", "message"),
     [
         (zip_of_code, "holds pickled code beside weights, and none is run here"),
+        (zip_of_a_command, "holds pickled code beside weights, and none is run here"),
         (pickle_of_code, "holds pickled code beside weights, and none is run here"),
         (newer_pickle_of_code, "holds pickled code beside weights, and none is run here"),
         (cut, "is not a whole file of weights"),
@@ -287,6 +297,10 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[Weights], Weights]:
         (
             with_tensor("layernorms.1.bias", torch.tensor([math.nan] * 10)),
             r"weights of f hold NaN or infinite numbers in 1 of 22 tensors \(layernorms.1.bias\)",
+        ),
+        (
+            with_tensor("blocks.1.block.2.weight", torch.zeros(10, 25, dtype=torch.int8)),
+            r"are no floating-point numbers in 1 of 22 tensors \(blocks.1.block.2.weight: int8\); undo the quantisation",
         ),
         (
             lambda weights: {"conv1.weight": torch.zeros(1)},
