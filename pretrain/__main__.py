@@ -6,6 +6,7 @@ Heavy imports wait until the config is known to be good.
 import argparse
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,10 +184,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def console() -> "Console":
-    """As wide as the terminal; where there is none, wide enough for a table's lines to stay whole."""
+    """As wide as the terminal, but never so narrow that a table would lose columns: there its lines wrap."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
 
 
 def _models(options: argparse.Namespace) -> int:

@@ -213,7 +213,7 @@ def open_tracker(
         "manifest_hash": data.hash,
     }
     tags = {"mlflow.source.name": shown_command(sys.argv), "mlflow.source.git.commit": git_commit()}
-    tags |= {"dataset": data.name, "model": settings.model.kind}
+    tags |= {"dataset": data.name, "model": settings.model.label}
     tags |= extra_tags or {"task": "pretrain"}
     return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
 

@@ -36,6 +36,8 @@ def expand_preset(model: object) -> object:
 
     Not beside `kind`: `model.preset=NAME` on top of a config that describes a model of its own would be that model still.
     """
+    if isinstance(model, str):
+        raise ValueError(f"model: {model!r} will not do; for a named model write model='{{preset: {model}}}'")
     if not isinstance(model, dict) or "preset" not in model:
         return model
     if "kind" in model:

@@ -12,6 +12,7 @@ from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 Init = Literal["normal", "torch"]
+EXPANSION = 4.0
 
 
 def _block_numbers(given: object) -> object:
@@ -32,7 +33,7 @@ class MlpSpec(Settings):
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
     width: int = Field(1024, ge=1)
-    expansion: float = Field(4.0, gt=0)
+    expansion: float = Field(EXPANSION, gt=0)
     """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
     """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard MLP."""
@@ -43,7 +44,9 @@ class MlpSpec(Settings):
     dropout: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _order_is_of_the_standard_block(self) -> "MlpSpec":
+    def _parts_fit(self) -> "MlpSpec":
+        if self.bottleneck == "none":
+            check_unread(self.expansion, where="bottleneck none")
         if self.activation_first and self.bottleneck == "inverted":
             raise ValueError(
                 "model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it"
@@ -69,7 +72,7 @@ class MixerSpec(Settings):
     patch_size: int = Field(16, ge=1)
     num_channels: int = Field(768, ge=1)
     depth: int = Field(12, ge=1)
-    expansion: float = Field(4.0, gt=0)
+    expansion: float = Field(EXPANSION, gt=0)
     """gamma: hidden width of both mixings, as a multiple of tokens and of channels."""
     token_hidden: int | None = Field(None, ge=1)
     channel_hidden: int | None = Field(None, ge=1)
@@ -96,6 +99,10 @@ class MixerSpec(Settings):
                 f"model.permuted_blocks: there is no block {wrong[0]}; with depth {self.depth} give numbers from 0 to "
                 f"{self.depth - 1}, or all"
             )
+        if self.layers_per_mixing == 1:
+            check_unread(self.expansion, where="layers_per_mixing 1")
+        elif self.token_hidden and self.channel_hidden:
+            check_unread(self.expansion, where="token_hidden and channel_hidden")
         if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
             raise ValueError(
                 "model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and channel_hidden, or set 2"
@@ -168,7 +175,8 @@ class SparseMlpSpec(Settings):
 
     @property
     def label(self) -> str:
-        return f"SW-MLP m{self.width or ''} p{self.density:g} L{self.depth}"
+        width = f" m{self.width}" if self.width else ""
+        return f"SW-MLP{width} p{self.density:g} L{self.depth}" + (" sparse" if self.is_sparse else "")
 
     def check(self, *, image_size: int) -> None:
         check_patch_size(self.patch_size, image_size=image_size)
@@ -222,6 +230,11 @@ class TimmSpec(Settings):
             check_patch_size(4, image_size=image_size)
         elif image_size < 7:
             raise ValueError(f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or more")
+
+
+def check_unread(expansion: float, *, where: str) -> None:
+    if expansion != EXPANSION:
+        raise ValueError(f"model.expansion: {expansion:g} changes nothing with {where}; leave it at {EXPANSION:g}")
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:

@@ -36,7 +36,7 @@ TORCH_FAULTS = (
 )
 """What torch's reader raises at bytes that are no checkpoint, depending on where it stumbles."""
 
-SIGNS_OF_CODE = ("Unsupported global", "TorchScript")
+SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -343,5 +343,5 @@ def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.Mo
 def test_auto_is_sparse_where_little_is_connected() -> None:
     specs = [SparseMlpSpec(kind="sw_mlp", density=density) for density in (0.9, 0.5, 0.06, 0.05, 0.001)]
     assert [spec.is_sparse for spec in specs] == [False, False, False, True, True]
-    assert isinstance(sparse_layers(tiny(density=0.01))[0], SparseLinear)
+    assert isinstance(sparse_layers(tiny(density=0.05))[0], SparseLinear)
     assert isinstance(sparse_layers(tiny(density=0.5))[0], MaskedLinear)
