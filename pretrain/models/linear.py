@@ -6,9 +6,12 @@ products of 588 -> 2,687 run at 0.64, of 487 -> 1,948 at 0.69 of the rate of the
 parameters and state_dict are as without, results are but for rounding. A hidden layer hands its zeros on (`hidden_linear`):
 act(0) = 0 for every activation that a spec can name, and the next weight has zero columns there.
 
-The weights are padded in the layer's own forward, not its parent's: ZeRO 3 gathers them for just that long.
+The filled-up weights are made again in the backward pass rather than kept for it; ZeRO 3 gathers the layer's own weights for both.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
@@ -25,19 +28,47 @@ class Linear(nn.Linear):
     hands_zeros_on = False
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x.shape[-1]
         inputs, outputs = aligned(self.in_features), aligned(self.out_features)
+        given = x.shape[-1]
         needs_zeros = self.training and (inputs, outputs) != (self.in_features, self.out_features)
-        if given == self.in_features and not needs_zeros:
+        # anything but these two sizes is for nn.Linear to refuse: cut off, a picture of another size would pass
+        if not (needs_zeros and given == self.in_features) and not (given == inputs != self.in_features):
             return super().forward(x)
-        if given not in (self.in_features, inputs):  # filled up or cut off, a picture of another size would pass
-            return super().forward(x)
-        if given != inputs:
-            x = pad(x, (0, inputs - given))
-        weight = pad(self.weight, (0, inputs - self.in_features, 0, outputs - self.out_features))
-        bias = None if self.bias is None else pad(self.bias, (0, outputs - self.out_features))
-        y = linear(x, weight, bias)
+        y: Tensor = _FilledUp.apply(x, self.weight, self.bias, inputs, outputs)  # type: ignore[no-untyped-call]
         return y if self.hands_zeros_on else y[..., : self.out_features]
+
+
+class _FilledUp(torch.autograd.Function):
+    """linear() of inputs, weight and bias with zeros up to `inputs` and `outputs`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Tensor:
+        ctx.given, ctx.has_bias = x.shape[-1], bias is not None
+        if ctx.given != inputs:
+            x = pad(x, (0, inputs - ctx.given))
+        ctx.save_for_backward(x, weight)
+        filled_bias = None if bias is None else pad(bias, (0, outputs - len(bias)))
+        return linear(x, _filled(weight, inputs, outputs), filled_bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        rows, columns = weight.shape
+        of_x, of_weight, of_bias = None, None, None
+        if ctx.needs_input_grad[0]:
+            filled = _filled(weight.to(gradient.dtype), x.shape[-1], gradient.shape[-1])
+            of_x = (gradient @ filled)[..., : ctx.given].to(x.dtype)
+        flat = gradient.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            # autocast multiplies in another precision than it was given
+            of_weight = (flat.T @ x.flatten(0, -2).to(flat.dtype))[:rows, :columns].to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0)[:rows].to(weight.dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _filled(weight: Tensor, inputs: int, outputs: int) -> Tensor:
+    return pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
 
 
 def hidden_linear(num_inputs: int, num_outputs: int) -> Linear:

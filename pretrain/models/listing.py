@@ -112,8 +112,8 @@ def print_models(listing: Listing, console: Console) -> None:
         console.print()
     console.print(
         "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of two operations each, FLOPs are "
-        "twice as many. Omega: average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for images of 32 px "
-        "and less, or --classes (11230 for paper B's table of sizes).",
+        "twice as many. Omega: average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for images of "
+        "32 px and less, or --classes (11230 for paper B's table of sizes).",
         style="dim",
     )
     if listing.unfit:

@@ -56,6 +56,25 @@ def test_filled_up_products_give_the_same_logits_and_gradients(spec: AnySpec, mo
     torch.testing.assert_close(found, plain_in_float64(spec), rtol=1e-12, atol=1e-12)
 
 
+def test_filled_up_weights_are_not_kept_for_the_backward_pass() -> None:
+    layer, x, kept = linear_module.Linear(13, 11), torch.randn(5, 13), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None):
+        layer(x)
+    assert sorted(kept) == [(5, 16), (11, 13)]
+
+
+@pytest.mark.parametrize("spec", [MLP, RP], ids=lambda spec: spec.label)
+def test_filled_up_products_learn_the_same_under_autocast(spec: AnySpec) -> None:
+    found = []
+    for smallest in (1, 10**9):
+        linear_module.SMALLEST = smallest
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(logits_and_gradients(model(spec)))
+    assert found[0].keys() == found[1].keys()
+    assert all(value.dtype == found[1][name].dtype for name, value in found[0].items())
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
+
+
 def test_inductor_is_eager() -> None:
     spec = MLP.model_copy(update={"depth": 1})  # a minute of compilation for two
     compiled, plain = model(spec), plain_in_float64(spec)

@@ -17,9 +17,9 @@ IMAGE, PATCHES, TOKENS, CHANNELS = 12, 9, 7, 5  # S0 = 9, S = 7 where it is give
 
 
 def spec_with(**fields: object) -> MixerSpec:
-    return MixerSpec(
-        kind="mixer", **{"patch_size": 4, "num_channels": CHANNELS, "depth": 3, "expansion": 2.4, **fields}
-    )  # type: ignore[arg-type]
+    has_gamma = fields.get("layers_per_mixing", 2) == 2 and not {"token_hidden", "channel_hidden"} <= fields.keys()
+    gamma = {"expansion": 2.4} if has_gamma else {}
+    return MixerSpec(kind="mixer", **{"patch_size": 4, "num_channels": CHANNELS, "depth": 3, **gamma, **fields})  # type: ignore[arg-type]
 
 
 KINDS: dict[str, dict[str, object]] = {

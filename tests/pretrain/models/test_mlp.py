@@ -162,11 +162,13 @@ def test_every_weight_gets_a_gradient_and_float32_agrees(fields: dict[str, objec
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("fields", "num_dropouts"), [(BOTH[0], 2), (BOTH[1], 1)], ids=["inverted", "standard"])
+@pytest.mark.parametrize(
+    ("fields", "num_dropouts"), [({"expansion": 1.0}, 2), (BOTH[1], 1)], ids=["inverted", "standard"]
+)
 def test_dropout_scales_what_it_keeps_and_only_in_training(fields: dict[str, object], num_dropouts: int) -> None:
     """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the others are 4 times as large."""
     torch.manual_seed(0)
-    spec = spec_with(depth=1, width=400, expansion=1.0, dropout=0.5, **fields)
+    spec = spec_with(depth=1, width=400, dropout=0.5, **fields)
     model, x = built(spec), images(20)
     if spec.bottleneck == "inverted":
         torch.nn.init.eye_(model.get_parameter("blocks.0.contract.weight"))
