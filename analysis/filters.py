@@ -16,7 +16,7 @@ def first_layer(checkpoint: Path) -> NDArray[np.float32]:
     """(neurons, H, W): the weights of every first-layer neuron, maximum over the colours."""
     card, weights = load_weights(checkpoint)
     if card.model.kind != "mlp":
-        raise ValueError(f"{checkpoint}: is a {card.model.kind}; filters over the whole image exist in an MLP only")
+        raise ValueError(f"{checkpoint}: is {card.model.label}; filters over the whole image exist in an MLP only")
     size = card.image_size
     filters: NDArray[np.float32] = weights["stem.weight"].view(-1, 3, size, size).amax(dim=1).numpy()
     return filters
