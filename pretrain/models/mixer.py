@@ -74,15 +74,16 @@ class MixerBlock(nn.Module):
     def __init__(self, spec: MixerSpec, *, num_inputs: int, num_tokens: int, is_permuted: bool, has_token_skip: bool):
         super().__init__()
         channels = spec.num_channels
+        token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
         self.skip = (
             TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels, norm_eps=spec.norm_eps)
             if has_token_skip
             else nn.Identity()
         )
         self.token_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
-        self.token_mixing = _mixing(spec, num_inputs, num_outputs=num_tokens, hidden=0)
+        self.token_mixing = _mixing(spec, num_inputs, hidden=token_hidden, num_outputs=num_tokens)
         self.channel_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
-        self.channel_mixing = _mixing(spec, channels, num_outputs=channels, hidden=1)
+        self.channel_mixing = _mixing(spec, channels, hidden=channel_hidden, num_outputs=channels)
         self.is_permuted = is_permuted
         if is_permuted:
             random = generator_beside_weights()
@@ -120,11 +121,10 @@ class MixerBlock(nn.Module):
         return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
 
 
-def _mixing(spec: MixerSpec, num_inputs: int, *, num_outputs: int, hidden: int) -> nn.Module:
-    """`hidden`: which of the spec's hidden sizes, 0 for tokens and 1 for channels."""
+def _mixing(spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int) -> nn.Module:
     if spec.layers_per_mixing == 1:
         return OneLayer(spec, num_inputs, num_outputs=num_outputs)
-    return TwoLayer(spec, num_inputs, hidden=spec.hidden_sizes(num_tokens=num_outputs)[hidden], num_outputs=num_outputs)
+    return TwoLayer(spec, num_inputs, hidden=hidden, num_outputs=num_outputs)
 
 
 class Mixer(ImageModel):

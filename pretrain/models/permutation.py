@@ -160,14 +160,14 @@ class PKLayer(nn.Module):
     """act(J2 (I (x) W) J1 x), the layer that paper A writes Mixers with; it has no bias there."""
 
     def __init__(
-        self, weight: nn.Linear, *, num_copies: int, before: nn.Module, after: nn.Module, activation: nn.Module
+        self, inner: nn.Linear, *, num_copies: int, before: nn.Module, after: nn.Module, activation: nn.Module
     ):
         super().__init__()
-        self.weight, self.num_copies, self.activation = weight, num_copies, activation
+        self.inner, self.num_copies, self.activation = inner, num_copies, activation
         self.before, self.after = before, after
 
     def forward(self, x_BM: Tensor) -> Tensor:
         y: Tensor = self.activation(
-            pk(x_BM, self.weight, num_copies=self.num_copies, before=self.before, after=self.after)
+            pk(x_BM, self.inner, num_copies=self.num_copies, before=self.before, after=self.after)
         )
         return y

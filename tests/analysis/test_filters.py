@@ -53,7 +53,7 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_mixer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "run", MIXER, {"head.bias": torch.zeros(2)})
     assert main(["filters", str(tmp_path / "run"), "--out", str(tmp_path / "x.png")]) == 2
-    assert "is a Mixer P4 C8 L3; filters over the whole image exist in an MLP only" in capsys.readouterr().err
+    assert "is Mixer P4 C8 L3; filters over the whole image exist in an MLP only" in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
 
