@@ -22,12 +22,13 @@ from pretrain.evaluate import Scores, evaluate
 from pretrain.feed import Feed
 from pretrain.loader import training_batches
 from pretrain.models.cost import forward_flops
-from pretrain.order import BatchPlan
+from pretrain.order import BatchPlan, Line
 from pretrain.preemption import StopFlag
 from pretrain.run import CONFIG_FILE, flatten, save_result
 from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
+from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.step import Engine
 from pretrain.tracking import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Outcome, Trainer
@@ -58,6 +59,7 @@ class Task:
             cadence=cadence_of(settings, self.data),
             feed_from=self.feed_from,
             check_bad=self.check_bad,
+            skipped=self.skipped,
             evaluate=self.scores,
             card_at=self.card_at,
             run_dir=run_dir,
@@ -98,13 +100,26 @@ class Task:
         log = Path(self.settings.run_dir) / "bad_samples" / f"rank-{self.world.rank}.jsonl"
         return BadSamples(self.reader, log=log)
 
+    @cached_property
+    def order(self) -> Line:
+        return self.data.order(seed=self.settings.train.seed, global_batch_size=self.plan.global_batch_size)
+
+    @cached_property
+    def skipped(self) -> SkippedSteps:
+        rank = self.world.rank
+        return SkippedSteps(
+            lambda step: samples_of_rank(self.order, self.plan, step=step, rank=rank),
+            self.reader,
+            log=Path(self.settings.run_dir) / "skipped_steps" / f"rank-{rank}.jsonl",
+            max_in_a_row=self.settings.train.max_skipped_steps,
+        )
+
     def feed_from(self, consumed: int) -> Feed:
         train, plan = self.settings.train, self.plan
-        order = self.data.order(seed=train.seed, global_batch_size=plan.global_batch_size)
         return Feed(
             lambda finish: training_batches(
                 self.reader,
-                order,
+                self.order,
                 plan,
                 rank=self.world.rank,
                 consumed=consumed,

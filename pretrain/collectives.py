@@ -1,5 +1,7 @@
 """The few things that ranks say to each other outside the engine; with one process they are no-ops."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,11 +23,56 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return all_sum(values).div_(dist.get_world_size()) if is_distributed() else values
 
 
-def exchange(loss: Tensor, flag: bool, count: int) -> tuple[float, bool, int]:
-    """(mean of the losses, whether any rank raised its flag, sum of the counts): the one exchange, and the one wait, of a step."""
-    parts = [loss.float(), *(loss.new_full((), float(value), dtype=torch.float32) for value in (flag, count))]
-    total, votes, counts = all_sum(torch.stack(parts)).tolist()
-    return total / (dist.get_world_size() if is_distributed() else 1), votes > 0, round(counts)
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a step."""
+
+    loss: float
+    """The mean; not finite where any rank's is not."""
+    gradient_norm: float
+    votes: int
+    """How many ranks raised their flag."""
+    num_bad: int
+    own_loss: float
+    """This rank's alone."""
+
+
+class Exchange:
+    """The one exchange of a step: started behind it, and read when it suits, at the latest by the next one's reader.
+
+    Nothing waits until `read`: on a GPU the sums arrive in pinned memory behind the step's kernels, on a CPU gloo works meanwhile.
+    """
+
+    def __init__(self, loss: Tensor, gradient_norm: Tensor | float, *, flag: bool, num_bad: int):
+        own = loss.detach().float()
+        numbers = [own.new_full((), float(value)) for value in (flag, num_bad)]
+        norm = gradient_norm.detach().to(own) if torch.is_tensor(gradient_norm) else own.new_full((), gradient_norm)
+        self._sums = torch.stack([own, norm, *numbers])
+        self._own = own.clone()
+        self._work = dist.all_reduce(self._sums, async_op=True) if is_distributed() else None
+        self._arrived: torch.cuda.Event | None = None
+        if own.is_cuda:
+            self._to_host()
+
+    def _to_host(self) -> None:
+        if self._work is not None:
+            self._work.wait()  # of NCCL's: the stream waits, not the host
+        both = torch.cat([self._sums, self._own.unsqueeze(0)])
+        self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def read(self) -> Agreed:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            loss, norm, votes, bad, own = self._host.tolist()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            loss, norm, votes, bad = self._sums.tolist()
+            own = float(self._own)
+        ranks = dist.get_world_size() if is_distributed() else 1
+        return Agreed(loss / ranks, norm / ranks, round(votes), round(bad), own)
 
 
 def same_on_all_ranks(value: int, *, device: torch.device) -> bool:

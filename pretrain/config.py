@@ -106,6 +106,8 @@ class TrainSettings(Settings):
     seed: int = Field(0, ge=0)
     eval_every: Cadence = "1 epochs"
     log_every_steps: int = Field(10, ge=1)
+    max_skipped_steps: int = Field(20, ge=1)
+    """In a row: a step whose loss or gradients are not finite is skipped; after so many of them the run stops and says on what."""
     loader_threads: int | None = Field(None, ge=1)
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)

@@ -4,6 +4,7 @@ RUN/config.yaml       the resolved settings
 RUN/checkpoints/      see checkpoint.py
 RUN/tracking/         see tracking.py
 RUN/bad_samples/      see bad_samples.py; only where there are any
+RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "train.log_every_steps",
     "train.eval_every",
     "train.loader_threads",
+    "train.max_skipped_steps",
     "train.prefetch_batches",
 )
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most)."""

@@ -159,6 +159,16 @@ class ShardReader:
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
 
+    def names(self, ids: Ids) -> list[tuple[str, str]]:
+        """(shard, key) of the samples: for people."""
+        numbers = self.shards_of(ids).tolist()
+        shards = {number: self._placed[number] for number in numbers}
+        paths = {number: load_paths(placed.part.directory, placed.shard) for number, placed in shards.items()}
+        return [
+            (shards[number].shard.name, paths[number][sample - int(self._starts[number])])
+            for sample, number in zip(ids.tolist(), numbers, strict=True)
+        ]
+
     def close(self) -> None:
         self._shards.close()
 
@@ -171,8 +181,8 @@ class ShardReader:
                 decode_square(data, batch[row], crop=placed.part.manifest.crop)
             except Rejection as error:
                 sample = int(places.ids[row])
-                key = load_paths(placed.part.directory, placed.shard)[sample - int(self._starts[places.shards[row]])]
-                bad.append(Unreadable(row, sample, placed.shard.name, key, str(error)))
+                ((shard, key),) = self.names(places.ids[row : row + 1])
+                bad.append(Unreadable(row, sample, shard, key, str(error)))
         return bad
 
     def _open_indices(self, shards: Ids) -> None:

@@ -22,6 +22,8 @@ class StepResult:
     """Mean over this rank's share of the global batch."""
     gradient_norm: Tensor | float
     """Of the global batch, before clipping."""
+    applied: bool = True
+    """False where the step was skipped, on all ranks, because loss or gradients were not finite."""
 
 
 @dataclass(frozen=True)

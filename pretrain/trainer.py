@@ -1,39 +1,35 @@
 """The one training loop: every task that updates weights runs it, whatever its engine.
 
 Each step: 1. the learning rate, from the step; 2. this rank's micro-batches of the global batch; 3. the engine's update; 4. one
-exchange of the mean loss, the vote on stopping and the number of bad samples; 5. what is due (log, evaluate, checkpoint). State is
-(engine, step, samples consumed), nothing else.
+exchange of the mean loss, the vote on stopping and the number of bad samples, read while the next step runs (ledger.py); 5. what is
+due (log, evaluate, checkpoint). State is (engine, step, samples consumed), nothing else.
 """
 
-import math
-import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from data_prep.progress import ProgressLine, progress
-from data_prep.settings import UserError
 from pretrain import checkpoint
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import barrier, exchange
+from pretrain.collectives import Exchange, barrier
 from pretrain.counter import hash64
 from pretrain.evaluate import Scores
-from pretrain.feed import Fed, Feed
+from pretrain.feed import Feed
+from pretrain.ledger import Entry, Ledger
+from pretrain.meter import Meter
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
+from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
 from pretrain.tracking import Tracker
 from pretrain.world import World
-
-
-class NonFiniteLoss(UserError):  # noqa: N818
-    """Training has diverged; every rank raises it at the same step."""
 
 
 @dataclass(frozen=True)
@@ -55,34 +51,6 @@ class Outcome:
     images_per_s: float
 
 
-@dataclass
-class Meter:
-    """Sums since the last log line."""
-
-    steps: int = 0
-    wait_s: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
-
-    def reading(
-        self, loss: float, gradient_norm: float, *, lr: float, batch_size: int, flops_per_image: float
-    ) -> dict[str, float]:
-        elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
-        images_per_s = self.steps * batch_size / elapsed_s
-        return {
-            "train/loss": loss,
-            "train/gradient_norm": gradient_norm,
-            "train/lr": lr,
-            "speed/images_per_s": images_per_s,
-            "speed/teraflops": 3 * flops_per_image * images_per_s / 1e12,
-            "speed/data_wait_share": self.wait_s / elapsed_s,
-            "memory/peak_rss_gb": peak_rss_gb(),
-        }
-
-
-def peak_rss_gb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 @dataclass(frozen=True)
 class Trainer:
     engine: Engine
@@ -93,6 +61,7 @@ class Trainer:
     """Micro-batches after so many consumed samples."""
     check_bad: Callable[[int, int], None]
     """Stops the run where too many samples (bad, of how many) do not decode."""
+    skipped: SkippedSteps
     evaluate: Callable[[], Scores | None]
     card_at: Callable[[int], ModelCard]
     run_dir: Path
@@ -104,57 +73,59 @@ class Trainer:
     seed: int
 
     def fit(self, start: TrainerState) -> Outcome:
-        step, scores, num_bad = start.step, None, 0
-        meter, began_s = Meter(), time.monotonic()
-        size = self.plan.global_batch_size
+        step, scores, began_s = start.step, None, time.monotonic()
         with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
+            ledger = self._ledger(line, start_step=step)
             while step < self.cadence.num_steps:
-                lr = self.schedule.lr(step)
-                fed = self._fed(feed, meter)
-                torch.manual_seed(
-                    int(hash64(self.seed, step, self.world.rank))
-                )  # what dropout draws has no state, either
-                result = self.engine.train_step([each.prepared for each in fed], lr=lr)
-                bad_here = sum(each.num_bad for each in fed)
-                loss, stopping, bad_now = exchange(result.loss, self.stop.raised_by is not None, bad_here)
-                if not math.isfinite(loss):
-                    raise NonFiniteLoss(
-                        f"loss is {loss} at step {step} (lr {lr:.3g}): lower optimizer.lr or set engine.gradient_clip_norm=1"
-                    )
+                ledger.enter(self._step(step, feed, ledger.meter))
                 step += 1
-                meter.steps += 1
-                num_bad += bad_now
-                self.check_bad(num_bad, (step - start.step) * size)
-                if self._due(step, self.cadence.log_every):
-                    reading = meter.reading(
-                        loss, float(result.gradient_norm), lr=lr, batch_size=size, flops_per_image=self.flops_per_image
-                    )
-                    reading |= {"train/samples": float(step * size), "train/bad_samples": float(num_bad)}
-                    self.tracker.metrics(reading, step=step)
-                    meter = Meter()
-                    line.note = f"loss {loss:.3f}  {reading['speed/images_per_s']:,.0f} images/s"
-                line.advance()
-                if self._due(step, self.cadence.eval_every):
+                eval_due, save_due = (
+                    self._due(step, every) for every in (self.cadence.eval_every, self.cadence.checkpoint_every)
+                )
+                if eval_due or save_due or ledger.stopping:
+                    ledger.settle()
+                if eval_due:
                     scores = self._evaluated(step, line)
-                    meter = Meter()
-                if stopping or self._due(step, self.cadence.checkpoint_every):
+                if save_due or ledger.stopping:
                     self._save(step)
-                    meter = Meter()
-                if stopping and step < self.cadence.num_steps:
+                if eval_due or save_due:
+                    ledger.meter.restart()
+                if ledger.stopping and step < self.cadence.num_steps:
                     return Outcome(step, False, scores, self._rate(step, start, began_s))
             if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
                 scores = self._evaluated(step, line)
         return Outcome(step, True, scores, self._rate(step, start, began_s))
 
+    def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
+        size = self.plan.global_batch_size
+        return Ledger(
+            meter=Meter(global_batch_size=size, flops_per_image=self.flops_per_image),
+            line=line,
+            tracker=self.tracker,
+            skipped=self.skipped,
+            check_bad=self.check_bad,
+            log_due=lambda step: self._due(step, self.cadence.log_every),
+            global_batch_size=size,
+            start_step=start_step,
+        )
+
+    def _step(self, step: int, feed: Feed, meter: Meter) -> Entry:
+        """Queues the step that takes the model from `step` to `step + 1`."""
+        lr = self.schedule.lr(step)
+        with meter.waiting():
+            fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
+        torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
+        result = self.engine.train_step([each.prepared for each in fed], lr=lr)
+        exchange = Exchange(
+            result.loss,
+            result.gradient_norm,
+            flag=self.stop.raised_by is not None,
+            num_bad=sum(each.num_bad for each in fed),
+        )
+        return Entry(step + 1, lr, result.applied, exchange)
+
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
         return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)
-
-    def _fed(self, feed: Feed, meter: Meter) -> list[Fed]:
-        """This rank's micro-batches of one step."""
-        asked_s = time.monotonic()
-        fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
-        meter.wait_s += time.monotonic() - asked_s
-        return fed
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps

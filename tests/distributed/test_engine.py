@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.collectives import exchange
+from pretrain.collectives import Exchange
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.kept_buffers import kept_buffers
@@ -88,7 +88,7 @@ def micro_batches(engine: Any, world: World, step: int) -> Iterator[Prepared]:
 
 def advance(engine: Any, world: World, steps: range) -> list[float]:
     results = [engine.train_step([*micro_batches(engine, world, step)], lr=LR) for step in steps]
-    return [exchange(result.loss, False, 0)[0] for result in results]
+    return [Exchange(result.loss, 0.0, flag=False, num_bad=0).read().loss for result in results]
 
 
 def shared(state: EngineState) -> EngineState:

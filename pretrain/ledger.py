@@ -1,0 +1,74 @@
+"""What each step came to, entered when it is queued and read one step later, when that costs no wait.
+
+`settle` reads whatever is open; the trainer calls it before anything that must not be late (evaluation, checkpoint, the end). What
+is decided from it (to stop, too many bad samples or skipped steps) is decided by all ranks at the same step, because all of them
+read the same sums. A number that is logged for a step is that step's, however late it is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from data_prep.progress import ProgressLine
+from pretrain.collectives import Agreed, Exchange
+from pretrain.meter import Meter
+from pretrain.skipped_steps import SkippedSteps
+from pretrain.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class Entry:
+    step: int
+    """How many steps were done with this one."""
+    lr: float
+    applied: bool
+    exchange: Exchange
+
+
+@dataclass
+class Ledger:
+    meter: Meter
+    line: ProgressLine
+    tracker: Tracker
+    skipped: SkippedSteps
+    check_bad: Callable[[int, int], None]
+    """Stops the run where too many samples (bad, of how many) do not decode."""
+    log_due: Callable[[int], bool]
+    global_batch_size: int
+    start_step: int
+    stopping: bool = False
+    """Whether a rank was told to stop, as all ranks know."""
+    num_bad: int = 0
+    _open: list[Entry] = field(default_factory=list)
+
+    def enter(self, entry: Entry) -> None:
+        """Keeps the newest entry open and settles the one before."""
+        self.settle()
+        self._open.append(entry)
+
+    def settle(self) -> None:
+        while self._open:
+            entry = self._open.pop(0)
+            self._settle(entry, entry.exchange.read())
+
+    def _settle(self, entry: Entry, agreed: Agreed) -> None:
+        self.stopping = self.stopping or agreed.votes > 0
+        self.skipped.note(entry.step - 1, agreed, applied=entry.applied)
+        self.num_bad += agreed.num_bad
+        self.check_bad(self.num_bad, (entry.step - self.start_step) * self.global_batch_size)
+        self.meter.count()
+        if self.log_due(entry.step):
+            self._log(entry, agreed)
+        self.line.advance()
+
+    def _log(self, entry: Entry, agreed: Agreed) -> None:
+        reading = {
+            "train/loss": agreed.loss,
+            "train/gradient_norm": agreed.gradient_norm,
+            "train/lr": entry.lr,
+            "train/samples": float(entry.step * self.global_batch_size),
+            "train/bad_samples": float(self.num_bad),
+            "train/skipped_steps": float(self.skipped.total),
+        }
+        speed = self.meter.reading()
+        self.tracker.metrics(reading | speed, step=entry.step)
+        self.line.note = f"loss {agreed.loss:.3f}  {speed['speed/images_per_s']:,.0f} images/s"
