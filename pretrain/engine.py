@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
+from pretrain.models.cost import num_parameters
 from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World
+from pretrain.zero_cost import bucket_elements
 
 
 def _import_deepspeed() -> Any:
@@ -91,17 +93,27 @@ class DeepSpeedEngine:
         self.input_dtype = torch.bfloat16 if in_bf16 else torch.float32
         model = model.to(device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model), config=self._config(in_bf16=in_bf16)
+            model=model,
+            optimizer=make_optimizer(model),
+            config=self._config(in_bf16=in_bf16, bucket=bucket_elements(num_parameters(model))),
         )
         if settings.compile:
             self._engine.compile()
 
-    def _config(self, *, in_bf16: bool) -> dict[str, Any]:
+    def _config(self, *, in_bf16: bool, bucket: int) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.plan.local_batch_size,
             "gradient_accumulation_steps": self.plan.accumulation_steps,
             "gradient_clipping": self.settings.gradient_clip_norm,  # always said: the default is 1.0 since 0.19.3
-            "zero_optimization": {"stage": self.settings.zero_stage},
+            "zero_optimization": {
+                "stage": self.settings.zero_stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                # or stage 3 would hold the whole of any model below a billion weights from forward to backward
+                "stage3_prefetch_bucket_size": bucket // 8,
+                "stage3_max_reuse_distance": bucket // 8,
+                "stage3_max_live_parameters": bucket // 2,
+            },
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
