@@ -10,9 +10,9 @@ precision); K optimizer values per weight (Lion and SGD 1, AdamW and LAMB 2), in
     3       w P / N   4 P / N    4 K P / N   4 P / N                                     at most 3 r w P A
 
 where r = (N - 1) / N is a ring's share. Stage 1 reduces once a step, stages 2 and 3 with each micro-batch. Stage 2's reduction is
-twice what a reduce-scatter would be, for DeepSpeed does it as an all-reduce; stage 3 gathers the weights twice (forward, and backward
-but for the layers that it begins with) and scatters the gradients once. benchmarks/train.py and tests/distributed/test_zero_cost.py
-compare it with what ranks really hold and send. Activations are not in it (micro_batch.py), nor is padding.
+twice what a reduce-scatter would be, for DeepSpeed does it as an all-reduce; stage 3 gathers the weights twice (forward, and
+backward but for the layers that it begins with) and scatters the gradients once. tests/distributed/test_zero_cost.py compares this
+with what ranks really hold and send. Activations are not in it (micro_batch.py), nor is padding.
 """
 
 from dataclasses import dataclass
