@@ -36,6 +36,9 @@ class _Piece:
 
 
 class Lamb(Optimizer):
+    counts_steps = True
+    """Its state has a `step`, which a checkpoint's restorer must set."""
+
     def __init__(
         self,
         params: Iterable[Any],
