@@ -35,10 +35,9 @@ def engine_bytes(num_weights: int, *, engine: EngineSettings, optimizer: str, nu
     """Of a rank: what stays from step to step, and what the update takes; moved to the host or not."""
     stage, low = engine.zero_stage, 4 if engine.precision == "fp32" else 2
     states = 4 * NUM_STATES[optimizer]
-    if (
-        stage == 0
-    ):  # fp32 weights, gradients and states; autocast keeps low-precision copies of the weights during a step
-        return num_weights * (4 + 4 + states + (low if low < 4 else 0))
+    if stage == 0:
+        # weights, gradients, gradients on their way between ranks, states; autocast copies weights during a step
+        return num_weights * (4 + 4 + 4 + states + (low if low < 4 else 0))
     shard = 4 + 4 + states  # master weights, their gradient, states
     gradients = low if stage == 1 else 0
     # stage 3 lets go of gathered weights again, but keeps up to 10^9 of them: all there are
@@ -97,7 +96,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, ignoring: Iterable[Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.moments = 0, list[int]()
+        self.live = 0
+        self.moments: list[int] = []
         self._seen = {tensor.untyped_storage()._cdata for tensor in ignoring}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +174,8 @@ class Trial:
         kept = [*self.model.parameters(), *self.model.buffers()]
         with MemoryMeter(ignoring=[*kept, *(each.grad for each in kept if each.grad is not None)]) as meter:
             self.step(batch_size)
-        return meter.moments
+        moments: list[int] = meter.moments
+        return moments
 
     def step(self, batch_size: int) -> None:
         size, device = (batch_size, 3, self.image_size, self.image_size), self.device
