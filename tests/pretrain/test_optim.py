@@ -22,7 +22,7 @@ SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
 
 
 def trained(optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int = 6) -> list[Tensor]:
-    """Weights after some steps; whole rows have no gradient, as below a head that starts at zero."""
+    """Weights and momenta after some steps; whole rows have no gradient, as below a head that starts at zero."""
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in SHAPES]
     optimizer = optimizer_of(weights)
@@ -31,7 +31,7 @@ def trained(optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int 
             weight.grad = torch.randn(weight.shape, generator=generator)
             weight.grad[:2] = 0
         optimizer.step()
-    return [weight.detach() for weight in weights]
+    return [tensor.detach() for weight in weights for tensor in (weight, optimizer.state[weight]["exp_avg"])]
 
 
 class PlainLion(Optimizer):
@@ -45,7 +45,7 @@ class PlainLion(Optimizer):
         for group in self.param_groups:
             lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
             for w in group["params"]:
-                m = self.state[w].setdefault("m", torch.zeros_like(w))
+                m = self.state[w].setdefault("exp_avg", torch.zeros_like(w))
                 u = (m * beta1).add(w.grad, alpha=1 - beta1)
                 sign = torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, 0.0))
                 w.copy_((w * (1 - lr * decay)).add(sign, alpha=-lr))
