@@ -241,6 +241,7 @@ def schedule_of(settings: PretrainSettings, data: TrainingData) -> Schedule:
         final_lr=settings.schedule.final_lr,
         warmup_steps=parse_length(settings.schedule.warmup).steps(**size),
         num_steps=parse_length(settings.train.duration).steps(**size),
+        warmup_from=settings.schedule.warmup_from,
     )
 
 
