@@ -37,10 +37,8 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for weight, average in zip(self._weights, self.shards, strict=True):
-            pairs = zip(
-                weight.view(-1).split(_SWAP_ELEMENTS), average.view(-1).split(_SWAP_ELEMENTS), strict=True
-            )
-            for one, other in pairs:
+            pieces = (torch.split(each.view(-1), _SWAP_ELEMENTS) for each in (weight, average))
+            for one, other in zip(*pieces, strict=True):
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
