@@ -175,7 +175,10 @@ class DeepSpeedEngine:
     def _update_sharded(self) -> tuple[Tensor | float, bool]:
         """DeepSpeed looks at the norm itself, on all ranks alike."""
         self._engine.step()
-        return self._engine.get_global_grad_norm(), not self._optimizer.overflow
+        applied = not self._optimizer.overflow
+        if not applied:
+            self._state.forget_gradients()
+        return self._engine.get_global_grad_norm(), applied
 
     def _update_plain(self) -> tuple[Tensor, bool]:
         """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm that is logged and clipped to."""

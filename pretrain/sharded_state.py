@@ -74,6 +74,12 @@ class ShardedState:
             if len(zero.persistent_parameters) > 0:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
+    def forget_gradients(self) -> None:
+        """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to gradients that are not finite."""
+        if self.stage in (1, 2):
+            sums = self._optimizer.averaged_gradients
+            sums.update(dict.fromkeys(sums))
+
     def my_segments(self) -> dict[Tensor, list[Segment]]:
         """This rank's part of every tensor that is stepped."""
         return {flat.tensor: list(flat.layout[self.world.rank]) for flat in self.flats}

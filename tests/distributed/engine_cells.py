@@ -44,18 +44,9 @@ def of_kind(state: EngineState, kind: str) -> dict[str, Tensor]:
     return {key.partition(".")[2]: value for key, value in state.optimizer.items() if key.startswith(f"{kind}.")}
 
 
-def start(world: World, identity: str, **more: Any) -> Any:
-    stage, precision, optimizer = CELLS[identity]
-    engine = make_engine(world, stage, precision, optimizer, ema_decay=DECAY, **more)
-    if precision == "fp16":
-        engine._scaler.cur_scale = 1024.0  # the usual start is meant for larger batches and skips a few steps
-    return engine
-
-
-def gradient_errors(engine: Any, world: World, identity: str) -> dict[str, float]:
+def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, float]:
     """The gradients of step 0, read off the optimizer's state after it."""
-    stage, precision, optimizer = CELLS[identity]
-    low = DTYPES[precision] if stage else torch.float32
+    low = DTYPES[engine.settings.precision] if engine.settings.zero_stage else torch.float32
     expected, norm = plain_gradients(low_precision=low)
     result = train_step(engine, world, 0)
     momentum = of_kind(shared(engine.export_state()), KINDS[optimizer][0])
@@ -70,9 +61,7 @@ def gradient_errors(engine: Any, world: World, identity: str) -> dict[str, float
 def tiling(world: World, segments: dict[Any, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     """How often each element of each parameter is named by all ranks' segments, and whether the shards hold it there."""
     named = [(segment, flat.detach().view(-1)) for flat, mine in segments.items() for segment in mine]
-    pieces = [
-        (each.parameter_number, each.start, row[each.offset : each.offset + each.length]) for each, row in named
-    ]
+    pieces = [(each.parameter_number, each.start, row[each.offset : each.offset + each.length]) for each, row in named]
     tensors = list(weights.values())
     counts = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
     right = True
@@ -108,9 +97,9 @@ def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, 
 def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
     stage, precision, optimizer = CELLS[identity]
     bound: list[Any] = []
-    engine = start(world, identity, bind=bound.append)
+    engine = make_engine(world, stage, precision, optimizer, ema_decay=DECAY, bind=bound.append)
     first = shared(engine.export_state())
-    found: dict[str, Any] = {"twice": gradient_errors(engine, world, identity)}
+    found: dict[str, Any] = {"twice": gradient_errors(engine, world, optimizer)}
     middle = shared(engine.export_state())
     skipped = [train_step(engine, world, 1, poison=poison) for poison in (float("nan"), float("inf"))]
     untouched = shared(engine.export_state())
@@ -119,7 +108,7 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
     losses += advance(engine, world, range(2, 3))
     end = shared(engine.export_state())
 
-    resumed = start(world, identity)
+    resumed = make_engine(world, stage, precision, optimizer, ema_decay=DECAY)
     resumed.import_state(untouched)
     advance(resumed, world, range(1, 3))
     again = shared(resumed.export_state())
@@ -135,9 +124,7 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
         torch.save(kept, Path(folder) / f"{identity}.pt")
     return found | {
         "applied": from_all_ranks([each.applied for each in skipped]),
-        "untouched": max(
-            distance(middle.weights, untouched.weights), distance(middle.optimizer, untouched.optimizer)
-        ),
+        "untouched": max(distance(middle.weights, untouched.weights), distance(middle.optimizer, untouched.optimizer)),
         "scales": [middle.scale, untouched.scale, end.scale, again.scale],
         "updates": [state.num_updates for state in (*states, untouched, again)],
         "resumed": max(distance(end.weights, again.weights), distance(end.optimizer, again.optimizer)),
@@ -159,9 +146,7 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
     stage, precision, optimizer = CELLS[identity]
     before = f"stage{(stage - 1) % 4}-{precision}"
     engine = make_engine(world, stage, precision, optimizer, accumulation=1)
-    if precision == "fp16":
-        engine._scaler.cur_scale = 1024.0
-    found: dict[str, Any] = {"once": gradient_errors(engine, world, identity)}
+    found: dict[str, Any] = {"once": gradient_errors(engine, world, optimizer)}
     other = make_engine(world, stage, precision, CELLS[before][2], accumulation=1, ema_decay=DECAY)
     state = EngineState(*torch.load(Path(folder) / f"{before}.pt", weights_only=True))
     other.import_state(state)
@@ -173,8 +158,8 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
     }
 
 
-def one_rank(world: World, folder: str, identities: list[str]) -> dict[str, list[float]]:
-    """Losses of going on alone from what two ranks had left."""
+def going_on_alone(world: World, folder: str, identities: list[str]) -> dict[str, list[float]]:
+    """Losses of one rank from what two had left."""
     from pretrain.engine import start_distributed
 
     start_distributed(world, timeout_s=60)

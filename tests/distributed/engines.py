@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from pretrain.augment.augmentation import Prepared
 from pretrain.collectives import exchange
 from pretrain.config import EngineSettings, OptimizerSettings
+from pretrain.deepspeed_config import deepspeed_config
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MlpSpec
 from pretrain.optim import build_optimizer, set_lr
@@ -51,7 +53,13 @@ def make_engine(
     bind: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> Any:
-    from pretrain.engine import DeepSpeedEngine
+    import pretrain.engine
+
+    def config(*arguments: Any, **options: Any) -> dict[str, Any]:
+        """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
+        made = deepspeed_config(*arguments, **options)
+        made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
+        return made
 
     def optimizer_of(module: Any) -> Any:
         made: Any = build_optimizer(module, optimizer_settings(optimizer))
@@ -59,16 +67,22 @@ def make_engine(
             made.bind = bind
         return made
 
-    return DeepSpeedEngine(
-        make_model(spec, seed=seed),
-        make_optimizer=optimizer_of,
-        settings=EngineSettings(zero_stage=stage, precision=precision, gradient_clip_norm=CLIP, **settings),
-        plan=BatchPlan(GLOBAL, GLOBAL // world.num_ranks // accumulation, world.num_ranks),
-        label_smoothing=0.1,
-        device=torch.device("cpu"),
-        world=world,
-        ema_decay=ema_decay,
-    )
+    with patch.object(pretrain.engine, "deepspeed_config", config):
+        engine = pretrain.engine.DeepSpeedEngine(
+            make_model(spec, seed=seed),
+            make_optimizer=optimizer_of,
+            settings=EngineSettings(zero_stage=stage, precision=precision, gradient_clip_norm=CLIP, **settings),
+            plan=BatchPlan(GLOBAL, GLOBAL // world.num_ranks // accumulation, world.num_ranks),
+            label_smoothing=0.1,
+            device=torch.device("cpu"),
+            world=world,
+            ema_decay=ema_decay,
+        )
+    if precision == "fp16":
+        engine._scaler.cur_scale = (
+            1024.0  # it starts where the first steps may be skipped, which would shift all others
+        )
+    return engine
 
 
 def train_step(engine: Any, world: World, step: int, *, poison: float | None = None) -> Any:
@@ -143,6 +157,4 @@ def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest error of one tensor against its own size, or against a hundredth of the whole where it is smaller than that."""
     assert one.keys() == other.keys() and one
     whole = sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
-    return max(
-        float((one[name] - other[name]).norm() / max(float(other[name].norm()), whole / 100)) for name in one
-    )
+    return max(float((one[name] - other[name]).norm() / max(float(other[name].norm()), whole / 100)) for name in one)
