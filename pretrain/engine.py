@@ -117,7 +117,9 @@ class DeepSpeedEngine:
         self.device, self.settings, self.plan, self.world = device, settings, plan, world
         self.label_smoothing = label_smoothing
         self._dtype = DTYPES[settings.precision]
-        self.input_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
+        self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
+        makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
+        self.input_dtype = torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
         model = model.to(device)
         if settings.activation_checkpointing:
             _checkpoint_activations(model)
@@ -155,7 +157,7 @@ class DeepSpeedEngine:
         set_lr(self._optimizer, lr)
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches, start=1):
-            logits = self._engine(batch.images_BCHW)
+            logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
             assert logits.dtype == self._dtype, logits.dtype
             loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
             total += loss.detach() / len(micro_batches)
@@ -207,7 +209,7 @@ class DeepSpeedEngine:
             average_over_ranks(self._engine.module)
         self._engine.eval()
         with torch.no_grad():
-            logits: Tensor = self._engine(images)
+            logits: Tensor = self._engine(images.to(self._weight_dtype))
         return logits.float()
 
     @contextmanager
