@@ -1,5 +1,6 @@
 """One start of 2 ranks computes all that the tests of this folder judge: importing DeepSpeed is what costs."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ def everything(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine import start_distributed
 
     start_distributed(world, timeout_s=60)
+    gc.freeze()  # DeepSpeed collects garbage for every engine, and would look through all that was imported
     found = {identity: cell(world, identity, folder) for identity in CELLS}
     for identity in CELLS:
         found[identity] |= elsewhere(world, identity, folder)
-    return {"cells": found, "options": options(world)}
+    return {"cells": found, "options": options(world, folder)}
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,31 @@
 """What an engine may be asked for beside its stage and precision, and models that keep more than weights: computed on 2 ranks."""
 
+import os
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pretrain.models.kept_buffers import kept_buffers
 from pretrain.models.spec import MixerSpec, SparseMlpSpec
+from pretrain.optim import build_optimizer
+from pretrain.order import BatchPlan
 from pretrain.world import World
 from tests.distributed.engine_cells import gradient_errors
 from tests.distributed.engines import (
+    CLIP,
     DECAY,
+    GLOBAL,
     SPEC,
     advance,
     distance,
     from_all_ranks,
     global_batch,
     make_engine,
+    make_model,
+    optimizer_settings,
     relative,
     shared,
     train_step,
@@ -107,11 +117,66 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
     return distance(one.weights, other.weights) == 0 and distance(one.optimizer, other.optimizer) == 0
 
 
-def options(world: World) -> dict[str, Any]:
+def tuned(world: World) -> dict[str, Any]:
+    """accelerate's engine: a step that one rank spoils, and the next against an engine that never saw it."""
+    from finetune.config import TuneEngineSettings
+    from finetune.engine import AccelerateEngine, start_accelerator
+
+    accelerator = start_accelerator(world, precision="fp32", timeout_s=60)
+    spoiled, clean = (
+        AccelerateEngine(
+            make_model(),
+            make_optimizer=lambda module: build_optimizer(module, optimizer_settings("adamw")),
+            settings=TuneEngineSettings(gradient_clip_norm=CLIP),
+            accelerator=accelerator,
+            label_smoothing=0.1,
+            world=world,
+        )
+        for _ in range(2)
+    )
+    plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
+    for engine in (spoiled, clean):
+        train_step(engine, world, 0, plan=plan)
+    skipped = train_step(spoiled, world, 1, plan=plan, poison=float("nan"))
+    for engine in (spoiled, clean):
+        train_step(engine, world, 1, plan=plan)
+    one, other = (shared(engine.export_state()) for engine in (spoiled, clean))
     return {
+        "applied": from_all_ranks(skipped.applied),
+        "apart": max(distance(one.weights, other.weights), distance(one.optimizer, other.optimizer)),
+        "updates": [one.num_updates, other.num_updates],
+    }
+
+
+def noise(world: World, folder: str) -> dict[str, str]:
+    """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
+    from pretrain.engine import log_to
+
+    log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))
+    log_to(log)
+    console.parent.mkdir()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    with console.open("wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        advance(make_engine(world, 3, "bf16", "lion", offload="all"), world, range(1))
+        warnings.warn("a warning of Python's", stacklevel=1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    for number, original in zip((1, 2), kept, strict=True):
+        os.dup2(original, number)
+    return {"console": console.read_text(), "log": log.read_text()}
+
+
+def options(world: World, folder: str) -> dict[str, Any]:
+    return {
+        "tuned": tuned(world),
+        "noise": noise(world, folder),
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
         "checkpointed": [checkpointed(world, stage) for stage in (0, 3)],
-        "averages": [averages_agree(world, stage) for stage in (0, 3)],
-        "permutations": [permutations_are_restored(world, stage) for stage in (1, 3)],
-        "sparse": [sparse_weights_go_on(world, stage) for stage in (2, 3)],
+        "averages": averages_agree(world, 1),
+        "permutations": permutations_are_restored(world, 3),
+        "sparse": sparse_weights_go_on(world, 2),
     }

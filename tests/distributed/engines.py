@@ -59,6 +59,7 @@ def make_engine(
         """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
         made = deepspeed_config(*arguments, **options)
         made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
+        made["zero_optimization"]["reduce_bucket_size"] = 2_000  # the largest weight has 1,836
         return made
 
     def optimizer_of(module: Any) -> Any:
@@ -85,12 +86,14 @@ def make_engine(
     return engine
 
 
-def train_step(engine: Any, world: World, step: int, *, poison: float | None = None) -> Any:
+def train_step(
+    engine: Any, world: World, step: int, *, poison: float | None = None, plan: BatchPlan | None = None
+) -> Any:
     """One step; with `poison` that number stands in one picture of the last rank's first micro-batch."""
     images, labels = global_batch(step)
-    micro_batches = []
-    for micro_step in range(engine.plan.accumulation_steps):
-        rows = torch.from_numpy(engine.plan.positions(consumed=0, micro_step=micro_step, rank=world.rank))
+    micro_batches, plan = [], plan or engine.plan
+    for micro_step in range(plan.accumulation_steps):
+        rows = torch.from_numpy(plan.positions(consumed=0, micro_step=micro_step, rank=world.rank))
         part = images[rows].to(engine.input_dtype)
         if poison is not None and micro_step == 0 and world.rank == world.num_ranks - 1:
             part[0, 0, 0, 0] = poison

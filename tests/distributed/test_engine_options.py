@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pretrain.__main__ import main as pretrain
 from pretrain.config import EngineSettings
 from tests.distributed.engine_options import OFFLOADED
 from tests.distributed.engines import CLIP
@@ -35,15 +36,31 @@ def test_recomputed_activations_change_nothing_even_with_dropout(results: dict[s
 
 
 def test_permutations_are_restored_on_every_rank(results: dict[str, Any]) -> None:
-    assert results["options"]["permutations"] == [True, True]
+    assert results["options"]["permutations"] is True
 
 
 def test_running_averages_are_those_of_all_ranks(results: dict[str, Any]) -> None:
-    for found in results["options"]["averages"]:
-        assert found["differed"] > 1e-3
-        assert found["logits"] == 0
-        assert found["saved"] < 1e-6
+    found = results["options"]["averages"]
+    assert found["differed"] > 1e-3
+    assert found["logits"] == 0
+    assert found["saved"] < 1e-6
 
 
 def test_sparse_weights_go_on(results: dict[str, Any]) -> None:
-    assert results["options"]["sparse"] == [True, True]
+    assert results["options"]["sparse"] is True
+
+
+def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> None:
+    assert results["options"]["tuned"] == {"applied": [False, False], "apart": 0, "updates": [2, 2]}
+
+
+def test_nothing_of_deepspeeds_talk_reaches_the_console(results: dict[str, Any]) -> None:
+    found = results["options"]["noise"]
+    assert found["console"] == ""
+    assert "ZeRO stage 3 optimizer" in found["log"]
+    assert "a warning of Python's" in found["log"]
+
+
+def test_the_word_that_the_deepspeed_launcher_adds_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain(["--local_rank=1", "models", "--match", "mlp_b6_wi256"]) == 0
+    assert "mlp_b6_wi256" in capsys.readouterr().out
