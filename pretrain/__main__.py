@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
     )
+    # the `deepspeed` launcher says it unless told not to; the environment, which it sets as well, is what counts
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
     train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")

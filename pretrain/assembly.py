@@ -112,6 +112,7 @@ class Task:
             self.reader,
             log=Path(self.settings.run_dir) / "skipped_steps" / f"rank-{rank}.jsonl",
             max_in_a_row=self.settings.train.max_skipped_steps,
+            scales_loss=self.settings.engine.precision == "fp16",
         )
 
     def feed_from(self, consumed: int) -> Feed:
@@ -144,14 +145,15 @@ class Task:
     def scores(self) -> Scores | None:
         if self.eval_reader is None:
             return None
-        return evaluate(
-            self.engine.logits,
-            self.eval_reader,
-            self.augmentation,
-            local_batch_size=self.plan.local_batch_size,
-            num_threads=self.num_threads,
-            world=self.world,
-        )
+        with self.engine.averaged():
+            return evaluate(
+                self.engine.logits,
+                self.eval_reader,
+                self.augmentation,
+                local_batch_size=self.plan.local_batch_size,
+                num_threads=self.num_threads,
+                world=self.world,
+            )
 
     def card_at(self, step: int) -> ModelCard:
         return ModelCard(

@@ -65,7 +65,7 @@ def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: Mod
             save_file(tensors, directory / name)
             shutil.copymode(directory / CONFIG, directory / name)  # safetensors writes for the owner alone
         state = {"step": trainer.step, "samples_consumed": trainer.samples_consumed, "num_updates": engine.num_updates}
-        write_json(directory / TRAINER, state)
+        write_json(directory / TRAINER, state | ({"engine.loss_scale": engine.scale} if engine.scale else {}))
         write_json(
             directory / HASHES, {name: sha256_of(directory / name) for name in (MODEL, OPTIMIZER, CONFIG, TRAINER)}
         )
@@ -89,7 +89,8 @@ def restore(run_dir: Path) -> Restored | None:
         fault = fault_of(path)
         if fault is None:
             state = json.loads((path / TRAINER).read_text())
-            engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"])
+            scale = state.get("engine.loss_scale", {})
+            engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
             return Restored(path, engine, TrainerState(state["step"], state["samples_consumed"]))
         print(f"checkpoint {path} is damaged ({fault}); trying the one before", file=sys.stderr)
     if found or (checkpoints_dir(run_dir) / LATEST).exists():

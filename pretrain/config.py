@@ -126,16 +126,34 @@ class TrainSettings(Settings):
     loader_threads: int | None = Field(None, ge=1)
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
 
 
 class EngineSettings(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """fp16 scales its loss dynamically and skips the steps that overflow."""
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
+    as well (stage 3)."""
+    activation_checkpointing: bool = False
+    """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
+
+    @model_validator(mode="after")
+    def _stage_can_offload(self) -> "EngineSettings":
+        least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < least:
+            raise ValueError(
+                f"engine.offload: {self.offload!r} needs engine.zero_stage {least} or more, not {self.zero_stage}; raise it, or "
+                f"set offload to {'optimizer' if self.offload == 'all' and self.zero_stage else 'none'}"
+            )
+        return self
 
 
 class CheckpointSettings(Settings):

@@ -21,29 +21,37 @@ from torch.utils._pytree import tree_leaves
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
 from pretrain.step import loss_of
+from pretrain.zero_cost import Training, bucket_elements, held
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
 """fp32 tensors as large as the weights, by optimizer."""
 PROBES = (2, 4)
 """Samples of the two trial steps."""
-REDUCE_BUCKET = 500_000_000
-"""Entries of the buffer in which DeepSpeed collects gradients at stages 1 to 3: its default, made whole on a GPU."""
 
 
-def engine_bytes(num_weights: int, *, engine: EngineSettings, optimizer: str, num_ranks: int, on_gpu: bool) -> int:
-    """Of a rank: what stays from step to step, and what the update takes; moved to the host or not."""
-    stage, low = engine.zero_stage, 4 if engine.precision == "fp32" else 2
-    states = 4 * NUM_STATES[optimizer]
-    if stage == 0:
-        # weights, gradients, gradients on their way between ranks, states; autocast copies weights during a step
-        return num_weights * (4 + 4 + 4 + states + (low if low < 4 else 0))
-    shard = 4 + 4 + states  # master weights, their gradient, states
-    gradients = low if stage == 1 else 0
-    # stage 3 lets go of gathered weights again, but keeps up to 10^9 of them: all there are
-    gathered = low / num_ranks if stage == 3 else 0
-    bucket = low * (REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, num_weights))
-    return int(num_weights * (low + gradients + gathered + shard / num_ranks)) + bucket
+def engine_bytes(
+    num_weights: int, *, engine: EngineSettings, optimizer: str, num_ranks: int, ema: bool, on_gpu: bool
+) -> int:
+    """Of a rank: what stays from step to step, and what a step takes besides activations."""
+    training = Training(
+        num_weights,
+        engine.zero_stage,
+        engine.precision,
+        num_ranks,
+        num_states=NUM_STATES[optimizer],
+        accumulation_steps=2,  # what is sought may come to it, and it takes more
+        ema=ema,
+        offload=engine.offload,
+    )
+    need, low = held(training), 4 if engine.precision == "fp32" else 2
+    total = need.on_device if on_gpu else need.at_rest  # a CPU offloads into the same memory
+    if engine.zero_stage == 0:
+        # gradients on their way between ranks; autocast copies weights during a step
+        total += num_weights * (4 + (low if low < 4 else 0))
+    if engine.zero_stage == 3:
+        total += low * bucket_elements(num_weights)  # gathered weights
+    return int(total)
 
 
 # ---- what there is ------------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ class Trial:
         """With a copy of the model on the device, as the engine will hold it."""
         there = copy.deepcopy(self.model).to(self.device, self.input_dtype).train()
         checkpoints: Any = getattr(there, "set_grad_checkpointing", None)
-        if checkpoints is not None and getattr(self.engine, "activation_checkpointing", False):
+        if checkpoints is not None and self.engine.activation_checkpointing:
             checkpoints(True)
         return replace(self, model=there)
 

@@ -102,6 +102,7 @@ def fit_micro_batch(
         engine=engine,
         optimizer=settings.optimizer.name,
         num_ranks=world.num_ranks,
+        ema=settings.train.ema_decay is not None,
         on_gpu=on_gpu,
     )
     trial = Trial(model, num_classes, image_size, engine, is_mixed=bool(settings.augment.mixing), device=device)
@@ -184,7 +185,14 @@ def _holds(trial: Trial, *, reserved: int, waiting: int) -> Callable[[int], bool
 def situation_of(settings: PretrainSettings, *, device: torch.device, world: World) -> dict[str, Any]:
     """What the choice depends on and may change while a run goes on."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    return {"device": kind, "num_ranks": world.num_ranks, "zero_stage": settings.engine.zero_stage}
+    engine = settings.engine
+    return {
+        "device": kind,
+        "num_ranks": world.num_ranks,
+        "zero_stage": engine.zero_stage,
+        "offload": engine.offload,
+        "activation_checkpointing": engine.activation_checkpointing,
+    }
 
 
 def recall(path: Path, situation: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ RUN/config.yaml       the resolved settings
 RUN/checkpoints/      see checkpoint.py
 RUN/tracking/         see tracking.py
 RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
+RUN/logs/             what DeepSpeed and Python warned of, one file per rank
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/result.json       written last; a run that has it is finished
@@ -25,6 +26,8 @@ MAY_CHANGE = (
     "resume",
     "tracking.enabled",
     "engine.zero_stage",
+    "engine.offload",
+    "engine.activation_checkpointing",
     "engine.compile",
     "engine.timeout_s",
     "checkpoint",

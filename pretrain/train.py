@@ -6,7 +6,7 @@ from pretrain.assembly import Task, open_tracker, supervise
 from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import load_training_data
-from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.engine import DeepSpeedEngine, log_to, start_distributed
 from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
@@ -22,6 +22,7 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+        log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         return supervise(prepare(settings, world, stop=stop).trainer())
 
 
@@ -42,6 +43,7 @@ def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task
         label_smoothing=settings.train.label_smoothing,
         device=device,
         world=world,
+        ema_decay=settings.train.ema_decay,
     )
     run_key, tracker = open_tracker(
         with_local_batch_size(settings, local_batch_size), data, world, num_weights=num_weights

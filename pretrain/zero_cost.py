@@ -27,7 +27,7 @@ MAX_BUCKET_ELEMENTS = 50_000_000
 
 
 def bucket_elements(num_parameters: int) -> int:
-    return min(num_parameters, MAX_BUCKET_ELEMENTS)
+    return min(-(-num_parameters // 8) * 8, MAX_BUCKET_ELEMENTS)  # DeepSpeed wants an even number
 
 
 @dataclass(frozen=True)

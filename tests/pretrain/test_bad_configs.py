@@ -41,7 +41,7 @@ TABLE = [
     ("a list for a preset", ["model={preset: [mixer_b_w]}"], "model.preset: ['mixer_b_w'] is not a known model; did you mean 'mixer_b_w'?"),
     ("preset on top of a model", ["model.preset=mixer_ss_w"], "model.preset: 'mixer_ss_w' is given beside kind 'mlp', which are two models; for the named one write model='{preset: mixer_ss_w}', or remove kind"),
     ("preset of the same kind", ["model.preset=mlp_b6_wi256"], "model.preset: 'mlp_b6_wi256' is given beside kind 'mlp'"),
-    ("precision that is not there yet", ["engine.precision=fp16"], "engine.precision: 'fp16' is not one of its values"),
+    ("offload of what is not sharded", ["engine.zero_stage=0", "engine.offload=optimizer"], "engine.offload: 'optimizer' needs engine.zero_stage 1"),
     ("evaluation never", ["train.eval_every=0 steps"], "train.eval_every: '0 steps' is never; write how often"),
     ("duration without unit", ["train.duration=90"], "train.duration:"),
     ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration: '90 hours' is not a length; write a number and a unit"),

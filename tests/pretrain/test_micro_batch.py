@@ -121,12 +121,12 @@ def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(
 def test_zero_shares_out_what_it_says() -> None:
     def per_weight(stage: int, ranks: int, precision: str = "bf16") -> float:
         engine = EngineSettings.model_validate({"zero_stage": stage, "precision": precision})
-        return engine_bytes(10**6, engine=engine, optimizer="adamw", num_ranks=ranks, on_gpu=False) / 10**6
+        return engine_bytes(10**6, engine=engine, optimizer="adamw", num_ranks=ranks, ema=False, on_gpu=True) / 10**6
 
     assert per_weight(0, 4, "fp32") == per_weight(0, 1, "fp32") == 4 + 4 + 4 + 8
-    assert [per_weight(1, ranks) for ranks in (1, 4)] == [2 + 2 + 2 + 16, 2 + 2 + 2 + 4]
-    assert per_weight(2, 4) == per_weight(1, 4) - 2
-    assert per_weight(3, 4) == 2 + 0.5 + 2 + 4
+    assert [per_weight(1, ranks) for ranks in (1, 4)] == [2 + 2 + 4 + 12, 2 + 2 + 4 + 3]
+    assert per_weight(2, 4) == 2 + 2 + 1 + 3
+    assert per_weight(3, 4) == 0.5 + 2 + 2 + 1 + 3
 
 
 def test_limits_of_cgroups_are_seen(tmp_path: Path) -> None:
