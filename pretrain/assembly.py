@@ -29,7 +29,7 @@ from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
 from pretrain.step import Engine
-from pretrain.tracking import RunIdentity, Tracker
+from pretrain.tracker import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Outcome, Trainer
 from pretrain.world import World
 

@@ -28,7 +28,7 @@ from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
 from pretrain.step import Engine
-from pretrain.tracking import Tracker
+from pretrain.tracker import Tracker
 from pretrain.world import World
 
 

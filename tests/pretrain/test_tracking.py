@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from pretrain.tracking import RunIdentity, Tracker, sync
+from pretrain.tracker import RunIdentity, Tracker
+from pretrain.tracking import sync
 from tests.ranks import REPOSITORY
 
 
@@ -89,7 +90,7 @@ def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     identity(run_dir)
     program = (
-        "import sys, time; from pathlib import Path; from pretrain.tracking import Tracker\n"
+        "import sys, time; from pathlib import Path; from pretrain.tracker import Tracker\n"
         "t = Tracker(Path(sys.argv[1]), params={}, tags={})\n"
         "t.metrics({'loss': 1.0}, step=1); print('up', flush=True); time.sleep(60)"
     )
