@@ -87,6 +87,9 @@ class AccelerateEngine:
             logits: Tensor = self.module(images)
         return logits.float()
 
+    def weight(self, name: str) -> Tensor | None:
+        return self.module.get_parameter(name).detach() if self.world.is_first else None
+
     def export_state(self) -> EngineState:
         average_over_ranks(self.module)
         if not self.world.is_first:

@@ -22,6 +22,7 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 MAY_CHANGE = (
     "resume",
     "tracking.enabled",
+    "tracking.peak_teraflops",
     "engine.zero_stage",
     "engine.compile",
     "engine.timeout_s",

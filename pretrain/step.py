@@ -43,6 +43,9 @@ class Engine(Protocol):
     def logits(self, images: Tensor) -> Tensor:
         """float32 logits in evaluation mode; every rank calls it equally often."""
 
+    def weight(self, name: str) -> Tensor | None:
+        """One weight, whole, on the device, as the model works with it; called by every rank, and the first rank gets it."""
+
     def export_state(self) -> EngineState:
         """Called by every rank; the first rank gets the state, the others an empty one."""
 

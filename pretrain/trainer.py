@@ -6,11 +6,10 @@ exchange of the mean loss, the vote on stopping and the number of bad samples; 5
 """
 
 import math
-import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,12 +17,14 @@ import torch
 from data_prep.progress import ProgressLine, progress
 from data_prep.settings import UserError
 from pretrain import checkpoint
+from pretrain.augment.augmentation import Prepared
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import barrier, exchange
 from pretrain.counter import hash64
 from pretrain.evaluate import Scores
 from pretrain.feed import Fed, Feed
+from pretrain.meter import Meter, in_words
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
@@ -55,34 +56,6 @@ class Outcome:
     images_per_s: float
 
 
-@dataclass
-class Meter:
-    """Sums since the last log line."""
-
-    steps: int = 0
-    wait_s: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
-
-    def reading(
-        self, loss: float, gradient_norm: float, *, lr: float, batch_size: int, flops_per_image: float
-    ) -> dict[str, float]:
-        elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
-        images_per_s = self.steps * batch_size / elapsed_s
-        return {
-            "train/loss": loss,
-            "train/gradient_norm": gradient_norm,
-            "train/lr": lr,
-            "speed/images_per_s": images_per_s,
-            "speed/teraflops": 3 * flops_per_image * images_per_s / 1e12,
-            "speed/data_wait_share": self.wait_s / elapsed_s,
-            "memory/peak_rss_gb": peak_rss_gb(),
-        }
-
-
-def peak_rss_gb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 @dataclass(frozen=True)
 class Trainer:
     engine: Engine
@@ -100,17 +73,25 @@ class Trainer:
     stop: StopFlag
     world: World
     flops_per_image: float
+    peak_teraflops: float
+    """Of all ranks together."""
+    show_fed: Callable[[Prepared], None]
+    """What the model is fed, at the start."""
+    show_filters: Callable[[int], None]
+    """What the first layer looks at, at each evaluation; called by every rank."""
     title: str
     seed: int
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, num_bad = start.step, None, 0
-        meter, began_s = Meter(), time.monotonic()
+        meter, began_s, reading = Meter(), time.monotonic(), dict[str, float]()
         size = self.plan.global_batch_size
         with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
             while step < self.cadence.num_steps:
                 lr = self.schedule.lr(step)
                 fed = self._fed(feed, meter)
+                if step == 0:
+                    self.show_fed(fed[0].prepared)
                 torch.manual_seed(
                     int(hash64(self.seed, step, self.world.rank))
                 )  # what dropout draws has no state, either
@@ -127,27 +108,33 @@ class Trainer:
                 self.check_bad(num_bad, (step - start.step) * size)
                 if self._due(step, self.cadence.log_every):
                     reading = meter.reading(
-                        loss, float(result.gradient_norm), lr=lr, batch_size=size, flops_per_image=self.flops_per_image
+                        loss,
+                        float(result.gradient_norm),
+                        lr=lr,
+                        batch_size=size,
+                        flops_per_image=self.flops_per_image,
+                        peak_teraflops=self.peak_teraflops,
+                        device=self.engine.device,
                     )
                     reading |= {"train/samples": float(step * size), "train/bad_samples": float(num_bad)}
                     self.tracker.metrics(reading, step=step)
                     meter = Meter()
-                    line.note = f"loss {loss:.3f}  {reading['speed/images_per_s']:,.0f} images/s"
+                    line.note = in_words(reading, scores)
                 line.advance()
                 if self._due(step, self.cadence.eval_every):
-                    scores = self._evaluated(step, line)
-                    meter = Meter()
+                    scores = self._evaluated(step)
+                    line.note, meter = in_words(reading, scores), Meter()
                 if stopping or self._due(step, self.cadence.checkpoint_every):
                     self._save(step)
                     meter = Meter()
                 if stopping and step < self.cadence.num_steps:
                     return Outcome(step, False, scores, self._rate(step, start, began_s))
             if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
-                scores = self._evaluated(step, line)
+                scores = self._evaluated(step)
         return Outcome(step, True, scores, self._rate(step, start, began_s))
 
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
-        return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)
+        return progress(self.title, total=self.cadence.num_steps, unit="step", start=step, enabled=self.world.is_first)
 
     def _fed(self, feed: Feed, meter: Meter) -> list[Fed]:
         """This rank's micro-batches of one step."""
@@ -159,11 +146,11 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps
 
-    def _evaluated(self, step: int, line: ProgressLine) -> Scores | None:
+    def _evaluated(self, step: int) -> Scores | None:
+        self.show_filters(step)
         scores = self.evaluate()
         if scores is not None:
             self.tracker.metrics(scores.metrics("eval"), step=step)
-            line.note = f"top-1 {scores.top1:.1%}"
         return scores
 
     def _save(self, step: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
-from pretrain.assembly import shown_command
+from pretrain.page import shown_command
 from pretrain.config import DataSettings
 from pretrain.loader import as_stored, training_batches
 from pretrain.order import BatchPlan, Order
