@@ -3,9 +3,9 @@
     packing  1,000/4,000 images  100/s  train-000001.tar  eta 30 s
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
-In a log file that is a line every ten seconds at first, and every minute after ten minutes. Starting a line is free; it says nothing
-of work that ends within a second. A line within a line (the evaluation during a training) takes the outer one's place for as long as
-it lasts, and the outer one's speed does not count that time; its time left does, in the share that it had so far.
+In a log file that is a line every ten seconds at first, and every minute after ten minutes. Starting a line is free; it says
+nothing of work that ends within a second. A line within a line (the evaluation during a training) takes the outer one's place while
+it lasts. The outer one's speed does not count that time; its time left does, in the share that it had so far.
 """
 
 import sys
@@ -39,8 +39,6 @@ class ProgressLine:
         self._bar: Progress | None = None
         self._enabled = enabled
         self._outer = _open_lines[-1] if enabled and _open_lines else None
-        if enabled:
-            _open_lines.append(self)
 
     def advance(self, count: int = 1, *, note: str | None = None) -> None:
         self.done += count
@@ -50,14 +48,12 @@ class ProgressLine:
             return
         self._remember()
         if sys.stderr.isatty():
-            _open_lines[0]._draw(self)
+            (_open_lines[0] if self._outer else self)._draw(self)
         elif time.monotonic() - self._said_s >= self._interval_s():
             self._say(self._left())
 
     def close(self, *, failed: bool = False) -> None:
         """Says the last state, once; after a failure, which has a line of its own, only the bar ends."""
-        if self in _open_lines:
-            _open_lines.remove(self)
         took_s = time.monotonic() - self._started_s
         if self._outer is not None:
             self._outer._elsewhere_s += took_s
@@ -109,24 +105,28 @@ class ProgressLine:
             self._bar = Progress(bar, text, console=console, refresh_per_second=4)
             self._bar.start()
             self._task = self._bar.add_task("", total=self.total)
-        said = line._text(line._left() if ending is None else ending)
-        if line is not self:
-            said = f"{self.title}  {said}"
-        room = self._bar.console.width - len(said) - 1
-        self._bar_column.bar_width = max(_NARROWEST, min(_BAR, room))
+        before = "" if line is self else f"{self.title}  "
+        width = self._bar.console.width - 1
+        said = before + line._text(line._left() if ending is None else ending, width=width - _NARROWEST - len(before))
+        self._bar_column.bar_width = max(_NARROWEST, min(_BAR, width - len(said)))
         self._bar.update(self._task, completed=self.done, total=self.total, description=said)
 
     def _say(self, ending: str) -> None:
         self._said_s = time.monotonic()
         print(self._text(ending), file=sys.stderr, flush=True)
 
-    def _text(self, ending: str) -> str:
+    def _text(self, ending: str, *, width: int | None = None) -> str:
+        """Where it is too long, the last parts of the note go."""
         if self.unit == "step":
-            parts = [self.title, f"step {self.done:,}/{self.total:,}", self.note, ending]
+            counts = [f"step {self.done:,}/{self.total:,}"]
         else:
-            counts = f"{self.done:,}/{self.total:,} {self.unit}"
-            parts = [self.title, counts, f"{self.rate():,.0f}/s", self.note, ending]
-        return "  ".join(part for part in parts if part)
+            counts = [f"{self.done:,}/{self.total:,} {self.unit}", f"{self.rate():,.0f}/s"]
+        notes = self.note.split("  ")
+        while True:
+            text = "  ".join(part for part in [self.title, *counts, *notes, ending] if part)
+            if width is None or len(text) <= width or not notes:
+                return text
+            notes.pop()
 
 
 def in_words(seconds: float) -> str:
@@ -150,10 +150,15 @@ def in_words(seconds: float) -> str:
 def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True) -> Iterator[ProgressLine]:
     """Work whose unit is "step" tells its speed in its note."""
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
+    failed = False
+    if enabled:
+        _open_lines.append(line)
     try:
         yield line
     except Exception:
-        line.close(failed=True)
+        failed = True
         raise
     finally:
-        line.close()
+        if enabled:
+            _open_lines.remove(line)
+        line.close(failed=failed)

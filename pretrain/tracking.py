@@ -7,8 +7,8 @@ journal and goes out when the server is back, when the run is resumed, or when `
 
 Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands once, and the run is found by
 its key. A run that is resumed goes on in the same MLflow run. Files are sent after the figures and are owed until they arrive: a
-store for files that is out of order holds up no figure. The status is the journal's; where that has no end, and the trainer is gone,
-the run has FAILED.
+store for files that is out of order holds up no figure. The status is the journal's; where that has no end, and there is no trainer
+any more, the run has FAILED.
 """
 
 import json
