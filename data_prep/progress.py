@@ -75,6 +75,8 @@ class ProgressLine:
 
     def _remember(self) -> None:
         now_s = self._worked_s()
+        if self.unit == "step" and len(self._recent) == 1 and self._recent[0][1] == self._start:
+            self._recent[0] = (now_s, self.done)  # the first step warms everything up: it says nothing of the others
         if now_s - self._recent[-1][0] >= RECENT_S / 60:
             self._recent.append((now_s, self.done))
         while len(self._recent) > 1 and self._recent[1][0] <= now_s - RECENT_S:
@@ -131,19 +133,21 @@ class ProgressLine:
 
 def in_words(seconds: float) -> str:
     """45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours = minutes // 60
-    if hours < 24:
-        return f"{hours} h {minutes % 60} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h"
+    if seconds < 59.5:
+        return f"{round(seconds)} s"
+    if seconds < 599.5:
+        return _two(round(seconds), 60, "min", "s")
+    if seconds < 3570:
+        return f"{round(seconds / 60)} min"
+    if seconds < 86_370:
+        return _two(round(seconds / 60), 60, "h", "min")
+    return _two(round(seconds / 3600), 24, "d", "h")
+
+
+def _two(count: int, size: int, large: str, small: str) -> str:
+    """`count` small units, `size` of which are a large one."""
+    whole, rest = divmod(count, size)
+    return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
 
 
 @contextmanager

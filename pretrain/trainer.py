@@ -78,7 +78,7 @@ class Trainer:
     show_fed: Callable[[Prepared], None]
     """What the model is fed, at the start."""
     show_filters: Callable[[int], None]
-    """What the first layer looks at, at each evaluation; called by every rank."""
+    """What the first layer looks at, at the start and at each evaluation; called by every rank."""
     title: str
     seed: int
 
@@ -92,6 +92,7 @@ class Trainer:
                 fed = self._fed(feed, meter)
                 if step == 0:
                     self.show_fed(fed[0].prepared)
+                    self.show_filters(step)
                 torch.manual_seed(
                     int(hash64(self.seed, step, self.world.rank))
                 )  # what dropout draws has no state, either
