@@ -35,8 +35,7 @@ def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit
         f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
         f"{settings.train.duration} at a batch of {settings.train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
         f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}; code {commit}",
-        f"Everything of it lies in `{Path(settings.run_dir).resolve()}`. The same command goes on where it stopped:",
-        f"```\n{command}\n```",
+        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`",
     ]
     return "\n\n".join(lines)
 
