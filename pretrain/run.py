@@ -2,7 +2,7 @@
 
 RUN/config.yaml       the resolved settings
 RUN/checkpoints/      see checkpoint.py
-RUN/tracking/         see tracking.py
+RUN/tracking/         see tracker.py
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/result.json       written last; a run that has it is finished
 """
