@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,11 @@ def summary(part: Part) -> dict[str, Any]:
 
 
 def shown_command(words: list[str]) -> str:
-    """The command line without what only fsspec may know."""
-    return " ".join(re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words)
+    """The command line as one would type it, without what only fsspec may know."""
+    program = Path(words[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words[1:]]
+    return shlex.join([name, *known])
 
 
 def git_commit() -> str:

@@ -13,7 +13,7 @@ from data_prep.manifest import load_manifest
 from pretrain.card import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.datasets import load_training_data
-from pretrain.page import datasets_of
+from pretrain.page import datasets_of, shown_command
 from pretrain.pictures import draw_filters, strongest_filters
 from tests.training import finish, start, write_config
 
@@ -76,6 +76,17 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     blue, white = [5, 48, 97], [247, 247, 247]
     assert sheet[72, 72].tolist() == blue and sheet[130, 270].tolist() == blue and sheet[20, 160].tolist() == white
     assert sheet[200:, :].min() == 255  # two panels of four
+
+
+def test_the_command_is_shown_as_it_can_be_typed() -> None:
+    words = [
+        "/somewhere/pretrain/__main__.py",
+        "train",
+        "a.yaml",
+        "train.duration=2 epochs",
+        "data.storage={key: secret}",
+    ]
+    assert shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
 
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:
