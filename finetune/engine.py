@@ -94,6 +94,9 @@ class AccelerateEngine:
         """There are no averaged weights here, and no setting that asks for them."""
         return nullcontext()
 
+    def weight(self, name: str) -> Tensor | None:
+        return self.module.get_parameter(name).detach() if self.world.is_first else None
+
     def export_state(self) -> EngineState:
         average_over_ranks(self.module)
         if not self.world.is_first:

@@ -1,8 +1,6 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -10,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 
 from pretrain import checkpoint
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.bad_samples import BadSamples, check_share
 from pretrain.card import CheckpointError, ModelCard, parse_card
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import same_on_all_ranks
+from pretrain.collectives import barrier, same_on_all_ranks
 from pretrain.config import PretrainSettings
 from pretrain.datasets import TrainingData, check_against_data
 from pretrain.durations import parse_length
@@ -23,6 +21,9 @@ from pretrain.feed import Feed
 from pretrain.loader import training_batches
 from pretrain.models.cost import forward_flops
 from pretrain.order import BatchPlan, Line
+from pretrain.page import datasets_of, git_commit, shown_command, tags_of
+from pretrain.peak import find_peak
+from pretrain.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, recipe, strongest_filters
 from pretrain.preemption import StopFlag
 from pretrain.run import CONFIG_FILE, flatten, save_result
 from pretrain.schedule import Schedule
@@ -30,9 +31,13 @@ from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
 from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.step import Engine
-from pretrain.tracking import RunIdentity, Tracker
+from pretrain.system_metrics import NodeSampler
+from pretrain.tracker import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Outcome, Trainer
 from pretrain.world import World
+
+NUM_SHOWN, COLUMNS = 40, 5
+"""Pictures on the sheet of what the model is fed; columns of the picture of its first layer."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Task:
 
     def trainer(self) -> Trainer:
         settings, run_dir = self.settings, Path(self.settings.run_dir)
+        barrier()  # all ranks measure at once
+        peak = find_peak(
+            self.engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
+        )
+        self.tracker.params({"peak_teraflops": str(peak)})
         size = {"num_classes": len(self.data.classes), "image_size": self.data.image_size}
         return Trainer(
             engine=self.engine,
@@ -67,6 +77,9 @@ class Task:
             stop=self.stop,
             world=self.world,
             flops_per_image=forward_flops(settings.model, **size),
+            peak_teraflops=peak.teraflops * self.world.num_ranks,
+            show_fed=self.show_fed,
+            show_filters=self.show_filters,
             title=run_dir.name,
             seed=settings.train.seed,
         )
@@ -155,6 +168,28 @@ class Task:
                 world=self.world,
             )
 
+    def show_fed(self, prepared: Prepared) -> None:
+        """A sheet of the first pictures of a run, of the first rank's share."""
+        sample = first_of(prepared, count=NUM_SHOWN)
+        names = self.data.classes
+        title = f"{self.data.name}, as {Path(self.settings.run_dir).name} sees it"
+        facts = f"{self.data.image_size} px  ·  {recipe(self.settings.augment)}"
+        self.tracker.picture(
+            "pictures/fed",
+            lambda: fed_sheet(sample, normalisation=self.normalisation, classes=names, title=title, facts=facts),
+            step=0,
+        )
+
+    def show_filters(self, step: int) -> None:
+        """Every rank calls it; the weights may lie in shards."""
+        side = filter_side(self.settings.model, image_size=self.data.image_size)
+        if side is None or not self.settings.tracking.enabled:
+            return
+        weight_NF = self.engine.weight(FIRST_LAYER)
+        if weight_NF is not None:
+            filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
+            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS), step=step)
+
     def card_at(self, step: int) -> ModelCard:
         return ModelCard(
             model=self.settings.model,
@@ -182,7 +217,6 @@ def supervise(trainer: Trainer) -> Outcome:
         if scores is not None:
             result |= scores.metrics("eval")
         save_result(trainer.run_dir, result)
-        trainer.tracker.artifact(trainer.run_dir / CONFIG_FILE)
     trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
     return outcome
 
@@ -229,10 +263,14 @@ def open_tracker(
         "num_weights": num_weights,
         "manifest_hash": data.hash,
     }
-    tags = {"mlflow.source.name": shown_command(sys.argv), "mlflow.source.git.commit": git_commit()}
-    tags |= {"dataset": data.name, "model": settings.model.label}
+    command = shown_command(sys.argv)
+    tags = tags_of(settings, data, command=command, commit=git_commit(), num_weights=num_weights)
     tags |= extra_tags or {"task": "pretrain"}
-    return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
+    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets_of(data))
+    tracker.artifact(run_dir / CONFIG_FILE)
+    if tracking.enabled:
+        tracker.sample_system(NodeSampler(run_dir).sample)
+    return identity.run_key, tracker
 
 
 def schedule_of(settings: PretrainSettings, data: TrainingData) -> Schedule:
@@ -258,11 +296,6 @@ def cadence_of(settings: PretrainSettings, data: TrainingData) -> Cadence:
     )
 
 
-def shown_command(words: list[str]) -> str:
-    """The command line without what only fsspec may know."""
-    return " ".join(re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words)
-
-
 def open_cache(data: TrainingData) -> ShardCache | None:
     """Where there are remote shards; its directory is what ranks and runs share."""
     if not data.has_remote_shards:
@@ -271,21 +304,6 @@ def open_cache(data: TrainingData) -> ShardCache | None:
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
     directory = Path(settings.cache_dir) if settings.cache_dir else default
     return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
-
-
-def git_commit() -> str:
-    """The commit of the code that runs, with a mark where it was changed since."""
-    here = Path(__file__).parent
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _size(settings: PretrainSettings, data: TrainingData) -> dict[str, int]:

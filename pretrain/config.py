@@ -166,6 +166,8 @@ class TrackingSettings(Settings):
     experiment: str = "wide-mlps"
     uri: str | None = None
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
+    peak_teraflops: float | None = Field(None, gt=0)
+    """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""
 
 
 Resume = Literal["auto", "must", "never"]

@@ -213,6 +213,12 @@ class DeepSpeedEngine:
             logits: Tensor = self._engine(images.to(self._weight_dtype))
         return logits.float()
 
+    def weight(self, name: str) -> Tensor | None:
+        parameter = self._engine.module.get_parameter(name)
+        if self.settings.zero_stage == 3:  # in shards, that all ranks put together
+            parameter = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return parameter.detach() if self.world.is_first else None
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         if self._average is None:

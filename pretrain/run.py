@@ -2,7 +2,7 @@
 
 RUN/config.yaml       the resolved settings
 RUN/checkpoints/      see checkpoint.py
-RUN/tracking/         see tracking.py
+RUN/tracking/         see tracker.py
 RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
 RUN/logs/             what DeepSpeed and Python warned of, one file per rank
 RUN/bad_samples/      see bad_samples.py; only where there are any
@@ -25,6 +25,7 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 MAY_CHANGE = (
     "resume",
     "tracking.enabled",
+    "tracking.peak_teraflops",
     "engine.zero_stage",
     "engine.offload",
     "engine.activation_checkpointing",

@@ -55,6 +55,9 @@ class Engine(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Inside the block `logits` uses the averaged weights, where there are any, else the weights; every rank enters it."""
 
+    def weight(self, name: str) -> Tensor | None:
+        """One weight, whole, on the device, as the model works with it; called by every rank, and the first rank gets it."""
+
     def export_state(self) -> EngineState:
         """Called by every rank; the first rank gets the state, which later training does not touch, the others an empty one."""
 

@@ -15,6 +15,7 @@ import torch
 
 from data_prep.progress import ProgressLine, progress
 from pretrain import checkpoint
+from pretrain.augment.augmentation import Prepared
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import Exchange, barrier
@@ -28,7 +29,7 @@ from pretrain.preemption import StopFlag
 from pretrain.schedule import Schedule
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
-from pretrain.tracking import Tracker
+from pretrain.tracker import Tracker
 from pretrain.world import World
 
 
@@ -69,6 +70,12 @@ class Trainer:
     stop: StopFlag
     world: World
     flops_per_image: float
+    peak_teraflops: float
+    """Of all ranks together."""
+    show_fed: Callable[[Prepared], None]
+    """What the model is fed, at the start."""
+    show_filters: Callable[[int], None]
+    """What the first layer looks at, at the start and at each evaluation; called by every rank."""
     title: str
     seed: int
 
@@ -85,7 +92,8 @@ class Trainer:
                 if eval_due or save_due or ledger.stopping:
                     ledger.settle()
                 if eval_due:
-                    scores = self._evaluated(step, line)
+                    scores = self._evaluated(step)
+                    ledger.show(scores)
                 if save_due or ledger.stopping:
                     self._save(step)
                 if eval_due or save_due:
@@ -93,13 +101,18 @@ class Trainer:
                 if ledger.stopping and step < self.cadence.num_steps:
                     return Outcome(step, False, scores, self._rate(step, start, began_s))
             if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
-                scores = self._evaluated(step, line)
+                scores = self._evaluated(step)
         return Outcome(step, True, scores, self._rate(step, start, began_s))
 
     def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
         size = self.plan.global_batch_size
         return Ledger(
-            meter=Meter(global_batch_size=size, flops_per_image=self.flops_per_image),
+            meter=Meter(
+                global_batch_size=size,
+                flops_per_image=self.flops_per_image,
+                peak_teraflops=self.peak_teraflops,
+                device=self.engine.device,
+            ),
             line=line,
             tracker=self.tracker,
             skipped=self.skipped,
@@ -114,6 +127,9 @@ class Trainer:
         lr = self.schedule.lr(step)
         with meter.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
+        if step == 0:
+            self.show_fed(fed[0].prepared)
+            self.show_filters(step)
         torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
@@ -125,16 +141,16 @@ class Trainer:
         return Entry(step + 1, lr, result.applied, exchange)
 
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
-        return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)
+        return progress(self.title, total=self.cadence.num_steps, unit="step", start=step, enabled=self.world.is_first)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps
 
-    def _evaluated(self, step: int, line: ProgressLine) -> Scores | None:
+    def _evaluated(self, step: int) -> Scores | None:
+        self.show_filters(step)
         scores = self.evaluate()
         if scores is not None:
             self.tracker.metrics(scores.metrics("eval"), step=step)
-            line.note = f"top-1 {scores.top1:.1%}"
         return scores
 
     def _save(self, step: int) -> None:

@@ -31,6 +31,7 @@ TABLE = [
     ("fraction for a whole number", ["train.global_batch_size=24.5"], "train.global_batch_size: 24.5 will not do; a whole number"),
     ("quoted number", ['train.seed="3"'], "train.seed: '3' will not do; a whole number is needed"),
     ("yes for true", ["engine.compile=yes"], "engine.compile: 'yes' will not do; true or false is needed"),
+    ("no peak", ["tracking.peak_teraflops=0"], "tracking.peak_teraflops: 0 will not do; it must be greater than 0"),
     ("negative", ["optimizer.lr=-1"], "optimizer.lr: -1 will not do; it must be greater than 0"),
     ("not finite", ["optimizer.lr=.inf"], "optimizer.lr:"),
     ("unknown optimizer", ["optimizer.name=lyon"], "optimizer.name: 'lyon' is not one of its values; did you mean 'lion'?"),
