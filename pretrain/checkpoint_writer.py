@@ -1,8 +1,8 @@
 """Writes checkpoints in the background, one at a time, while training goes on; a full disk costs a checkpoint, never the run.
 
-A snapshot passes through: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make
-the snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. the thread publishes
-it, and tries again, with growing pauses, as long as the file system refuses. At most two snapshots are in memory only while 2 lasts.
+A snapshot's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make
+the snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. the thread
+publishes it, and tries again, with growing pauses, as long as the file system refuses.
 
 `finish` waits for the last one, within reason. Metrics wait in `news` for the trainer's thread, which alone speaks to the tracker.
 """
@@ -96,8 +96,9 @@ class CheckpointWriter:
                 self._changed.wait(0.2)
                 if self._fault is not None and not self._is_writing and time.monotonic() > deadline_s:
                     raise CheckpointError(
-                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {self._snapshot.trainer.step}) could not be "
-                        f"written ({_reason(self._fault)}); {_remedy(self._fault)}, and the same command goes on from the one before"
+                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {self._snapshot.trainer.step}) could not "
+                        f"be written ({_reason(self._fault)}); {_remedy(self._fault)}, and the same command goes on from the "
+                        "one before"
                     )
             self._raise_defect()
         write_best(self._run_dir, best)

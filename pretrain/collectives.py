@@ -80,6 +80,15 @@ def any_rank(flag: bool, *, device: torch.device) -> bool:
     return bool(all_sum(torch.tensor(float(flag), device=device)) > 0) if is_distributed() else flag
 
 
+def highest(value: int, *, device: torch.device) -> int:
+    """Of all ranks."""
+    if not is_distributed():
+        return value
+    values = torch.tensor(value, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return int(values)
+
+
 def same_on_all_ranks(value: int, *, device: torch.device) -> bool:
     if not is_distributed():
         return True

@@ -3,7 +3,7 @@
 A picture that does not decode is left out of the score, and `num_samples` says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment.augmentation import Augmentation
-from pretrain.collectives import all_sum
-from pretrain.loader import evaluation_batches
+from pretrain.collectives import Exchange, all_sum
+from pretrain.loader import Batch, Batches, evaluation_batches
+from pretrain.preemption import Interrupted, StopFlag
 from pretrain.shards import ShardReader
 from pretrain.world import World
 
@@ -38,7 +39,9 @@ def evaluate(
     local_batch_size: int,
     world: World,
     num_threads: int = 1,
+    stop: StopFlag | None = None,
 ) -> Scores:
+    """Raises Interrupted, on all ranks at the same batch, where one of them is told to stop."""
     device, num_bad = augmentation.device, 0
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     with (
@@ -47,7 +50,7 @@ def evaluate(
             reader, local_batch_size=local_batch_size, world=world, num_threads=num_threads, pin=device.type == "cuda"
         ) as batches,
     ):
-        for batch in batches:
+        for batch in _heeding(stop, batches, device=device):
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
             sums += count(logits_of(prepared.images_BCHW), prepared.labels_B, batch.mask_B.to(device))
@@ -58,6 +61,21 @@ def evaluate(
     if number == 0:
         raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
     return Scores(top1=right1 / number, top5=right5 / number, loss=loss / number, num_samples=int(number))
+
+
+def _heeding(stop: StopFlag | None, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
+    """The batches, unless ranks are told to stop; they agree on it a batch late, when that costs no wait."""
+    vote: Exchange | None = None
+    while stop is not None:
+        with stop.waiting():
+            batch = next(batches, None)
+        if vote is not None and vote.read().votes:
+            raise Interrupted
+        if batch is None:
+            return
+        vote = Exchange(torch.zeros((), device=device), 0.0, flag=stop.raised_by is not None, num_bad=0)
+        yield batch
+    yield from batches
 
 
 def count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:

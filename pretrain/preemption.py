@@ -35,6 +35,9 @@ class StopFlag:
             return installed
         for number in SIGNALS:
             signal.signal(number, self._raise)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # our launcher starts ranks deaf, so that nothing is lost before this
         return self
 
     @contextmanager

@@ -39,10 +39,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def superfluous(found: list[Path], *, newest: Path, retention: Retention, best: Best | None) -> list[Path]:
-    """Of all checkpoints (oldest first): the older ones that no rule keeps, and those newer than `newest`, which training has left."""
+    """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`: training had gone on there."""
     older = [path for path in found if path.name < newest.name]
     stay = set(older[max(0, len(older) - (retention.keep_last - 1)) :])
-    kept = {path for path in older if retention.is_kept_for_ever(step_of(path)) or (best and step_of(path) == best.step)}
+    kept = {
+        path for path in older if retention.is_kept_for_ever(step_of(path)) or (best and step_of(path) == best.step)
+    }
     return [path for path in found if path != newest and path not in stay | kept]
 
 

@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "engine.zero_stage",
     "engine.compile",
     "engine.timeout_s",
+    "engine.heartbeat_timeout_s",
     "checkpoint",
     "data.cache_dir",
     "data.cache_gb",

@@ -44,7 +44,7 @@ class Saver:
     saved_step: int
     """Where training went on from, then the last one handed to the writer."""
     best: Best | None = None
-    owes_evaluation: bool = field(default=False, init=False)
+    owes_evaluation: bool = False
     _best_is_new: bool = field(default=False, init=False)
 
     def judged(self, step: int, scores: Scores | None) -> None:
@@ -58,21 +58,23 @@ class Saver:
         kept = self.plan.keep_every is not None and step % self.plan.keep_every == 0
         return at_end or kept or step % self.plan.every == 0 or self._best_is_new
 
-    def save(self, step: int) -> None:
-        """Every rank calls it at the same step, at which no update is under way."""
+    def save(self, step: int, *, is_last: bool = False) -> None:
+        """Every rank calls it at the same step, at which no update is under way. The last one is never left out."""
         began_s = time.monotonic()
         self._best_is_new = False
         if step == self.saved_step:
             return
-        is_late = self.world.is_first and not self.writer.make_room(timeout_s=self.plan.longest_wait_s)
-        if any_rank(is_late, device=self.engine.device):
+        while self._is_late():
             if self.world.is_first:
+                what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
                 print(
-                    f"WARNING: the checkpoint before is still being written after {self.plan.longest_wait_s:,.0f} s; that of step "
-                    f"{step} is left out: make checkpoint.every longer, or use a faster file system",
+                    f"WARNING: the checkpoint before is still being written after {self.plan.longest_wait_s:,.0f} s; {what}, "
+                    "or use a faster file system",
                     file=sys.stderr,
+                    flush=True,
                 )
-            return
+            if not is_last:
+                return
         state = self.engine.export_state()
         if self.world.is_first:
             trainer = TrainerState(
@@ -84,6 +86,10 @@ class Saver:
             self.writer.submit(Snapshot(state, trainer, self.card_at(step)))
         self.saved_step = step
         self.tracker.metrics({"checkpoint/stall_s": time.monotonic() - began_s}, step=step)
+
+    def _is_late(self) -> bool:
+        mine = self.world.is_first and not self.writer.make_room(timeout_s=self.plan.longest_wait_s)
+        return any_rank(mine, device=self.engine.device)
 
     def tell(self, step: int) -> None:
         """What the writer has done meanwhile, to the tracker."""

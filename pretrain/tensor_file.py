@@ -54,6 +54,6 @@ def _pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in ordered:
-        whole = memoryview(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        whole = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(whole), PIECE_BYTES):
             yield whole[start : start + PIECE_BYTES]

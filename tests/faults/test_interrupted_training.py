@@ -18,7 +18,7 @@ from pretrain.card import list_checkpoints
 from tests.training import (
     final_state,
     finish,
-    kill_group,
+    kill,
     start,
     step_of,
     wait_for_checkpoint,
@@ -54,7 +54,7 @@ def test_killed_twice_and_restarted_ends_at_the_same_bits(config: Path, undistur
         process = start(config, run_dir)
         step = wait_for_checkpoint(run_dir, process, beyond_step=step)
         time.sleep(generator.random() * 0.2)
-        kill_group(process)
+        kill(process)
     output = finish(start(config, run_dir))
     assert "going on from step-" in output
     assert_same_bits(run_dir, undisturbed)
@@ -81,10 +81,7 @@ def test_every_stop_signal_makes_a_checkpoint_and_a_clean_exit(config: Path, und
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         process = start(config, run_dir)
         wait_for_checkpoint(run_dir, process, beyond_step=step)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # Ctrl-C reaches the whole group
-        else:
-            process.send_signal(number)
+        process.send_signal(number)
         output = finish(process)
         assert "stopped with a checkpoint" in output
         assert not (run_dir / "result.json").exists()
@@ -124,7 +121,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(config: Path, undisturbed: P
     run_dir = tmp_path / "run"
     process = start(config, run_dir)
     wait_for_checkpoint(run_dir, process, beyond_step=7)
-    kill_group(process)
+    kill(process)
     newest = list_checkpoints(run_dir)[-1] / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
