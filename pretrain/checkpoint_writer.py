@@ -56,15 +56,15 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def make_room(self, *, timeout_s: float) -> bool:
-        """Waits until nothing is being written. False: it still is, and a new snapshot has to be left out."""
+        """Waits until the last snapshot is written, or has failed. False: neither yet, and a new one has to be left out."""
         with self._changed:
-            self._held_back = self._changed.wait_for(lambda: not self._is_writing, timeout_s)
+            self._held_back = self._changed.wait_for(self._has_room, timeout_s)
             self._raise_defect()
             return self._held_back
 
     def submit(self, snapshot: Snapshot) -> None:
         with self._changed:
-            assert self._held_back and not self._is_writing
+            assert self._held_back and self._has_room()
             self._snapshot, self._held_back, self._is_published = snapshot, False, False
             self._num_tries, self._try_at_s, self._fault = 0, 0.0, None
             if self._thread is None:
@@ -83,7 +83,7 @@ class CheckpointWriter:
     def wait(self, timeout_s: float) -> None:
         """For a write that is under way, before the process ends for another reason."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_writing, timeout_s)
+            self._changed.wait_for(self._has_room, timeout_s)
 
     def finish(self, best: Best | None) -> None:
         """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
@@ -95,13 +95,17 @@ class CheckpointWriter:
             while self._snapshot is not None and self._defect is None:
                 self._changed.wait(0.2)
                 if self._fault is not None and not self._is_writing and time.monotonic() > deadline_s:
+                    step, self._snapshot = self._snapshot.trainer.step, None
                     raise CheckpointError(
-                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {self._snapshot.trainer.step}) could not "
+                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not "
                         f"be written ({_reason(self._fault)}); {_remedy(self._fault)}, and the same command goes on from the "
                         "one before"
                     )
             self._raise_defect()
         write_best(self._run_dir, best)
+
+    def _has_room(self) -> bool:
+        return not self._is_writing and (self._snapshot is None or self._fault is not None)
 
     def _raise_defect(self) -> None:
         if self._defect is not None:

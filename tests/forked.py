@@ -1,7 +1,7 @@
 """Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
 
-The server has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given, and
-runs a function of a module, by name: `pretrain.__main__:main`, or a case of tests/ranks.py.
+The server has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given,
+and runs a function of a module, by name: `pretrain.__main__:main`, or a case of tests/ranks.py.
 """
 
 import importlib
@@ -52,7 +52,11 @@ def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
     """What a launcher gives to each of so many local ranks."""
     from pretrain.world import free_port
 
-    shared = dict(os.environ) | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    shared = dict(os.environ) | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
