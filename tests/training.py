@@ -37,6 +37,7 @@ class Run:
     def __init__(self, words: list[str], *, ranks: int):
         self._output = new_output()
         self.returncode: int | None = None
+        self.output = ""
         self.ranks = [
             begin("tests.training:main", words, environment=environment, output=self._output)
             for environment in environments(ranks)
@@ -59,10 +60,9 @@ class Run:
     def communicate(self, timeout: float = 120) -> tuple[str, None]:
         codes = wait(self.ranks, timeout_s=timeout)
         self.returncode = next((code for code in codes if code != 0), 0)
-        output = self.said()
-        self._output.unlink()
-        assert None not in codes, f"a rank hung: {codes}\n{output}"
-        return output, None
+        self.output = self.said()
+        assert None not in codes, f"a rank hung: {codes}\n{self.output}"
+        return self.output, None
 
 
 def main(words: list[str]) -> int:
