@@ -22,7 +22,8 @@ def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: 
     """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_run, args=(target, arguments, dict(environment), str(output), str(Path.cwd())))
+    words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
+    process = context.Process(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # what the server imports with, if this call starts it
     try:
