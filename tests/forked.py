@@ -15,7 +15,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["pretrain.train", "safetensors.torch"]
+PRELOADED = [
+    "pretrain.train",
+    "safetensors.torch",
+    "torch._dynamo.aot_compile",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]
+"""What a training imports, and what its first step would import besides."""
 
 
 def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:

@@ -42,7 +42,7 @@ BF16 = ("engine.precision=bf16", "engine.zero_stage=3")
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish(start_command(config, run_dir))
+    finish(start(config, run_dir))
     return run_dir
 
 
@@ -56,6 +56,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(process.pid).children() if "train" in child.cmdline()]
 
 
+@pytest.mark.timeout(600)  # 20 s each on a quiet machine
 @pytest.mark.parametrize(("precision", "num_kills"), [("fp32", 12), ("bf16", 8)])
 def test_killed_at_random_moments_it_ends_at_the_same_bits(
     config: Path, undisturbed: Path, tmp_path: Path, precision: str, num_kills: int
