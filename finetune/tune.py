@@ -4,7 +4,7 @@ from pathlib import Path
 
 from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
-from pretrain.assembly import Task, open_tracker, supervise
+from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard, read_card
 from pretrain.datasets import load_training_data
@@ -17,6 +17,7 @@ from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import claim
+from pretrain.supervision import supervise
 from pretrain.trainer import Outcome
 from pretrain.world import World
 

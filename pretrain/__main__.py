@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
+from pretrain.card import list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
+from pretrain.preemption import StopFlag
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +33,8 @@ def guarded(program: str, options: argparse.Namespace) -> int:
     """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps its traceback."""
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except ValueError as error:
         if getattr(options, "started", False):
             if not isinstance(error, UserError):
@@ -145,6 +149,8 @@ def world_of(options: argparse.Namespace) -> World:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if not options.ranks:
+        StopFlag().install()  # before the long imports: what comes while they last counts
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir = Path(settings.run_dir)
     world = world_of(options)
@@ -161,9 +167,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.ranks:
         from pretrain.launch import launch
 
-        return launch(
-            [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides], num_ranks=options.ranks
-        )
+        command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
+        return launch(command, num_ranks=options.ranks, heed_signals=True)
     options.started = True
     from pretrain.train import train
 
@@ -173,11 +178,7 @@ def _train(options: argparse.Namespace) -> int:
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: bool = True) -> int:
     """Ends a rank. A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
-        print(
-            f"{run_dir}: finished"
-            if finished
-            else f"{run_dir}: stopped with a checkpoint; the same command goes on from there"
-        )
+        print(f"{run_dir}: {'finished' if finished else _stopped(run_dir)}")
     if together:
         from pretrain.collectives import barrier
 
@@ -185,6 +186,12 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: boo
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+
+
+def _stopped(run_dir: Path) -> str:
+    if not list_checkpoints(run_dir):
+        return "stopped before its first checkpoint; the same command begins anew"
+    return "stopped with a checkpoint; the same command goes on from there"
 
 
 def _preview(options: argparse.Namespace) -> int:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pretrain import checkpoint
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.bad_samples import BadSamples, check_share
-from pretrain.card import CheckpointError, ModelCard, parse_card
-from pretrain.checkpoint import TrainerState
-from pretrain.collectives import barrier, same_on_all_ranks
+from pretrain.card import ModelCard
+from pretrain.checkpoint_writer import CheckpointWriter
+from pretrain.collectives import barrier
 from pretrain.config import PretrainSettings
 from pretrain.datasets import TrainingData, check_against_data
 from pretrain.durations import parse_length
@@ -25,7 +24,9 @@ from pretrain.page import datasets_of, git_commit, shown_command, tags_of
 from pretrain.peak import find_peak
 from pretrain.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, recipe, strongest_filters
 from pretrain.preemption import StopFlag
-from pretrain.run import CONFIG_FILE, flatten, save_result
+from pretrain.retention import Retention
+from pretrain.run import CONFIG_FILE, flatten
+from pretrain.saving import SavingPlan
 from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
@@ -33,7 +34,7 @@ from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.step import Engine
 from pretrain.system_metrics import NodeSampler
 from pretrain.tracker import RunIdentity, Tracker
-from pretrain.trainer import Cadence, Outcome, Trainer
+from pretrain.trainer import Cadence, Trainer
 from pretrain.world import World
 
 NUM_SHOWN, COLUMNS = 40, 5
@@ -72,6 +73,9 @@ class Task:
             skipped=self.skipped,
             evaluate=self.scores,
             card_at=self.card_at,
+            writer=CheckpointWriter(run_dir, retention_of(settings, self.data)),
+            saving=saving_of(settings, self.data),
+            heartbeat_timeout_s=settings.engine.heartbeat_timeout_s,
             run_dir=run_dir,
             tracker=self.tracker,
             stop=self.stop,
@@ -166,6 +170,7 @@ class Task:
                 local_batch_size=self.plan.local_batch_size,
                 num_threads=self.num_threads,
                 world=self.world,
+                stop=self.stop,
             )
 
     def show_fed(self, prepared: Prepared) -> None:
@@ -202,46 +207,6 @@ class Task:
             step=step,
             run_key=self.run_key,
         )
-
-
-def supervise(trainer: Trainer) -> Outcome:
-    """Restores, fits, and closes the tracker with the status that is true."""
-    try:
-        outcome = trainer.fit(restore(trainer))
-    except BaseException:
-        trainer.tracker.close("FAILED")
-        raise
-    if trainer.world.is_first and outcome.finished:
-        scores = outcome.scores
-        result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
-        if scores is not None:
-            result |= scores.metrics("eval")
-        save_result(trainer.run_dir, result)
-    trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
-    return outcome
-
-
-def restore(trainer: Trainer) -> TrainerState:
-    """Every rank reads the newest whole checkpoint itself."""
-    restored = checkpoint.restore(trainer.run_dir)
-    if not same_on_all_ranks(restored.trainer.step if restored else 0, device=trainer.engine.device):
-        raise CheckpointError(
-            f"{trainer.run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
-        )
-    if restored is None:
-        return TrainerState(step=0, samples_consumed=0)
-    if parse_card(restored.path).manifest_hash != trainer.card_at(0).manifest_hash:
-        raise CheckpointError(
-            f"{restored.path}: was trained on another build of the dataset; bring it back, or name another run_dir"
-        )
-    if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
-        raise CheckpointError(
-            f"{restored.path}: was made with another global batch size; set it back, or name another run_dir"
-        )
-    trainer.engine.import_state(restored.engine)
-    if trainer.world.is_first:
-        print(f"{trainer.title}: going on from {restored.path.name}")
-    return restored.trainer
 
 
 def open_tracker(
@@ -291,9 +256,24 @@ def cadence_of(settings: PretrainSettings, data: TrainingData) -> Cadence:
         num_steps=check_against_data(data, model=settings.model, train=train_settings, schedule=settings.schedule),
         log_every=train_settings.log_every_steps,
         eval_every=max(1, parse_length(train_settings.eval_every).steps(**size)),
-        checkpoint_every=max(1, parse_length(settings.checkpoint.every).steps(**size)),
-        keep_last=settings.checkpoint.keep_last,
     )
+
+
+def saving_of(settings: PretrainSettings, data: TrainingData) -> SavingPlan:
+    size, wanted = _size(settings, data), settings.checkpoint
+    return SavingPlan(
+        every=max(1, parse_length(wanted.every).steps(**size)),
+        num_steps=parse_length(settings.train.duration).steps(**size),
+        keep_every=retention_of(settings, data).keep_every_steps,
+        keep_best=wanted.keep_best,
+        longest_wait_s=settings.engine.timeout_s / 2,
+    )
+
+
+def retention_of(settings: PretrainSettings, data: TrainingData) -> Retention:
+    wanted = settings.checkpoint
+    steps = max(1, parse_length(wanted.keep_every).steps(**_size(settings, data))) if wanted.keep_every else None
+    return Retention(wanted.keep_last, steps)
 
 
 def open_cache(data: TrainingData) -> ShardCache | None:

@@ -4,25 +4,39 @@
       model.safetensors        fp32 weights by name
       config.json              model spec, classes, image size, normalisation: what makes the weights usable, here and in timm
       optimizer.safetensors    KIND.NAME
-      trainer.json             step, samples consumed, updates
+      trainer.json             step, samples consumed, updates, the best evaluation so far, whether one is still owed
       sha256.json              of the four files above
     RUN/checkpoints/latest     the name of the newest good one
+    RUN/checkpoints/best.json  see retention.py
 
-Publishing, by the first rank: 1. all files into a temporary directory; 2. sha256.json; 3. fsync and rename; 4. `latest`; 5. older
-ones beyond keep_last go. Restoring verifies the hashes and falls back to the newest checkpoint that is whole.
+Publishing, by the first rank alone (in the background: see checkpoint_writer.py):
+1. the four files into a temporary directory, then sha256.json, hashed while they are written;
+2. fsync of each, rename to step-N, fsync of the parent: from here on it is what a restart goes on from;
+3. `latest`; 4. `best.json`, if this checkpoint knows a better one;
+5. what no rule keeps is renamed, then removed.
+A crash anywhere leaves the newest published checkpoint whole; what is half written or half removed has a temporary name, and the
+next start removes it. Restoring verifies the hashes and falls back to the newest checkpoint that is whole.
 """
 
+import hashlib
 import json
-import shutil
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.publish import atomic_directory, sha256_of, write_atomic, write_json
+from data_prep.publish import (
+    TEMPORARY_PREFIX,
+    atomic_directory,
+    remove_leftovers,
+    sha256_of,
+    write_atomic,
+    write_json,
+)
 from pretrain.card import (
     CONFIG,
     HASHES,
@@ -39,7 +53,9 @@ from pretrain.card import (
     parse_card,
     resolve,
 )
+from pretrain.retention import Best, Retention, prune, write_best
 from pretrain.step import EngineState
+from pretrain.tensor_file import write_tensors
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,21 @@ class TrainerState:
 
     step: int
     samples_consumed: int
+    best: Best | None = None
+    owes_evaluation: bool = False
+    """The evaluation that was due at this step was given up, to stop sooner."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint is made of, in memory."""
+
+    engine: EngineState
+    trainer: TrainerState
+    card: ModelCard
+
+    def place(self, run_dir: Path) -> Path:
+        return checkpoints_dir(run_dir) / f"step-{self.trainer.step:08d}"
 
 
 @dataclass(frozen=True)
@@ -58,40 +89,57 @@ class Restored:
 
 
 def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: ModelCard, keep_last: int) -> Path:
-    path = checkpoints_dir(run_dir) / f"step-{trainer.step:08d}"
-    with atomic_directory(path) as directory:
-        write_json(directory / CONFIG, config_of(card))
-        for name, tensors in ((MODEL, engine.weights), (OPTIMIZER, engine.optimizer)):
-            save_file(tensors, directory / name)
-            shutil.copymode(directory / CONFIG, directory / name)  # safetensors writes for the owner alone
-        state = {"step": trainer.step, "samples_consumed": trainer.samples_consumed, "num_updates": engine.num_updates}
-        write_json(directory / TRAINER, state | ({"engine.loss_scale": engine.scale} if engine.scale else {}))
-        write_json(
-            directory / HASHES, {name: sha256_of(directory / name) for name in (MODEL, OPTIMIZER, CONFIG, TRAINER)}
-        )
-    write_atomic(checkpoints_dir(run_dir) / LATEST, path.name.encode() + b"\n")
-    prune(run_dir, newest=path, keep_last=keep_last)
-    return path
+    """The whole protocol, on the spot."""
+    snapshot = Snapshot(engine, trainer, card)
+    publish(run_dir, snapshot)
+    settle(run_dir, snapshot, Retention(keep_last))
+    return snapshot.place(run_dir)
 
 
-def prune(run_dir: Path, *, newest: Path, keep_last: int) -> None:
-    """Removes what is older than the last ones, and what is newer than this one: damaged, or training had gone on there."""
-    others = [path for path in list_checkpoints(run_dir) if path != newest]
-    older = [path for path in others if path.name < newest.name]
-    for path in [*older[: max(0, len(older) - (keep_last - 1))], *(path for path in others if path.name > newest.name)]:
-        shutil.rmtree(path)
+def publish(run_dir: Path, snapshot: Snapshot) -> int:
+    """Steps 1 and 2; the bytes written."""
+    engine = snapshot.engine
+    state = asdict(snapshot.trainer) | {"num_updates": engine.num_updates}
+    if engine.scale:
+        state["engine.loss_scale"] = engine.scale
+    with atomic_directory(snapshot.place(run_dir)) as directory:
+        hashes = {
+            MODEL: write_tensors(directory / MODEL, engine.weights),
+            OPTIMIZER: write_tensors(directory / OPTIMIZER, engine.optimizer),
+        }
+        for name, content in ((CONFIG, config_of(snapshot.card)), (TRAINER, state)):
+            write_json(directory / name, content)
+            hashes[name] = sha256_of(directory / name)
+        write_json(directory / HASHES, hashes)
+        return sum(file.stat().st_size for file in directory.iterdir())
 
 
-def restore(run_dir: Path) -> Restored | None:
-    """The newest whole checkpoint; None where there never was one; an error where all are damaged."""
+def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
+    """Steps 3 to 5."""
+    newest, best = snapshot.place(run_dir), snapshot.trainer.best
+    write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
+    write_best(run_dir, best)
+    prune(run_dir, newest=newest, retention=retention, best=best)
+
+
+def tidy(run_dir: Path) -> None:
+    """Before a start, by the run's only writer: what a killed one has left under temporary names goes."""
+    where = checkpoints_dir(run_dir)
+    mark = f"{TEMPORARY_PREFIX}replaced-"
+    for replaced in sorted(where.glob(f"{mark}step-*")):  # a crash between the two renames that replace a damaged one
+        place = where / replaced.name.removeprefix(mark)
+        if not place.exists():
+            os.rename(replaced, place)
+    remove_leftovers(where)
+
+
+def newest_whole(run_dir: Path) -> Path | None:
+    """Hashes read; None where there never was a checkpoint; an error where all are damaged."""
     found = list_checkpoints(run_dir)
     for path in reversed(found):
         fault = fault_of(path)
         if fault is None:
-            state = json.loads((path / TRAINER).read_text())
-            scale = state.get("engine.loss_scale", {})
-            engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
-            return Restored(path, engine, TrainerState(state["step"], state["samples_consumed"]))
+            return path
         print(f"checkpoint {path} is damaged ({fault}); trying the one before", file=sys.stderr)
     if found or (checkpoints_dir(run_dir) / LATEST).exists():
         where = checkpoints_dir(run_dir)
@@ -99,6 +147,33 @@ def restore(run_dir: Path) -> Restored | None:
             f"{where}: no checkpoint is whole, and training never silently starts over; move it away to do so"
         )
     return None
+
+
+def mark_of(path: Path | None) -> int:
+    """A number that tells one checkpoint's content from another's: of its hashes, which are read, not checked."""
+    if path is None:
+        return 0
+    try:
+        return int.from_bytes(hashlib.sha256((path / HASHES).read_bytes()).digest()[:7], "big")
+    except OSError:
+        return -1
+
+
+def load(path: Path) -> Restored:
+    """Of a checkpoint that has been verified."""
+    state = json.loads((path / TRAINER).read_text())
+    scale = state.get("engine.loss_scale", {})
+    engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
+    best = state.get("best")  # older checkpoints do not know of it
+    trainer = TrainerState(
+        state["step"], state["samples_consumed"], Best(**best) if best else None, state.get("owes_evaluation", False)
+    )
+    return Restored(path, engine, trainer)
+
+
+def restore(run_dir: Path) -> Restored | None:
+    path = newest_whole(run_dir)
+    return None if path is None else load(path)
 
 
 def load_weights(path: Path) -> tuple[ModelCard, dict[str, Tensor]]:

@@ -75,6 +75,20 @@ class Exchange:
         return Agreed(loss / ranks, norm / ranks, round(votes), round(bad), own)
 
 
+def any_rank(flag: bool, *, device: torch.device) -> bool:
+    """Whether any rank raised its flag: the answer is the same on all."""
+    return bool(all_sum(torch.tensor(float(flag), device=device)) > 0) if is_distributed() else flag
+
+
+def highest(value: int, *, device: torch.device) -> int:
+    """Of all ranks."""
+    if not is_distributed():
+        return value
+    values = torch.tensor(value, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return int(values)
+
+
 def same_on_all_ranks(value: int, *, device: torch.device) -> bool:
     if not is_distributed():
         return True

@@ -144,6 +144,9 @@ class EngineSettings(Settings):
     compile: bool = False
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
+    heartbeat_timeout_s: float = Field(60.0, ge=1)
+    """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it. (One that has died
+    is noticed within a second.) Longer than any call that keeps Python from running its threads."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":
@@ -159,6 +162,12 @@ class EngineSettings(Settings):
 class CheckpointSettings(Settings):
     every: Cadence = "1 epochs"
     keep_last: int = Field(2, ge=1)
+    """The newest ones stay; training can fall back to the one before if the newest is damaged."""
+    keep_every: Cadence | None = None
+    """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
+    keep_best: bool = False
+    """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
+    RUN/checkpoints/best.json."""
 
 
 class TrackingSettings(Settings):

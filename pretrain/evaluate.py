@@ -4,7 +4,7 @@ A picture that does not decode is left out of the score, and `num_samples` says 
 beside the dataset's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment.augmentation import Augmentation
-from pretrain.collectives import all_sum
-from pretrain.loader import evaluation_batches
+from pretrain.collectives import Exchange, all_sum
+from pretrain.loader import Batch, Batches, evaluation_batches
+from pretrain.preemption import Interrupted, StopFlag
 from pretrain.real_labels import RealLabels
 from pretrain.shards import ShardReader
 from pretrain.world import World
@@ -43,9 +44,17 @@ def evaluate(
     local_batch_size: int,
     world: World,
     num_threads: int = 1,
+    stop: StopFlag | None = None,
 ) -> Scores:
+    """Raises Interrupted, on all ranks at the same batch, where one of them is told to stop."""
     sums = tally(
-        logits_of, reader, augmentation, local_batch_size=local_batch_size, world=world, num_threads=num_threads
+        logits_of,
+        reader,
+        augmentation,
+        local_batch_size=local_batch_size,
+        world=world,
+        num_threads=num_threads,
+        stop=stop,
     )
     return scores_of(all_sum(sums), num_samples=reader.num_samples)
 
@@ -58,6 +67,7 @@ def tally(
     local_batch_size: int,
     world: World,
     num_threads: int = 1,
+    stop: StopFlag | None = None,
 ) -> Tensor:
     """This rank's sums: those of `count`, ReaL's (right, number), pictures that do not decode."""
     device, num_bad = augmentation.device, 0
@@ -69,7 +79,7 @@ def tally(
             reader, local_batch_size=local_batch_size, world=world, num_threads=num_threads, pin=device.type == "cuda"
         ) as batches,
     ):
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(_heeding(stop, batches, device=device)):
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
             logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device)
@@ -81,6 +91,21 @@ def tally(
             num_bad += batch.num_bad
             line.advance(min(local_batch_size * world.num_ranks, reader.num_samples - line.done))
     return torch.cat([sums, real_sums, sums.new_tensor([float(num_bad)])])
+
+
+def _heeding(stop: StopFlag | None, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
+    """The batches, unless ranks are told to stop; they agree on it a batch late, when that costs no wait."""
+    vote: Exchange | None = None
+    while stop is not None:
+        with stop.waiting():
+            batch = next(batches, None)
+        if vote is not None and vote.read().votes:
+            raise Interrupted
+        if batch is None:
+            return
+        vote = Exchange(torch.zeros((), device=device), 0.0, flag=stop.raised_by is not None, num_bad=0)
+        yield batch
+    yield from batches
 
 
 def count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:

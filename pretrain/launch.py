@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
+from pretrain.preemption import SIGNALS
 from pretrain.world import free_port
 
 _PR_SET_PDEATHSIG = 1
@@ -27,8 +29,12 @@ def launch(
     num_ranks: int,
     environment: Mapping[str, str] = os.environ,
     timeout_s: float | None = None,
+    heed_signals: bool = False,
 ) -> int:
-    """The exit code of the first rank that failed, or 0. Standard streams are inherited."""
+    """The exit code of the first rank that failed, or 0. Standard streams are inherited.
+
+    `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
+    """
     shared = dict(environment) | {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -37,15 +43,18 @@ def launch(
     }
     cores = len(os.sched_getaffinity(0))
     shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            preexec_fn=_end_with_launcher,  # noqa: PLW1509 (there are no threads here)
-        )
-        for rank in range(num_ranks)
-    ]
-    restore = _forward_signals(ranks)
+    ranks: list[subprocess.Popen[bytes]] = []
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # ranks inherit it; what comes to us meanwhile is passed on afterwards
+    try:
+        for rank in range(num_ranks):
+            facts = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            prepare = partial(_prepare_rank, heed_signals=heed_signals)
+            ranks.append(subprocess.Popen(command, env=shared | facts, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
+        restore = _forward_signals(ranks)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         return _watch(ranks, deadline_s=time.monotonic() + timeout_s if timeout_s else None)
     finally:
@@ -53,15 +62,18 @@ def launch(
         restore()
 
 
-def _end_with_launcher() -> None:
+def _prepare_rank(*, heed_signals: bool) -> None:
     """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and leaves instead of training on unseen."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not heed_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
-        for number, code in enumerate(codes):
+        # a signal first: the others may have ended already because of it
+        for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
                 _wait(ranks, GRACE_S / 2)
                 print(f"launch: rank {number} ended with {_describe(code)}; ending the others", file=sys.stderr)

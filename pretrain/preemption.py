@@ -1,25 +1,63 @@
 """Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where all ranks agree, and then saves.
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once.
+
+A wait that may never end (for data of a server that is gone) is done within `waiting`. A rank that is alone gives it up at once,
+and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself: how
+long it waits in vain is what `waits_in_vain_s` says, and the heartbeat ends them all.
 """
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
+class Interrupted(Exception):  # noqa: N818
+    """A wait was given up, because training is to stop."""
+
+
 class StopFlag:
     def __init__(self) -> None:
         self.raised_by: str | None = None
+        self.is_alone = False
+        """World size 1."""
+        self._waits_since_s: float | None = None
 
     def install(self) -> "StopFlag":
+        """The flag of this process: the one that is installed already, as what it has seen counts, or else this one."""
+        installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if isinstance(installed, StopFlag):
+            return installed
         for number in SIGNALS:
             signal.signal(number, self._raise)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # our launcher starts ranks deaf, so that nothing is lost before this
         return self
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._waits_since_s = time.monotonic()
+        try:
+            if self.is_alone and self.raised_by is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._waits_since_s = None
+
+    def waits_in_vain_s(self) -> float:
+        """How long a wait has lasted, if training is to stop; else 0."""
+        since_s = self._waits_since_s
+        return time.monotonic() - since_s if self.raised_by is not None and since_s is not None else 0.0
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
         if self.raised_by == "SIGINT" and number == signal.SIGINT:
             os._exit(130)
         self.raised_by = signal.Signals(number).name
+        if self.is_alone and self._waits_since_s is not None:
+            raise Interrupted

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "engine.activation_checkpointing",
     "engine.compile",
     "engine.timeout_s",
+    "engine.heartbeat_timeout_s",
     "checkpoint",
     "data.cache_dir",
     "data.cache_gb",

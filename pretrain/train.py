@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pretrain.assembly import Task, open_tracker, supervise
+from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import load_training_data
@@ -14,6 +14,7 @@ from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import claim
+from pretrain.supervision import supervise
 from pretrain.trainer import Outcome
 from pretrain.world import World
 

@@ -14,18 +14,19 @@ from pathlib import Path
 import torch
 
 from data_prep.progress import ProgressLine, progress
-from pretrain import checkpoint
 from pretrain.augment.augmentation import Prepared
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import Exchange, barrier
+from pretrain.checkpoint_writer import CheckpointWriter
+from pretrain.collectives import Exchange, any_rank
 from pretrain.counter import hash64
 from pretrain.evaluate import Scores
 from pretrain.feed import Feed
 from pretrain.ledger import Entry, Ledger
 from pretrain.meter import Meter
 from pretrain.order import BatchPlan
-from pretrain.preemption import StopFlag
+from pretrain.preemption import Interrupted, StopFlag
+from pretrain.saving import Saver, SavingPlan
 from pretrain.schedule import Schedule
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
@@ -40,8 +41,6 @@ class Cadence:
     num_steps: int
     log_every: int
     eval_every: int
-    checkpoint_every: int
-    keep_last: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,9 @@ class Trainer:
     skipped: SkippedSteps
     evaluate: Callable[[], Scores | None]
     card_at: Callable[[int], ModelCard]
+    writer: CheckpointWriter
+    saving: SavingPlan
+    heartbeat_timeout_s: float
     run_dir: Path
     tracker: Tracker
     stop: StopFlag
@@ -81,28 +83,52 @@ class Trainer:
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, began_s = start.step, None, time.monotonic()
+        saver = self._saver(start)
         with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
             ledger = self._ledger(line, start_step=step)
-            while step < self.cadence.num_steps:
-                ledger.enter(self._step(step, feed, ledger.meter))
+            stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
+            if start.owes_evaluation or step >= self.cadence.num_steps:  # it was given up, or killed before result.json
+                scores, stopping = self._evaluated(step, saver, stopping=stopping)
+            while step < self.cadence.num_steps and not stopping:
+                try:
+                    ledger.enter(self._step(step, feed, ledger.meter))
+                except Interrupted:  # while it waited for data
+                    stopping = True
+                    break
                 step += 1
-                eval_due, save_due = (
-                    self._due(step, every) for every in (self.cadence.eval_every, self.cadence.checkpoint_every)
-                )
+                eval_due, save_due = self._due(step, self.cadence.eval_every), saver.is_due(step)
                 if eval_due or save_due or ledger.stopping:
                     ledger.settle()
+                stopping = ledger.stopping
                 if eval_due:
-                    scores = self._evaluated(step)
+                    scores, stopping = self._evaluated(step, saver, stopping=stopping)
                     ledger.show(scores)
-                if save_due or ledger.stopping:
-                    self._save(step)
+                if saver.is_due(step):  # the evaluation may have been the best so far
+                    saver.save(step)
                 if eval_due or save_due:
                     ledger.meter.restart()
-                if ledger.stopping and step < self.cadence.num_steps:
-                    return Outcome(step, False, scores, self._rate(step, start, began_s))
-            if start.step >= self.cadence.num_steps:  # killed between the last checkpoint and result.json
-                scores = self._evaluated(step)
-        return Outcome(step, True, scores, self._rate(step, start, began_s))
+                saver.tell(step)
+            if stopping:
+                ledger.settle()
+            if step > 0:
+                saver.save(step, is_last=True)
+        saver.finish(step)
+        finished = step >= self.cadence.num_steps and not saver.owes_evaluation
+        return Outcome(step, finished, scores, self._rate(step, start, began_s))
+
+    def _saver(self, start: TrainerState) -> Saver:
+        return Saver(
+            engine=self.engine,
+            writer=self.writer,
+            plan=self.saving,
+            card_at=self.card_at,
+            tracker=self.tracker,
+            world=self.world,
+            global_batch_size=self.plan.global_batch_size,
+            saved_step=start.step,
+            best=start.best,
+            owes_evaluation=start.owes_evaluation,
+        )
 
     def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
         size = self.plan.global_batch_size
@@ -125,7 +151,7 @@ class Trainer:
     def _step(self, step: int, feed: Feed, meter: Meter) -> Entry:
         """Queues the step that takes the model from `step` to `step + 1`."""
         lr = self.schedule.lr(step)
-        with meter.waiting():
+        with meter.waiting(), self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         if step == 0:
             self.show_fed(fed[0].prepared)
@@ -146,22 +172,20 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps
 
-    def _evaluated(self, step: int) -> Scores | None:
-        self.show_filters(step)
-        scores = self.evaluate()
+    def _evaluated(self, step: int, saver: Saver, *, stopping: bool) -> tuple[Scores | None, bool]:
+        """(scores, whether to stop): an evaluation waits for nobody who was told to stop; the next start makes up for it."""
+        saver.owes_evaluation = True
+        if stopping:
+            return None, True
+        try:
+            self.show_filters(step)
+            scores = self.evaluate()
+        except Interrupted:
+            return None, True
+        saver.judged(step, scores)
         if scores is not None:
             self.tracker.metrics(scores.metrics("eval"), step=step)
-        return scores
-
-    def _save(self, step: int) -> None:
-        state = self.engine.export_state()
-        if self.world.is_first:
-            consumed = step * self.plan.global_batch_size
-            trainer = TrainerState(step=step, samples_consumed=consumed)
-            checkpoint.save(
-                self.run_dir, engine=state, trainer=trainer, card=self.card_at(step), keep_last=self.cadence.keep_last
-            )
-        barrier()
+        return scores, False
 
     def _rate(self, step: int, start: TrainerState, began_s: float) -> float:
         """Images per second over the whole call: evaluation, checkpoints and the first step's warm-up included."""

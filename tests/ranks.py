@@ -1,49 +1,41 @@
 """The distributed-test helper: runs a function of the tests on N gloo ranks and fails fast when one of them dies.
 
-A case is a module-level function `case(world, *arguments) -> JSON value`; `run_ranks` returns one value per rank.
+A case is a module-level function `case(world, *arguments) -> JSON value`; `run_ranks` returns one value per rank. Ranks are forked
+(see forked.py), so a case must not mind that torch and deepspeed are imported already.
 """
 
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.forked import begin, environments, wait
+
 REPOSITORY = Path(__file__).parent.parent
-_STARTER = """
-import sys
-from pretrain.launch import launch
-sys.exit(launch([sys.executable, "-m", "tests.ranks", *sys.argv[2:]], num_ranks=int(sys.argv[1]), timeout_s=150))
-"""
 
 
 def run_ranks(case: Callable[..., Any], *arguments: Any, num_ranks: int) -> list[Any]:
     """What each rank returned, in rank order."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [f"{case.__module__}:{case.__name__}", json.dumps(arguments), folder]
-        # in a process of its own: starting ranks takes over signals, and they must not write into pytest's terminal
-        done = subprocess.run(
-            [sys.executable, "-c", _STARTER, str(num_ranks), *words],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        words = (f"{case.__module__}:{case.__name__}", json.dumps(arguments), place)
+        ranks = [
+            begin("tests.ranks:run_case", *words, environment=environment, output=folder / "output")
+            for environment in environments(num_ranks)
+        ]
+        codes = wait(ranks, timeout_s=150, grace_s=5)
+        if any(code != 0 for code in codes):
+            raise AssertionError(f"exit codes {codes}\n{(folder / 'output').read_text()}")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def _main() -> None:
+def run_case(target: str, arguments: str, folder: str) -> None:
     from pretrain.world import read_world
 
-    target, arguments, folder = sys.argv[1:]
     module, _, name = target.partition(":")
     world = read_world()
     value = getattr(importlib.import_module(module), name)(world, *json.loads(arguments))
@@ -51,7 +43,3 @@ def _main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,4 +1,4 @@
-"""A training run small enough for tests, started by the real command in a process of its own."""
+"""A training run small enough for tests, in processes of its own: forked ones by default, or by the real command."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pretrain.card import list_checkpoints
+from tests.forked import begin, environments, new_output, wait
 
 CONFIG = """
 model: {kind: mlp, depth: 2, width: 32, expansion: 2}
@@ -30,8 +31,53 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
     return path
 
 
-def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
-    """`pretrain train ... --ranks N` in a process group of its own, so that a test can kill all of it."""
+class Run:
+    """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
+
+    def __init__(self, words: list[str], *, ranks: int):
+        self._output = new_output()
+        self.returncode: int | None = None
+        self.output = ""
+        self.ranks = [
+            begin("tests.training:main", words, environment=environment, output=self._output)
+            for environment in environments(ranks)
+        ]
+
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def poll(self) -> int | None:
+        codes = [rank.exitcode for rank in self.ranks]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else (None if None in codes else 0)
+
+    def send_signal(self, number: int) -> None:
+        for rank in self.ranks:
+            assert rank.pid is not None
+            if rank.exitcode is None:
+                os.kill(rank.pid, number)
+
+    def communicate(self, timeout: float = 120) -> tuple[str, None]:
+        codes = wait(self.ranks, timeout_s=timeout)
+        self.returncode = next((code for code in codes if code != 0), 0)
+        self.output = self.said()
+        assert None not in codes, f"a rank hung: {codes}\n{self.output}"
+        return self.output, None
+
+
+def main(words: list[str]) -> int:
+    from pretrain.__main__ import main as pretrain
+
+    sys.argv = ["pretrain", *words]
+    return pretrain(words)
+
+
+def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> Run:
+    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks)
+
+
+def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a test can kill all of it."""
     words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
     return subprocess.Popen(
         [sys.executable, "-m", *words],
@@ -43,19 +89,26 @@ def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subpr
     )
 
 
-def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> str:
+AnyRun = Run | subprocess.Popen[str]
+
+
+def finish(process: AnyRun, *, timeout_s: float = 120) -> str:
     """The output of a run that must succeed."""
     output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, output
     return output
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
+def kill(process: AnyRun) -> None:
+    """All of it, at once."""
+    if isinstance(process, Run):
+        process.send_signal(signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
-def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], *, beyond_step: int = 0) -> int:
+def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0) -> int:
     """The step of the first published checkpoint after `beyond_step`."""
     deadline_s = time.monotonic() + 90
     while time.monotonic() < deadline_s and process.poll() is None:

@@ -1,17 +1,25 @@
 """A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never loaded."""
 
+import hashlib
 import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 
 from data_prep import publish
 from pretrain import checkpoint
 from pretrain.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
-from pretrain.checkpoint import TrainerState
+from pretrain.checkpoint import Snapshot, TrainerState
+from pretrain.checkpoint_writer import CheckpointWriter, Patience
 from pretrain.models.spec import MlpSpec
+from pretrain.retention import Best, Retention, step_of
 from pretrain.step import EngineState
 
 CARD = ModelCard(
@@ -31,8 +39,8 @@ def state(value: float) -> EngineState:
     return EngineState({"w": torch.full((3,), value)}, {"exp_avg.w": torch.full((3,), -value)}, int(value))
 
 
-def save(run_dir: Path, step: int, *, keep_last: int = 2) -> Path:
-    trainer = TrainerState(step=step, samples_consumed=step * 16)
+def save(run_dir: Path, step: int, *, keep_last: int = 2, best: Best | None = None) -> Path:
+    trainer = TrainerState(step=step, samples_consumed=step * 16, best=best)
     return checkpoint.save(run_dir, engine=state(float(step)), trainer=trainer, card=CARD, keep_last=keep_last)
 
 
@@ -56,43 +64,177 @@ class Crash(BaseException):
     """Stands for the end of the process: nothing may catch it and go on."""
 
 
-def test_a_crash_between_any_two_file_operations_leaves_a_whole_checkpoint(
+OPERATIONS = [
+    (publish.os, "rename"),
+    (publish.os, "replace"),
+    (publish.os, "fsync"),
+    (Path, "unlink"),
+    (shutil, "rmtree"),
+    (checkpoint, "write_tensors"),
+]
+
+
+def crashing(original: Any, tick: Callable[[], bool]) -> Any:
+    def wrapped(first: Any, *arguments: Any, **options: Any) -> Any:
+        if not tick():
+            return original(first, *arguments, **options)
+        if original is RMTREE and Path(first).is_dir():  # it dies amid the work
+            next(path for path in sorted(Path(first).rglob("*")) if path.is_file()).unlink()
+        if original is WRITE_TENSORS:
+            Path(first).write_bytes(b"half")
+        raise Crash
+
+    return wrapped
+
+
+RMTREE, WRITE_TENSORS = shutil.rmtree, checkpoint.write_tensors
+
+
+def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dies at the n-th rename, removal or fsync, for every n, and restores afterwards."""
-    operations = [(publish.os, "rename"), (publish.os, "replace"), (publish.os, "fsync"), (checkpoint.shutil, "rmtree")]
+    """Dies at the n-th operation, for every n, while a checkpoint is published that is the best, and the best before goes."""
     for crash_at in range(200):
         run_dir = tmp_path / str(crash_at)
-        save(run_dir, 1, keep_last=1)
-        calls = 0
+        save(run_dir, 1, best=Best(1, 0.5))
+        save(run_dir, 2, best=Best(1, 0.5))
+        calls, crashed = 0, False
 
-        def wrap(original: Any, crash_at: int = crash_at) -> Any:
-            def wrapped(*arguments: Any, **options: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls > crash_at:
-                    raise Crash
-                return original(*arguments, **options)
+        def tick(crash_at: int = crash_at) -> bool:
+            nonlocal calls
+            calls += 1
+            return calls > crash_at
 
-            return wrapped
-
-        crashed = False
         with monkeypatch.context() as patch:
-            for module, name in operations:
-                patch.setattr(module, name, wrap(getattr(module, name)))
+            for place, name in OPERATIONS:
+                patch.setattr(place, name, crashing(getattr(place, name), tick))
             try:
-                save(run_dir, 2, keep_last=1)
+                save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True
+        published = [step_of(path) for path in list_checkpoints(run_dir)]
+        checkpoint.tidy(run_dir)
+        assert not list((run_dir / "checkpoints").glob(".tmp-*"))
         restored = checkpoint.restore(run_dir)
-        assert restored is not None and restored.trainer.step in (1, 2)
+        assert restored is not None and restored.trainer.step == published[-1] and published[-1] in (2, 3)
         assert float(restored.engine.weights["w"][0]) == restored.trainer.step
-        save(run_dir, 3, keep_last=1)  # leftovers are in nobody's way
-        assert [path.name for path in list_checkpoints(run_dir)] == ["step-00000003"]
+        best = restored.trainer.best
+        assert best == (Best(1, 0.5) if restored.trainer.step == 2 else Best(3, 0.6))
+        assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}") is None
+        save(run_dir, 4, best=best, keep_last=1)
+        assert [step_of(path) for path in list_checkpoints(run_dir)] == [best.step, 4]
+        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {
+            "step": best.step,
+            "score": best.score,
+        }
         if not crashed:
-            assert crash_at > 10 and restored.trainer.step == 2
+            assert crash_at > 20 and restored.trainer.step == 3
             return
     raise AssertionError("the crash point never moved past the end")
+
+
+def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, Retention(keep_last=2, keep_every_steps=30))
+    bests = {10: Best(10, 0.1), 20: Best(20, 0.4), 90: Best(90, 0.5)}
+    best = None
+    for step in range(10, 101, 10):
+        best = bests.get(step, best)
+        assert writer.make_room(timeout_s=10)
+        writer.submit(Snapshot(state(step), TrainerState(step, step * 16, best), CARD))
+        if step == 80:
+            writer.finish(best)
+            assert [step_of(path) for path in list_checkpoints(tmp_path)] == [20, 30, 60, 70, 80]
+    writer.finish(best)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [30, 60, 90, 100]
+    assert writer.news()["checkpoint/gb"] > 0
+
+
+def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory's place is taken by a file (which stops root, too), then given back."""
+    taken = tmp_path / "checkpoints"
+    taken.write_text("")
+    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, longest_pause_s=0.1))
+    for step in (1, 2):
+        assert writer.make_room(timeout_s=10)
+        writer.submit(Snapshot(state(step), TrainerState(step, step * 16), CARD))
+        wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
+    assert writer.news()["checkpoint/failures"] >= 2
+    assert writer.make_room(
+        timeout_s=10
+    )  # while the ranks make the next snapshot, nothing reads the memory of this one
+    taken.unlink()
+    time.sleep(0.3)
+    assert list_checkpoints(tmp_path) == []
+    writer.submit(Snapshot(state(3), TrainerState(3, 48), CARD))
+    writer.finish(None)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3]  # in place of 1 and 2
+
+
+def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, final_s=0.2))
+    assert writer.make_room(timeout_s=10)
+    writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
+    with pytest.raises(
+        CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(Not a directory\); put"
+    ):
+        writer.finish(None)
+
+
+def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, Retention(2))
+    assert writer.make_room(timeout_s=10)
+    odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
+    writer.submit(Snapshot(odd, TrainerState(1, 16), CARD))
+    with pytest.raises(KeyError):
+        writer.finish(None)
+
+
+def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+        go_on.wait(20)
+        return WRITE_TENSORS(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    writer = CheckpointWriter(tmp_path, Retention(2))
+    assert writer.make_room(timeout_s=10)
+    writer.submit(Snapshot(state(1), TrainerState(1, 16), CARD))
+    wait_until(lambda: list((tmp_path / "checkpoints").glob(".tmp-*")) != [])
+    assert not writer.make_room(timeout_s=0.05)
+    go_on.set()
+    assert writer.make_room(timeout_s=10)
+    writer.finish(None)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"ä.{n}": torch.rand(n, 5, generator=generator).to(kind) for n, kind in enumerate(KINDS)}
+    tensors |= {
+        "scalar": torch.tensor(3.0),
+        "turned": torch.rand(4, 6, generator=generator).T,
+        "flag": torch.ones(3) > 0,
+    }
+    expected = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
+    monkeypatch.setattr("pretrain.tensor_file.PIECE_BYTES", 7)
+    digest = WRITE_TENSORS(tmp_path / "a", tensors)
+    assert (tmp_path / "a").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.uint8, torch.float16)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "no hashes"])

@@ -1,0 +1,71 @@
+"""Which checkpoints stay: the last ones, the best by evaluation, and those at multiples of a length, for ever.
+
+Which one is the best is part of the training state (trainer.json holds it), so a run that goes on knows it as an undisturbed one
+would; `RUN/checkpoints/best.json` repeats it for people and scripts. Nothing is removed before a newer checkpoint is published.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.publish import TEMPORARY_PREFIX, write_json
+from pretrain.card import checkpoints_dir, list_checkpoints
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the highest top-1 accuracy so far; of equal ones the first."""
+
+    step: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Retention:
+    keep_last: int
+    keep_every_steps: int | None = None
+
+    def is_kept_for_ever(self, step: int) -> bool:
+        return self.keep_every_steps is not None and step % self.keep_every_steps == 0
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def superfluous(found: list[Path], *, newest: Path, retention: Retention, best: Best | None) -> list[Path]:
+    """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`: training had gone on there."""
+    older = [path for path in found if path.name < newest.name]
+    stay = set(older[max(0, len(older) - (retention.keep_last - 1)) :])
+    kept = {
+        path for path in older if retention.is_kept_for_ever(step_of(path)) or (best and step_of(path) == best.step)
+    }
+    return [path for path in found if path != newest and path not in stay | kept]
+
+
+def prune(run_dir: Path, *, newest: Path, retention: Retention, best: Best | None) -> None:
+    """Each is first renamed, so that what a crash leaves is no half checkpoint."""
+    for path in superfluous(list_checkpoints(run_dir), newest=newest, retention=retention, best=best):
+        condemned = path.with_name(f"{TEMPORARY_PREFIX}pruned-{path.name}")
+        shutil.rmtree(condemned, ignore_errors=True)
+        os.rename(path, condemned)
+        shutil.rmtree(condemned)
+
+
+def write_best(run_dir: Path, best: Best | None) -> None:
+    """Does nothing where it is known already."""
+    path = checkpoints_dir(run_dir) / BEST
+    if best is not None and _read(path) != asdict(best):
+        write_json(path, asdict(best))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,103 @@
+"""One run of a trainer, from its newest whole checkpoint to its true status.
+
+The status is said last: a run is FINISHED when its last checkpoint is on disk and result.json says so.
+"""
+
+from pathlib import Path
+
+import torch
+
+from pretrain import checkpoint
+from pretrain.card import CheckpointError, checkpoints_dir, parse_card
+from pretrain.checkpoint import TrainerState
+from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_all_ranks
+from pretrain.heartbeat import Heartbeat
+from pretrain.retention import step_of
+from pretrain.run import save_result
+from pretrain.trainer import Outcome, Trainer
+from pretrain.world import World
+
+LAST_WRITE_S = 30.0
+"""How long a run that fails waits for the checkpoint that is being written."""
+
+
+def supervise(trainer: Trainer) -> Outcome:
+    """Restores, fits, and closes the tracker with the status that is true; meanwhile ranks watch over each other."""
+    trainer.stop.is_alone = trainer.world.num_ranks == 1
+
+    def at_end(stopped: bool) -> None:
+        trainer.writer.wait(LAST_WRITE_S)
+        if stopped:
+            trainer.tracker.close("KILLED")
+
+    heartbeat = Heartbeat(
+        trainer.world,
+        timeout_s=trainer.heartbeat_timeout_s,
+        at_end=at_end,
+        waits_in_vain_s=trainer.stop.waits_in_vain_s,
+    ).start(lambda numbers: all_sum(torch.tensor(numbers, device=trainer.engine.device)).tolist())
+    try:
+        outcome = _fitted(trainer)
+    except BaseException as error:
+        heartbeat.blame(error)
+        trainer.writer.wait(LAST_WRITE_S)
+        trainer.tracker.close("FAILED")
+        raise
+    heartbeat.stop()
+    return outcome
+
+
+def _fitted(trainer: Trainer) -> Outcome:
+    outcome = trainer.fit(restore(trainer))
+    if trainer.world.is_first and outcome.finished:
+        scores = outcome.scores
+        result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        if scores is not None:
+            result |= scores.metrics("eval")
+        save_result(trainer.run_dir, result)
+    trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
+    return outcome
+
+
+def restore(trainer: Trainer) -> TrainerState:
+    """Every rank reads the newest whole checkpoint itself."""
+    if trainer.world.is_first:
+        checkpoint.tidy(trainer.run_dir)
+    path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
+    if path is None:
+        return TrainerState(step=0, samples_consumed=0)
+    restored = checkpoint.load(path)
+    if parse_card(restored.path).manifest_hash != trainer.card_at(0).manifest_hash:
+        raise CheckpointError(
+            f"{restored.path}: was trained on another build of the dataset; bring it back, or name another run_dir"
+        )
+    if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
+        raise CheckpointError(
+            f"{restored.path}: was made with another global batch size; set it back, or name another run_dir"
+        )
+    trainer.engine.import_state(restored.engine)
+    if trainer.world.is_first:
+        print(f"{trainer.title}: going on from {restored.path.name}")
+    return restored.trainer
+
+
+def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
+    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
+    same disks, and if they do not, their sha256.json differs."""
+    barrier()  # the first rank may still be tidying up
+    found, fault = None, None
+    if world.local_rank == 0:
+        try:
+            found = checkpoint.newest_whole(run_dir)
+        except CheckpointError as error:
+            fault = error
+    if any_rank(fault is not None, device=device):
+        raise fault or CheckpointError(f"{run_dir}: another rank finds no whole checkpoint; see its message")
+    step = highest(step_of(found) if found else -1, device=device)
+    path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
+    agrees = world.local_rank != 0 or found == path
+    if any_rank(not agrees, device=device) or not same_on_all_ranks(checkpoint.mark_of(path), device=device):
+        raise CheckpointError(
+            f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+        )
+    return path

@@ -1,0 +1,89 @@
+"""Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
+
+The server has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given,
+and runs a function of a module, by name: `pretrain.__main__:main`, or a case of tests/ranks.py.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+PRELOADED = [
+    "pretrain.train",
+    "safetensors.torch",
+    "torch._dynamo.aot_compile",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]
+"""What a training imports, and what its first step would import besides."""
+
+
+def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:
+    """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
+    process = context.Process(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # what the server imports with, if this call starts it
+    try:
+        process.start()
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return process
+
+
+def _run(target: str, arguments: list[Any], environment: dict[str, str], output: str, directory: str) -> None:
+    os.setsid()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    stream = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdin = open(os.devnull)
+    module, _, name = target.partition(":")
+    sys.exit(getattr(importlib.import_module(module), name)(*arguments))
+
+
+def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
+    """What a launcher gives to each of so many local ranks."""
+    from pretrain.world import free_port
+
+    shared = dict(os.environ) | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def wait(processes: Iterable[ForkServerProcess], *, timeout_s: float, grace_s: float = 20) -> list[int | None]:
+    """Exit codes; None for one that had to be killed: at the time limit, or `grace_s` after another had failed."""
+    processes, deadline_s = list(processes), time.monotonic() + timeout_s
+    while any(process.exitcode is None for process in processes) and time.monotonic() < deadline_s:
+        if any(process.exitcode for process in processes):
+            deadline_s = min(deadline_s, time.monotonic() + grace_s)
+            grace_s = timeout_s
+        time.sleep(0.01)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def new_output() -> Path:
+    descriptor, name = tempfile.mkstemp(suffix=".log")
+    os.close(descriptor)
+    return Path(name)

@@ -1,0 +1,183 @@
+"""Whoever is gone, frozen or failing is noticed by all and named once; strangers, goodbyes and busy ranks are no alarm."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+
+from pretrain.heartbeat import Heartbeat
+from pretrain.heartbeat_wire import LONGEST_LINE, Peer, Wire, listen
+from pretrain.world import read_world
+from tests.forked import begin, environments, wait
+
+LATE_S = 60
+
+
+def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
+    """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for it to do."""
+    world, place = read_world(), Path(folder)
+
+    def announce(numbers: list[int]) -> list[int]:
+        if world.is_first:
+            (place / "tmp").write_text(json.dumps(numbers))
+            (place / "tmp").rename(place / "facts")
+        while not (place / "facts").exists():
+            time.sleep(0.01)
+        return list(json.loads((place / "facts").read_text()))
+
+    heard: dict[int, dict[str, int]] = {}
+    waits = plans.get(str(world.rank)) == "waits"
+    heartbeat = Heartbeat(
+        world,
+        timeout_s=timeout_s,
+        at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
+        waits_in_vain_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
+        tell=lambda: {"load": world.rank * 10},
+        heard=lambda rank, said: heard.update({rank: said}),
+    ).start(announce)
+    deadline_s = time.monotonic() + LATE_S
+    if world.is_first:
+        while len(heard) < world.num_ranks:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert heard == {rank: {"load": rank * 10} for rank in range(world.num_ranks)}
+    (place / f"ready-{world.rank}").write_text(str(os.getpid()))
+    while not (place / "go").exists():
+        time.sleep(0.01)
+    match plans.get(str(world.rank), "hangs"):
+        case "ends":
+            heartbeat.stop()
+            os._exit(0)
+        case "fails":
+            heartbeat.blame(ValueError("rank two gives up\nfor many reasons"))
+            os._exit(3)
+        case "has a broken collective":
+            heartbeat.blame(RuntimeError("Connection closed by peer"))
+            print("a traceback that nobody wants to see", flush=True)
+            os._exit(1)
+        case "holds Python's lock":
+            ctypes.PyDLL(None).usleep(700_000)
+            heartbeat.stop()
+            os._exit(0)
+    time.sleep(LATE_S)
+
+
+def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, **plans: str) -> list[ForkServerProcess]:
+    """Ranks that have all been heard of, and now do what `plans` (rank_N=...) say."""
+    chosen = {name.removeprefix("rank_"): plan for name, plan in plans.items()}
+    words = ("tests.pretrain.test_heartbeat:rank", str(folder), timeout_s, chosen)
+    ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
+    deadline_s = time.monotonic() + LATE_S
+    while len(list(folder.glob("ready-*"))) < num_ranks:
+        assert time.monotonic() < deadline_s and all(rank.exitcode is None for rank in ranks), said(folder)
+        time.sleep(0.01)
+    (folder / "go").write_text("")
+    return ranks
+
+
+def said(folder: Path) -> list[str]:
+    """The lines, with the facts of this machine taken out."""
+    text = re.sub(rf"\(node {re.escape(socket.gethostname())}, pid \d+\)", "(NODE)", (folder / "output").read_text())
+    return sorted(text.splitlines())
+
+
+GOES_ON = "training stops; the same command goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_named_once_and_ends_all(tmp_path: Path, victim: int) -> None:
+    ranks = started(tmp_path, 3, rank_1="has a broken collective")
+    ranks[victim].kill()
+    codes = wait(ranks, timeout_s=20)
+    assert codes == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
+    ends = [f"rank {rank} ends, stopped False" for rank in range(3) if rank != victim]
+    assert said(tmp_path) == sorted([f"rank {victim} (NODE) is gone; {GOES_ON}", *ends])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_given_up_after_the_timeout(tmp_path: Path, victim: int) -> None:
+    ranks = started(tmp_path, 2, timeout_s=1)
+    os.kill(ranks[victim].pid or 0, signal.SIGSTOP)
+    try:
+        ranks[1 - victim].join(20)
+        assert ranks[1 - victim].exitcode == 1
+    finally:
+        ranks[victim].kill()
+    assert f"rank {victim} (NODE) was not heard of for 1 s (frozen, or its node is lost); {GOES_ON}" in said(tmp_path)
+
+
+def test_a_rank_that_fails_says_so_before_it_goes(tmp_path: Path) -> None:
+    codes = wait(started(tmp_path, 3, rank_2="fails"), timeout_s=20)
+    assert codes == [1, 1, 3]
+    ends = [f"rank {rank} ends, stopped False" for rank in (0, 1)]
+    assert said(tmp_path) == sorted([f"rank 2 (NODE) has failed (ValueError: rank two gives up); {GOES_ON}", *ends])
+
+
+def test_ranks_that_fail_alike_end_in_their_own_way(tmp_path: Path) -> None:
+    codes = wait(started(tmp_path, 2, rank_0="fails", rank_1="fails"), timeout_s=20)
+    assert codes == [3, 3] and said(tmp_path) == []
+
+
+def test_goodbyes_are_no_alarm_and_neither_is_a_rank_that_computes(tmp_path: Path) -> None:
+    plans = {"rank_0": "holds Python's lock", "rank_1": "ends", "rank_2": "holds Python's lock"}
+    assert wait(started(tmp_path, 3, timeout_s=1, **plans), timeout_s=20) == [0, 0, 0]
+    assert said(tmp_path) == []
+
+
+def test_a_stop_that_cannot_wait_for_data_ends_all_with_nothing_to_mend(tmp_path: Path) -> None:
+    assert wait(started(tmp_path, 2, rank_1="waits"), timeout_s=20) == [0, 0]
+    ends = [f"rank {rank} ends, stopped True" for rank in range(2)]
+    stopped = f"rank 1 (NODE) waits for data, and all were told to stop; {GOES_ON}"
+    assert said(tmp_path) == sorted([stopped, *ends])
+
+
+def test_strangers_are_ignored(tmp_path: Path) -> None:
+    ranks = started(tmp_path, 2)
+    port = json.loads((tmp_path / "facts").read_text())[0]
+    hello = json.dumps(Peer(1, "x", 1).as_message() | {"token": "0-0"}).encode() + b"\n"
+    for words in (hello, b'{"verdict": "gone"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 3 * LONGEST_LINE):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(words)
+            stranger.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # it hangs up
+    assert [rank.exitcode for rank in ranks] == [None, None] and said(tmp_path) == []
+    for rank in ranks:
+        rank.kill()
+
+
+def test_a_line_that_comes_in_pieces_is_one_message() -> None:
+    with listen("127.0.0.1", is_one_node=True) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        ours, _ = listener.accept()
+        wire = Wire(ours)
+        theirs.sendall(b'{"beat": {"a"')
+        assert list(wire.receive()) == []
+        theirs.sendall(b': 1}}\n{"bye": true}\n{"be')
+        assert list(wire.receive()) == [{"beat": {"a": 1}}, {"bye": True}] and wire.is_open
+        theirs.close()
+        assert list(wire.receive()) == [] and not wire.is_open
+        wire.close()
+
+
+def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None:
+    with listen("localhost", is_one_node=True) as here, listen("localhost", is_one_node=False) as everywhere:
+        assert here.getsockname()[0] in ("127.0.0.1", "::1") and everywhere.getsockname()[0] == "0.0.0.0"
+    with listen("a-name-that-does-not-exist.invalid", is_one_node=False) as anywhere:
+        assert anywhere.getsockname()[0] == "0.0.0.0"
+
+
+def test_a_world_of_one_starts_nothing() -> None:
+    before = threading.active_count()
+    heartbeat = Heartbeat(read_world({}), timeout_s=60).start(lambda numbers: numbers)
+    assert threading.active_count() == before
+    heartbeat.blame(ValueError("x"))
+    heartbeat.stop()
