@@ -32,7 +32,7 @@ from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
 from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.step import Engine
-from pretrain.system_metrics import NodeSampler
+from pretrain.system_metrics import NodeSampler, node_name
 from pretrain.tracker import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Trainer
 from pretrain.world import World
@@ -234,7 +234,7 @@ def open_tracker(
     tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets_of(data))
     tracker.artifact(run_dir / CONFIG_FILE)
     if tracking.enabled:
-        tracker.sample_system(NodeSampler(run_dir).sample)
+        tracker.sample_system(NodeSampler(run_dir).sample, node=node_name(world))
     return identity.run_key, tracker
 
 

@@ -99,7 +99,7 @@ class Heartbeat:
             return self
         address = os.environ["MASTER_ADDR"]
         if self._world.is_first:
-            self._listener = listen(address, is_one_node=_local_ranks() == self._world.num_ranks)
+            self._listener = listen(address, is_one_node=self._world.is_one_node)
             self._listener.setblocking(False)
         facts = (
             [self._listener.getsockname()[1], secrets.randbits(62), secrets.randbits(62)] if self._listener else [0] * 3
@@ -280,10 +280,6 @@ class Heartbeat:
 
 def _as_message(verdict: Verdict) -> Message:
     return verdict.peer.as_message() | {"verdict": verdict.why, "detail": verdict.detail}
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
 
 
 def _may_be_others_fault(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_al
 from pretrain.heartbeat import Heartbeat
 from pretrain.retention import step_of
 from pretrain.run import save_result
+from pretrain.system_metrics import node_teller
 from pretrain.trainer import Outcome, Trainer
 from pretrain.world import World
 
@@ -35,6 +36,8 @@ def supervise(trainer: Trainer) -> Outcome:
         timeout_s=trainer.heartbeat_timeout_s,
         at_end=at_end,
         waits_in_vain_s=trainer.stop.waits_in_vain_s,
+        tell=node_teller(trainer.world, trainer.run_dir),
+        heard=lambda _rank, said: trainer.tracker.system(said["values"], node=said["node"]),
     ).start(lambda numbers: all_sum(torch.tensor(numbers, device=trainer.engine.device)).tolist())
     try:
         outcome = _fitted(trainer)

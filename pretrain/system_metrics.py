@@ -1,16 +1,22 @@
 """What a node is doing while it trains: CPU, memory, disk, network, GPUs, under the names that MLflow's System metrics tab knows.
 
 sampler = NodeSampler(run_dir)
-tracker.sample_system(sampler.sample)                          # on the first rank's node: a thread, every 10 s
-tracker.system(values_from_afar, node="node-3")                # of another node, wherever its sample came from
+tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
+tell=node_teller(world, run_dir)            # on another node's first rank: with its heartbeat, which the first rank hears
 """
 
+import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from pretrain.nvml import Nvml, open_nvml
+from pretrain.world import World
+
+EVERY_S = 10.0
 
 
 class NodeSampler:
@@ -57,6 +63,26 @@ class NodeSampler:
         }
         self._network_before, self._network_before_s = (sent, received), now_s
         return values
+
+
+def node_name(world: World) -> str | None:
+    """What stands before a node's figures where there are several."""
+    return None if world.is_one_node else platform.node()
+
+
+def node_teller(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
+    """What this rank says with its beats: now and then the figures of its node, if it is the one to say them."""
+    if world.is_one_node or world.is_first or world.local_rank:
+        return dict
+    sampler, said_s = NodeSampler(run_dir), [time.monotonic()]
+
+    def tell() -> dict[str, Any]:
+        if time.monotonic() - said_s[0] < EVERY_S:
+            return {}
+        said_s[0] = time.monotonic()
+        return {"node": platform.node(), "values": sampler.sample()}
+
+    return tell
 
 
 def gpu_values(nvml: Nvml) -> dict[str, float]:

@@ -24,6 +24,7 @@ from data_prep.images.sheet import save_sheet
 from data_prep.publish import write_json
 from data_prep.settings import Settings
 from pretrain.journal import Journal, image_name
+from pretrain.system_metrics import EVERY_S
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -31,7 +32,6 @@ STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
 """How long the end of a run waits for its last pictures, and for a disk that does not take its last lines."""
-SYSTEM_EVERY_S = 10.0
 
 
 class RunIdentity(Settings):
@@ -108,7 +108,7 @@ class Tracker:
             return
 
         def keep_telling() -> None:
-            while not self._closing.wait(SYSTEM_EVERY_S):
+            while not self._closing.wait(EVERY_S):
                 self.system(sample(), node=node)
 
         self._start(keep_telling)

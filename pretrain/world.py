@@ -13,10 +13,16 @@ class World:
     num_ranks: int
     num_cores: int = 1
     """Of this rank."""
+    num_local_ranks: int = 1
+    """Of this node."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.num_local_ranks == self.num_ranks
 
 
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
@@ -35,7 +41,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
             f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK"
         )
     rank, local_rank, num_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    return World(rank, local_rank, num_ranks, _cores_per_rank(environment))
+    local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local)
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:

@@ -85,7 +85,10 @@ def test_srun_is_understood() -> None:
         "MASTER_PORT": "12345",
         "SLURM_CPUS_PER_TASK": "1",
     }
-    assert read_world(facts) == World(5, 1, 8, num_cores=1)
+    assert read_world(dict(facts)) == World(5, 1, 8, num_cores=1, num_local_ranks=8)
+    two_nodes = read_world(facts | {"SLURM_NTASKS_PER_NODE": "4"})
+    assert two_nodes.num_local_ranks == 4 and not two_nodes.is_one_node
+    read_world(facts)
     assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
 
 
