@@ -1,37 +1,33 @@
-"""The first layer of an MLP as pictures: what each of its neurons looks at (paper B shows that they become local)."""
+"""The first layer of a checkpoint as pictures: what each of its neurons looks at. The drawing is that of the run's own pictures."""
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from torch import Tensor
 
+from data_prep.images.sheet import save_sheet
 from pretrain.checkpoint import load_weights
-
-matplotlib.use("Agg")
+from pretrain.pictures import FIRST_LAYER, draw_filters, filter_side, filters_of, strongest_filters
 
 
 def first_layer(checkpoint: Path) -> NDArray[np.float32]:
-    """(neurons, H, W): the weights of every first-layer neuron, maximum over the colours."""
+    """(neurons, side, side): the weights of every first-layer neuron, maximum over the colours."""
+    weight_NF, side = _weight(checkpoint)
+    return filters_of(weight_NF, side=side)
+
+
+def draw(checkpoint: Path, path: Path, *, columns: int = 5) -> None:
+    """The `columns` x `columns` neurons with the largest weights."""
+    weight_NF, side = _weight(checkpoint)
+    save_sheet(draw_filters(strongest_filters(weight_NF, side=side, count=columns**2), columns=columns), path)
+
+
+def _weight(checkpoint: Path) -> tuple[Tensor, int]:
     card, weights = load_weights(checkpoint)
-    if card.model.kind != "mlp":
-        raise ValueError(f"{checkpoint}: is {card.model.label}; filters over the whole image exist in an MLP only")
-    size = card.image_size
-    filters: NDArray[np.float32] = weights["stem.weight"].view(-1, 3, size, size).amax(dim=1).numpy()
-    return filters
-
-
-def draw(checkpoint: Path, path: Path, *, side: int = 5) -> None:
-    """The `side` x `side` neurons with the largest weights."""
-    filters = first_layer(checkpoint)
-    strongest = np.argsort(-np.linalg.norm(filters.reshape(len(filters), -1), axis=1), kind="stable")[: side * side]
-    figure = Figure(figsize=(side * 1.2, side * 1.2), layout="constrained")
-    panels = np.ravel(figure.subplots(side, side))
-    for axes in panels:
-        axes.set_axis_off()
-    for axes, neuron in zip(panels, strongest, strict=False):
-        axes.imshow(
-            filters[neuron], cmap="RdBu", vmin=-np.abs(filters[neuron]).max(), vmax=np.abs(filters[neuron]).max()
+    side = filter_side(card.model, image_size=card.image_size)
+    if side is None:
+        raise ValueError(
+            f"{checkpoint}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer"
         )
-    figure.savefig(path, dpi=120)
+    return weights[FIRST_LAYER], side

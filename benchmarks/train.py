@@ -1,145 +1,194 @@
-"""Is training held up by its data? The rate from shards against the same step on one resident batch, in one process.
+"""How fast is training, against its own limits and against others? All in one process, one round after the other.
 
-    .venv/bin/python benchmarks/train.py [--quick]
+    .venv/bin/python benchmarks/train.py [--quick] [--only mlp,mixer] [--compile]
+    .venv/bin/python benchmarks/train_ranks.py        memory and traffic of two ranks, and what a checkpoint costs
 
-Contestants, each the same number of steps of the same engine (DeepSpeed, ZeRO 1, one rank):
-  from shards          loader + augmentation + step: what `pretrain train` does
+Contestants, each the same number of steps on the same kind of batch:
+  from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
   resident, augmented  one stored batch again and again, augmented anew + step: no loader
   resident             one prepared batch again and again: the step alone
-  matmul limit         the step's matrix products alone, at the same shapes
+  plain DDP            the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
+  public step          paper B's training step as its paper tells it: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
+  matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
+On a GPU: B-12/Wi-1024 at batch 16,384 and Mixer-B-W at 224 px, in bf16. On a CPU, in fp32: smaller ones.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
-from frame import DATA, arguments, rates, ratio, report
+from frame import DATA, rates, ratio, report
+from models_peers import bare_products, plain, products_of, step_flops
+from train_peers import ddp_step, public_step
 
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.feed import Feed
 from pretrain.loader import Batch, Batches, as_stored, training_batches
 from pretrain.models.build import build_model
-from pretrain.models.spec import MlpSpec
+from pretrain.models.presets import spec_of
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan, Order
-from pretrain.shards import open_split
-from pretrain.world import read_world
+from pretrain.shards import ShardReader, open_split
+from pretrain.world import World, read_world
 
-IMAGE_SIZE = 64
+LABEL_SMOOTHING = 0.3
 T = TypeVar("T")
 
 
-def dataset(per_class: int) -> Path:
-    out = DATA / f"shapes-{IMAGE_SIZE}-{per_class}"
-    source = [
-        f"source.num_train_per_class={per_class}",
-        "source.num_val_per_class=1",
-        f"source.image_size={IMAGE_SIZE}",
-    ]
-    assert data_prep(["build", "--source", "synthetic", "--out", str(out), f"image_size={IMAGE_SIZE}", *source]) == 0
-    return out
+@dataclass(frozen=True)
+class Case:
+    spec: AnySpec
+    image_size: int
+    batch: int
+    steps: int
+    per_class: int
+    """Pictures of the synthetic dataset."""
 
 
-def matmuls(spec: MlpSpec, *, batch: int, classes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Forward, and both products of backward, of every linear layer; nothing between them."""
-    inner = [(spec.width, spec.expansion * spec.width), (spec.expansion * spec.width, spec.width)]
-    shapes = [(3 * IMAGE_SIZE**2, spec.width), *inner * spec.depth, (spec.width, classes)]
-    layers = [
-        tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in ((batch, i), (i, o), (batch, o)))
-        for i, o in shapes
-    ]
+def cases(*, on_gpu: bool, quick: bool) -> dict[str, Case]:
+    if on_gpu:
+        return {
+            "mlp": Case(spec_of("mlp_b12_wi1024"), 64, 16_384, 20, 2000),
+            "mixer": Case(spec_of("mixer_b_w"), 224, 512, 5, 100),
+        }
+    mlp, channels = MlpSpec(kind="mlp", depth=6, width=256 if quick else 512), 64 if quick else 128
+    mixer = MixerSpec(kind="mixer", patch_size=4, num_channels=channels, depth=4)
+    return {"mlp": Case(mlp, 64, 1024, 4, 60 if quick else 200), "mixer": Case(mixer, 32, 256, 2, 60)}
 
-    def run() -> None:
-        for number, (x, w, g) in enumerate(layers):
-            torch.mm(x, w)
-            torch.mm(x.T, g)
-            if number:  # pictures need no gradient
-                torch.mm(g, w.T)
 
-    return run
+@dataclass
+class Bench:
+    """Everything that the contestants of one case share."""
+
+    case: Case
+    engine: DeepSpeedEngine
+    augmentation: Augmentation
+    reader: ShardReader
+    plan: BatchPlan
+    stored: Batch
+    prepared: Prepared
+    num_classes: int
+
+    def batches(self, finish: Callable[[Batch], T]) -> Batches[T]:
+        return batches_of(self.reader, self.plan, finish, pin=self.engine.device.type == "cuda")
+
+    def step(self, batch: Prepared) -> None:
+        self.engine.train_step([batch], lr=1e-5)
+
+    def from_shards(self) -> float:
+        """Its loader starts and ends inside the clock: nothing is fetched at another's expense."""
+        with Feed(self.batches, self.augmentation) as feed:
+            return self.repeated(lambda: self.step(next(feed).prepared))()
+
+    def repeated(self, step: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            for _ in range(self.case.steps):
+                step()
+            if self.engine.device.type == "cuda":
+                torch.cuda.synchronize()
+            return float(self.case.steps * self.case.batch)
+
+        return run
+
+
+def batches_of(reader: ShardReader, plan: BatchPlan, finish: Callable[[Batch], T], *, pin: bool) -> Batches[T]:
+    order, kind = Order(reader.num_samples, 1), {"rank": 0, "consumed": 0, "num_threads": 2, "prefetch": 4}
+    return training_batches(reader, order, plan, **kind, pin=pin, finish=finish)
 
 
 def main() -> None:
-    options = arguments(__doc__ or "")
-    on_gpu = torch.cuda.is_available()
-    spec = (
-        MlpSpec(kind="mlp", depth=12, width=1024)
-        if on_gpu
-        else MlpSpec(kind="mlp", depth=6, width=256 if options.quick else 512)
-    )
-    batch, per_class, steps, rounds = (
-        (16_384, 600, 40, 9) if on_gpu else (1024, 60 if options.quick else 400, 8, 4 if options.quick else 9)
-    )
-    directory = dataset(per_class)
-    manifest, world = load_manifest(directory), read_world()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller models, fewer rounds")
+    parser.add_argument("--only", default="mlp,mixer")
+    parser.add_argument("--compile", action="store_true", help="torch.compile for ours and DDP (always on a GPU)")
+    options = parser.parse_args()
+    world = read_world()
     device = start_distributed(world, timeout_s=600)
-    plan = BatchPlan(batch, batch, 1)
+    on_gpu = device.type == "cuda"
+    for name, case in cases(on_gpu=on_gpu, quick=options.quick).items():
+        if name in options.only.split(","):
+            run(case, world, device, is_compiled=on_gpu or options.compile, rounds=3 if options.quick else 9)
+
+
+def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int) -> None:
+    bench = prepare(case, world, device, is_compiled=is_compiled)
+    engine, prepared = bench.engine, bench.prepared
+    like = torch.empty(0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    shapes = {"num_classes": bench.num_classes, "image_size": case.image_size}
+    with torch.device("cpu"):
+        products = products_of(plain(case.spec, **shapes), torch.zeros(1, 3, case.image_size, case.image_size))
+    products = [type(each)(each.rows * case.batch, each.inputs, each.outputs) for each in products]
+    peer = shapes | {"label_smoothing": LABEL_SMOOTHING, "device": device}
+    ddp, public = ddp_step(case.spec, **peer, is_compiled=is_compiled), public_step(case.spec, **peer)
+    found = rates(
+        {
+            "from shards": bench.from_shards,
+            "resident, augmented": bench.repeated(lambda: bench.step(bench.augmentation.prepare(bench.stored))),
+            "resident": bench.repeated(lambda: bench.step(prepared)),
+            "plain DDP": bench.repeated(partial(ddp, prepared)),
+            "public step": bench.repeated(partial(public, prepared)),
+            "matmul limit": bench.repeated(bare_products(products, like=like)),
+        },
+        rounds=rounds,
+    )
+    tera = step_flops(products) / case.batch / 1e12
+    kind = "compiled" if is_compiled else "eager"
+    against = ("resident", "plain DDP", "public step", "matmul limit")
+    shares = ", ".join(f"{ratio(found, 'from shards', each):.1%} of {each}" for each in against)
+    report(
+        f"{case.spec.label}, batch {case.batch:,}, {case.image_size} px, {engine.input_dtype}, {kind}",
+        found,
+        unit="images/s",
+        against="resident",
+        headline=(
+            f"training from shards: {shares}; the step alone: {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP, "
+            f"{ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is "
+            f"{tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here"
+        ),
+    )
+
+
+def prepare(case: Case, world: World, device: torch.device, *, is_compiled: bool) -> Bench:
+    directory = DATA / f"shapes-{case.image_size}-{case.per_class}"
+    source = [f"source.num_train_per_class={case.per_class}", "source.num_val_per_class=1"]
+    source += [f"source.image_size={case.image_size}", f"image_size={case.image_size}"]
+    assert data_prep(["build", "--source", "synthetic", "--out", str(directory), *source]) == 0
+    manifest = load_manifest(directory)
+    plan = BatchPlan(case.batch, case.batch, 1)
     engine = DeepSpeedEngine(
-        build_model(spec, num_classes=len(manifest.classes), image_size=IMAGE_SIZE, seed=0),
+        build_model(case.spec, num_classes=len(manifest.classes), image_size=case.image_size, seed=0),
         make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
-        settings=EngineSettings(zero_stage=1, precision="bf16" if on_gpu else "fp32"),
+        settings=EngineSettings(
+            zero_stage=1, precision="bf16" if device.type == "cuda" else "fp32", compile=is_compiled
+        ),
         plan=plan,
-        label_smoothing=0.3,
+        label_smoothing=LABEL_SMOOTHING,
         device=device,
         world=world,
     )
     augmentation = Augmentation(
         AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
         seed=0,
-        image_size=IMAGE_SIZE,
+        image_size=case.image_size,
         normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
         device=device,
         dtype=engine.input_dtype,
     )
     reader = open_split(directory, manifest, "train")
-    products = matmuls(spec, batch=batch, classes=len(manifest.classes), dtype=engine.input_dtype, device=device)
-
-    def batches(finish: Callable[[Batch], T]) -> Batches[T]:
-        order, kind = Order(reader.num_samples, 1), {"rank": 0, "consumed": 0, "num_threads": 2, "prefetch": 4}
-        return training_batches(reader, order, plan, **kind, pin=on_gpu, finish=finish)
-
-    with batches(as_stored) as source:
-        stored = next(source)
+    with batches_of(reader, plan, as_stored, pin=device.type == "cuda") as source_batches:
+        stored = next(source_batches)
     prepared = augmentation.prepare(stored)
-
-    def from_shards() -> float:
-        """Its loader starts and ends inside the clock: nothing is fetched at another's expense."""
-        with Feed(batches, augmentation) as feed:
-            return repeat(lambda: engine.train_step([next(feed).prepared], lr=1e-5))()
-
-    def repeat(step: Callable[[], object]) -> Callable[[], float]:
-        def run() -> float:
-            for _ in range(steps):
-                step()
-            if on_gpu:
-                torch.cuda.synchronize()
-            return float(steps * batch)
-
-        return run
-
-    found = rates(
-        {
-            "from shards": from_shards,
-            "resident, augmented": repeat(lambda: engine.train_step([augmentation.prepare(stored)], lr=1e-5)),
-            "resident": repeat(lambda: engine.train_step([prepared], lr=1e-5)),
-            "matmul limit": repeat(products),
-        },
-        rounds=rounds,
-    )
-    name = f"B-{spec.depth}/Wi-{spec.width}, batch {batch:,}, {IMAGE_SIZE} px, {engine.input_dtype}"
-    shares = {
-        against: ratio(found, "from shards", against) for against in ("resident, augmented", "resident", "matmul limit")
-    }
-    words = ", ".join(f"{share:.1%} of {against}" for against, share in shares.items())
-    report(name, found, unit="images/s", against="resident", headline=f"training from shards runs at {words}")
+    return Bench(case, engine, augmentation, reader, plan, stored, prepared, len(manifest.classes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

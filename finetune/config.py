@@ -53,6 +53,10 @@ class TuneSettings(Settings):
     def _parts_fit(self) -> "TuneSettings":
         check_batches(self.train, self.augment)
         check_schedule(self.schedule, self.optimizer)
+        if self.train.ema_decay is not None:
+            raise ValueError(
+                f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out"
+            )
         return self
 
     def as_training(self, card: ModelCard) -> PretrainSettings:

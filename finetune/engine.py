@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -70,14 +70,17 @@ class AccelerateEngine:
                 loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(
                     micro_batches
                 )
-                self.accelerator.backward(loss)
-            total += loss.detach()
+                total += loss.detach()
+                # a loss that is not finite shows in the gradients of all ranks
+                self.accelerator.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
         limit = self.settings.gradient_clip_norm or float("inf")
         norm = self.accelerator.clip_grad_norm_(self._model.parameters(), limit)
-        self._stepper.step()
+        applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this
+        if applied:
+            self._stepper.step()
+            self._num_updates += 1
         self._stepper.zero_grad()
-        self._num_updates += 1
-        return StepResult(loss=total, gradient_norm=norm)
+        return StepResult(loss=total, gradient_norm=norm, applied=applied)
 
     def logits(self, images: Tensor) -> Tensor:
         if self.module.training:
@@ -86,6 +89,13 @@ class AccelerateEngine:
         with torch.no_grad(), self.accelerator.autocast():
             logits: Tensor = self.module(images)
         return logits.float()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """There are no averaged weights here, and no setting that asks for them."""
+        return nullcontext()
+
+    def weight(self, name: str) -> Tensor | None:
+        return self.module.get_parameter(name).detach() if self.world.is_first else None
 
     def export_state(self) -> EngineState:
         average_over_ranks(self.module)

@@ -23,7 +23,7 @@ from pretrain.folder import load_folder
 from pretrain.models.build import pooled_features
 from pretrain.run import claim, flatten, save_result
 from pretrain.shards import open_split
-from pretrain.tracking import RunIdentity, Tracker
+from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import World
 
 

@@ -7,9 +7,9 @@ from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard, read_card
-from pretrain.config import check_against_ranks
 from pretrain.datasets import load_training_data
 from pretrain.folder import load_folder
+from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
@@ -33,7 +33,14 @@ def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
     data = load_training_data(training.data)
     accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     card, model = starting_model(settings, num_classes=len(data.classes))
-    local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    local_batch_size = micro_batch_size(
+        model,
+        settings=training,
+        num_classes=len(data.classes),
+        image_size=data.image_size,
+        device=accelerator.device,
+        world=world,
+    )
     engine = AccelerateEngine(
         model,
         make_optimizer=lambda module: build_optimizer(module, settings.optimizer),
@@ -43,7 +50,7 @@ def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
         world=world,
     )
     run_key, tracker = open_tracker(
-        training,
+        with_local_batch_size(training, local_batch_size),
         data,
         world,
         num_weights=num_parameters(model),

@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain train | preview | show | models | widths | import | sync`.
+"""Command line of the second floor: `pretrain train | preview | show | models | widths | plan | import | sync`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
     )
+    # the `deepspeed` launcher says it unless told not to; the environment, which it sets as well, is what counts
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
     train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
@@ -94,11 +96,26 @@ def _parser() -> argparse.ArgumentParser:
     widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
     widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
     widths.set_defaults(run=_widths)
+    _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))
     _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
     sync.add_argument("run_dir", type=Path)
     sync.set_defaults(run=_sync)
     return parser
+
+
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="a name that `pretrain models` lists")
+    verb.add_argument("--batch", type=positive, default=4096, help="global batch size (default: 4096)")
+    verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
+    verb.add_argument("--gpus", type=positive, default=4, help="of a node (default: 4)")
+    verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    verb.add_argument("--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion")
+    verb.add_argument("--classes", type=positive, help="of the head (default: what the model is meant for)")
+    verb.add_argument("--image-size", type=positive, help="in pixels (default: what the model is meant for)")
+    verb.add_argument("--gbit", type=positive, default=200, help="a second, of a node's network (default: 200)")
+    verb.add_argument("--teraflops", type=positive, default=300, help="that a GPU reaches (default: 300)")
+    verb.set_defaults(run=_plan)
 
 
 def _add_import(verb: argparse.ArgumentParser) -> None:
@@ -117,6 +134,12 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
 def rank_count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; give 1 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 1 on")
     return int(text)
 
 
@@ -215,6 +238,28 @@ def _widths(options: argparse.Namespace) -> int:
         densities=parse_densities(options.density) if options.density else [],
         console=console(),
     )
+    return OK
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from pretrain.models.listing import parse_channels
+    from pretrain.models.presets import spec_of
+    from pretrain.plan import Plan, print_plan
+
+    spec_of(options.model)  # or a word on what is named like it
+    plan = Plan(
+        model=options.model,
+        global_batch_size=options.batch,
+        num_nodes=parse_channels(options.nodes, field="--nodes"),
+        gpus_per_node=options.gpus,
+        precision=options.precision,
+        num_states=2 if options.optimizer in ("adamw", "lamb") else 1,
+        gbit_per_s=options.gbit,
+        teraflops=options.teraflops,
+        num_classes=options.classes,
+        image_size=options.image_size,
+    )
+    print_plan(plan, console())
     return OK
 
 

@@ -1,18 +1,17 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.bad_samples import BadSamples, check_share
 from pretrain.card import ModelCard
 from pretrain.checkpoint_writer import CheckpointWriter
+from pretrain.collectives import barrier
 from pretrain.config import PretrainSettings
 from pretrain.datasets import TrainingData, check_against_data
 from pretrain.durations import parse_length
@@ -21,18 +20,25 @@ from pretrain.feed import Feed
 from pretrain.loader import training_batches
 from pretrain.models.cost import forward_flops
 from pretrain.order import BatchPlan, Line
+from pretrain.page import datasets_of, git_commit, shown_command, tags_of
+from pretrain.peak import find_peak
+from pretrain.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, recipe, strongest_filters
 from pretrain.preemption import StopFlag
 from pretrain.retention import Retention
-from pretrain.run import flatten
+from pretrain.run import CONFIG_FILE, flatten
 from pretrain.saving import SavingPlan
 from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
 from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.step import Engine
-from pretrain.tracking import RunIdentity, Tracker
+from pretrain.system_metrics import NodeSampler
+from pretrain.tracker import RunIdentity, Tracker
 from pretrain.trainer import Cadence, Trainer
 from pretrain.world import World
+
+NUM_SHOWN, COLUMNS = 40, 5
+"""Pictures on the sheet of what the model is fed; columns of the picture of its first layer."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Task:
 
     def trainer(self) -> Trainer:
         settings, run_dir = self.settings, Path(self.settings.run_dir)
+        barrier()  # all ranks measure at once
+        peak = find_peak(
+            self.engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
+        )
+        self.tracker.params({"peak_teraflops": str(peak)})
         size = {"num_classes": len(self.data.classes), "image_size": self.data.image_size}
         return Trainer(
             engine=self.engine,
@@ -70,6 +81,9 @@ class Task:
             stop=self.stop,
             world=self.world,
             flops_per_image=forward_flops(settings.model, **size),
+            peak_teraflops=peak.teraflops * self.world.num_ranks,
+            show_fed=self.show_fed,
+            show_filters=self.show_filters,
             title=run_dir.name,
             seed=settings.train.seed,
         )
@@ -115,6 +129,7 @@ class Task:
             self.reader,
             log=Path(self.settings.run_dir) / "skipped_steps" / f"rank-{rank}.jsonl",
             max_in_a_row=self.settings.train.max_skipped_steps,
+            scales_loss=self.settings.engine.precision == "fp16",
         )
 
     def feed_from(self, consumed: int) -> Feed:
@@ -147,15 +162,38 @@ class Task:
     def scores(self) -> Scores | None:
         if self.eval_reader is None:
             return None
-        return evaluate(
-            self.engine.logits,
-            self.eval_reader,
-            self.augmentation,
-            local_batch_size=self.plan.local_batch_size,
-            num_threads=self.num_threads,
-            world=self.world,
-            stop=self.stop,
+        with self.engine.averaged():
+            return evaluate(
+                self.engine.logits,
+                self.eval_reader,
+                self.augmentation,
+                local_batch_size=self.plan.local_batch_size,
+                num_threads=self.num_threads,
+                world=self.world,
+                stop=self.stop,
+            )
+
+    def show_fed(self, prepared: Prepared) -> None:
+        """A sheet of the first pictures of a run, of the first rank's share."""
+        sample = first_of(prepared, count=NUM_SHOWN)
+        names = self.data.classes
+        title = f"{self.data.name}, as {Path(self.settings.run_dir).name} sees it"
+        facts = f"{self.data.image_size} px  ·  {recipe(self.settings.augment)}"
+        self.tracker.picture(
+            "pictures/fed",
+            lambda: fed_sheet(sample, normalisation=self.normalisation, classes=names, title=title, facts=facts),
+            step=0,
         )
+
+    def show_filters(self, step: int) -> None:
+        """Every rank calls it; the weights may lie in shards."""
+        side = filter_side(self.settings.model, image_size=self.data.image_size)
+        if side is None or not self.settings.tracking.enabled:
+            return
+        weight_NF = self.engine.weight(FIRST_LAYER)
+        if weight_NF is not None:
+            filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
+            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS), step=step)
 
     def card_at(self, step: int) -> ModelCard:
         return ModelCard(
@@ -190,10 +228,14 @@ def open_tracker(
         "num_weights": num_weights,
         "manifest_hash": data.hash,
     }
-    tags = {"mlflow.source.name": shown_command(sys.argv), "mlflow.source.git.commit": git_commit()}
-    tags |= {"dataset": data.name, "model": settings.model.label}
+    command = shown_command(sys.argv)
+    tags = tags_of(settings, data, command=command, commit=git_commit(), num_weights=num_weights)
     tags |= extra_tags or {"task": "pretrain"}
-    return identity.run_key, Tracker(run_dir if tracking.enabled else None, params=params, tags=tags)
+    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets_of(data))
+    tracker.artifact(run_dir / CONFIG_FILE)
+    if tracking.enabled:
+        tracker.sample_system(NodeSampler(run_dir).sample)
+    return identity.run_key, tracker
 
 
 def schedule_of(settings: PretrainSettings, data: TrainingData) -> Schedule:
@@ -204,6 +246,7 @@ def schedule_of(settings: PretrainSettings, data: TrainingData) -> Schedule:
         final_lr=settings.schedule.final_lr,
         warmup_steps=parse_length(settings.schedule.warmup).steps(**size),
         num_steps=parse_length(settings.train.duration).steps(**size),
+        warmup_from=settings.schedule.warmup_from,
     )
 
 
@@ -233,11 +276,6 @@ def retention_of(settings: PretrainSettings, data: TrainingData) -> Retention:
     return Retention(wanted.keep_last, steps)
 
 
-def shown_command(words: list[str]) -> str:
-    """The command line without what only fsspec may know."""
-    return " ".join(re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words)
-
-
 def open_cache(data: TrainingData) -> ShardCache | None:
     """Where there are remote shards; its directory is what ranks and runs share."""
     if not data.has_remote_shards:
@@ -246,21 +284,6 @@ def open_cache(data: TrainingData) -> ShardCache | None:
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
     directory = Path(settings.cache_dir) if settings.cache_dir else default
     return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
-
-
-def git_commit() -> str:
-    """The commit of the code that runs, with a mark where it was changed since."""
-    here = Path(__file__).parent
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _size(settings: PretrainSettings, data: TrainingData) -> dict[str, int]:

@@ -99,6 +99,8 @@ def save(run_dir: Path, *, engine: EngineState, trainer: TrainerState, card: Mod
 def publish(run_dir: Path, snapshot: Snapshot) -> int:
     """Steps 1 and 2; the bytes written."""
     state = asdict(snapshot.trainer) | {"num_updates": snapshot.engine.num_updates}
+    if snapshot.engine.scale:
+        state["engine.loss_scale"] = snapshot.engine.scale
     with atomic_directory(snapshot.place(run_dir)) as directory:
         hashes = {
             MODEL: write_tensors(directory / MODEL, snapshot.engine.weights),
@@ -159,7 +161,8 @@ def mark_of(path: Path | None) -> int:
 def load(path: Path) -> Restored:
     """Of a checkpoint that has been verified."""
     state = json.loads((path / TRAINER).read_text())
-    engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"])
+    scale = state.get("engine.loss_scale", {})
+    engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
     best = state.get("best")  # older checkpoints do not know of it
     trainer = TrainerState(
         state["step"], state["samples_consumed"], Best(**best) if best else None, state.get("owes_evaluation", False)

@@ -101,3 +101,29 @@ def same_on_all_ranks(value: int, *, device: torch.device) -> bool:
 def barrier() -> None:
     if is_distributed():
         dist.barrier()
+
+
+def lowest_over_ranks(value: int, *, device: torch.device) -> int:
+    if not is_distributed():
+        return value
+    bound = torch.tensor(value, device=device)
+    dist.all_reduce(bound, op=dist.ReduceOp.MIN)
+    return int(bound)
+
+
+def of_first_rank(value: int, *, device: torch.device) -> int:
+    if not is_distributed():
+        return value
+    sent = torch.tensor(value, device=device)
+    dist.broadcast(sent, src=0)
+    return int(sent)
+
+
+def num_ranks_with(value: int, *, device: torch.device) -> int:
+    """How many ranks, this one included, say the same."""
+    if not is_distributed():
+        return 1
+    mine = torch.tensor([value], device=device)
+    said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(said, mine)
+    return int((torch.cat(said) == mine).sum())

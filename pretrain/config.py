@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.settings import Settings
 from pretrain.augment.settings import AugmentSettings
-from pretrain.durations import Cadence, Duration
+from pretrain.durations import Cadence, Duration, parse_length
 from pretrain.models.presets import expand_preset
 from pretrain.models.spec import ModelSpec
 from pretrain.order import LastBatch, Shuffle
@@ -68,12 +68,12 @@ class DataSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    name: Literal["lion", "adamw", "sgd"] = "lion"
+    name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
     lr: float = Field(1e-4, gt=0)
     weight_decay: float = Field(1e-3, ge=0)
     """Decoupled, on matrices only; norms and biases are not decayed."""
     betas: tuple[float, float] | None = None
-    """By default (0.9, 0.99) for lion and (0.9, 0.999) for adamw."""
+    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw and lamb."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Nesterov momentum, for sgd alone."""
     head_lr_scale: float = Field(1.0, gt=0)
@@ -82,26 +82,41 @@ class OptimizerSettings(Settings):
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
         if self.betas is not None and self.name == "sgd":
-            raise ValueError("optimizer.betas: sgd has none; set optimizer.momentum, or choose lion or adamw")
+            raise ValueError("optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or lamb")
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
                 f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]"
+            )
+        if self.name != "sgd" and self.momentum != 0.9:
+            raise ValueError(
+                f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; set optimizer.betas, or leave it at 0.9"
             )
         return self
 
 
 class ScheduleSettings(Settings):
-    name: Literal["constant", "cosine"] = "cosine"
+    name: Literal["constant", "cosine", "linear"] = "cosine"
     warmup: Duration = "0 steps"
+    """A straight line up to optimizer.lr, which the step after it is the first to take."""
+    warmup_from: float | None = Field(None, ge=0)
+    """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)
-    """Where cosine ends."""
+    """Where cosine and linear end."""
+
+
+def _number_or_auto(value: object) -> object:
+    """The two ways to say it have one message: pydantic would have one for each."""
+    if value in (None, "auto") or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"{value!r} will not do; give a whole number of at least 1, or auto")
 
 
 class TrainSettings(Settings):
     duration: Duration
     global_batch_size: int = Field(1024, ge=1)
-    local_batch_size: int | None = Field(None, ge=1)
-    """Samples per rank and micro-batch; by default all of a rank's share at once."""
+    local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = None
+    """Samples per rank and micro-batch; by default all of a rank's share at once. auto: the most that fit into memory, measured
+    when the run begins and kept with it; the global batch stays what it is."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     seed: int = Field(0, ge=0)
     eval_every: Cadence = "1 epochs"
@@ -111,19 +126,37 @@ class TrainSettings(Settings):
     loader_threads: int | None = Field(None, ge=1)
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
 
 
 class EngineSettings(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """fp16 scales its loss dynamically and skips the steps that overflow."""
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
+    as well (stage 3)."""
+    activation_checkpointing: bool = False
+    """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it. (One that has died
     is noticed within a second.) Longer than any call that keeps Python from running its threads."""
+
+    @model_validator(mode="after")
+    def _stage_can_offload(self) -> "EngineSettings":
+        least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < least:
+            raise ValueError(
+                f"engine.offload: {self.offload!r} needs engine.zero_stage {least} or more, not {self.zero_stage}; raise it, or "
+                f"set offload to {'optimizer' if self.offload == 'all' and self.zero_stage else 'none'}"
+            )
+        return self
 
 
 class CheckpointSettings(Settings):
@@ -142,6 +175,8 @@ class TrackingSettings(Settings):
     experiment: str = "wide-mlps"
     uri: str | None = None
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
+    peak_teraflops: float | None = Field(None, gt=0)
+    """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""
 
 
 Resume = Literal["auto", "must", "never"]
@@ -175,6 +210,8 @@ class PretrainSettings(Settings):
 
 def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
     whole, local = train.global_batch_size, train.local_batch_size
+    if local == "auto":
+        local = None
     if local is not None and whole % local:
         near = nearest_divisor(whole, local)
         raise ValueError(
@@ -189,12 +226,26 @@ def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
 def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> None:
     if schedule.final_lr > optimizer.lr:
         raise ValueError(
-            f"schedule.final_lr: {schedule.final_lr} is above optimizer.lr {optimizer.lr}; cosine falls, so set it lower"
+            f"schedule.final_lr: {schedule.final_lr} is above optimizer.lr {optimizer.lr}; {schedule.name} falls, so set it lower"
+        )
+    if schedule.name == "constant" and schedule.final_lr:
+        raise ValueError(
+            f"schedule.final_lr: {schedule.final_lr} changes nothing with constant; leave it out, or choose cosine or linear"
+        )
+    if schedule.warmup_from is None:
+        return
+    if schedule.warmup_from > optimizer.lr:
+        raise ValueError(
+            f"schedule.warmup_from: {schedule.warmup_from} is above optimizer.lr {optimizer.lr}; a warm-up rises, so set it lower"
+        )
+    if parse_length(schedule.warmup).amount == 0:
+        raise ValueError(
+            f"schedule.warmup_from: {schedule.warmup_from} changes nothing without a warm-up; set schedule.warmup='5 epochs'"
         )
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
-    """The local batch size on this many ranks."""
+    """The local batch size on this many ranks; where it is auto, the rank's share, of which a divisor will be chosen."""
     whole = train.global_batch_size
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
@@ -203,7 +254,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
             f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest that does is {near}"
         )
     share = whole // num_ranks
-    local = train.local_batch_size or share
+    local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
         nearest = nearest_divisor(share, local)
         raise ValueError(

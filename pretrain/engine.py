@@ -1,10 +1,14 @@
 """DeepSpeed behind the `Engine` contract. The only file that imports deepspeed.
 
-bf16 at stages 1-3 means bf16 weights with fp32 master copies in the sharded optimizer; at stage 0, where DeepSpeed's own bf16 has
-neither sharding nor readable state, it is autocast over fp32 weights. Gradients are accumulated in fp32 where the stage can.
+bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded optimizer; at stage 0, where DeepSpeed
+has neither sharding nor readable state for them, they are autocast over fp32 weights. Gradients are accumulated in fp32 where the
+stage can.
 
-State leaves and enters whole (fp32 by parameter name), so a checkpoint fits any number of ranks and any stage. That needs some of
-DeepSpeed's private API (marked), which tests/distributed/test_engine.py holds for every stage and precision.
+A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes its gradients NaN, the reduction
+carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. DeepSpeed skips such a step at
+stages 1-3; at stage 0, where it would not, this file does. Both wait for the norm once before they update.
+
+State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and any stage.
 """
 
 import datetime
@@ -12,7 +16,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +29,13 @@ from torch.optim import Optimizer
 from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
+from pretrain.deepspeed_config import LOSS_SCALE, deepspeed_config
+from pretrain.ema import WeightAverage
+from pretrain.models.cost import num_parameters
 from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
+from pretrain.sharded_state import ShardedState
 from pretrain.step import EngineState, StepResult, loss_of
 from pretrain.world import World
 
@@ -41,8 +51,7 @@ def _import_deepspeed() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
-            from deepspeed.utils import logger
-        logger.setLevel(logging.ERROR)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     finally:
         if hidden is None:
             del sys.modules["mlflow"]
@@ -52,6 +61,19 @@ def _import_deepspeed() -> Any:
 
 
 deepspeed = _import_deepspeed()
+DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+
+
+def log_to(path: Path) -> None:
+    """From now on what DeepSpeed says, and Python's warnings, are kept in this file instead of being shown."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("DeepSpeed", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
 
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
@@ -64,6 +86,8 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    else:  # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
     # The shared-memory op is compiled on first use (35 s, and a stale lock file hangs it); gloo needs no help.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -71,6 +95,11 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
     c10d.default_pg_timeout = timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
     return device
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""All that changes in a `DynamicLossScaler`."""
 
 
 class DeepSpeedEngine:
@@ -84,181 +113,175 @@ class DeepSpeedEngine:
         label_smoothing: float,
         device: torch.device,
         world: World,
+        ema_decay: float | None = None,
     ):
         self.device, self.settings, self.plan, self.world = device, settings, plan, world
         self.label_smoothing = label_smoothing
-        in_bf16 = settings.precision == "bf16" and settings.zero_stage > 0
-        self.input_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        self._dtype = DTYPES[settings.precision]
+        self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
+        makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
+        self.input_dtype = torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
         model = model.to(device)
+        if settings.activation_checkpointing:
+            _checkpoint_activations(model)
+        if settings.zero_stage == 0 and settings.precision != "fp32":
+            _autocast(model, device=device, dtype=self._dtype)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model), config=self._config(in_bf16=in_bf16)
+            model=model,
+            optimizer=make_optimizer(model),
+            config=deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda"),
         )
+        self._state = ShardedState(
+            self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device
+        )
+        self._num_updates = 0
+        self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
+        self._average = WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
+        if hasattr(self._state.plain, "bind"):
+            self._state.plain.bind(self._state.my_segments())
         if settings.compile:
             self._engine.compile()
 
-    def _config(self, *, in_bf16: bool) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self.plan.local_batch_size,
-            "gradient_accumulation_steps": self.plan.accumulation_steps,
-            "gradient_clipping": self.settings.gradient_clip_norm,  # always said: the default is 1.0 since 0.19.3
-            "zero_optimization": {"stage": self.settings.zero_stage},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-        }
-        if self.settings.precision == "bf16" and not in_bf16:
-            # through DeepSpeed: it switches off an autocast that it was not told of
-            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        if in_bf16:
-            config["bf16"] = {"enabled": True}
-            # fp32 accumulation at stage 1 would switch to DeepSpeed's BF16_Optimizer, another class with another state
-            if self.settings.zero_stage in (2, 3):
-                config["data_types"] = {"grad_accum_dtype": "fp32"}
-        return config
+    def _loss_scaler(self) -> Any:
+        """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of our own."""
+        if self.settings.zero_stage == 0:
+            return DynamicLossScaler(consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE)
+        scaler = self._optimizer.loss_scaler
+        scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the trainer's to say
+        return scaler
+
+    # ---- training ------------------------------------------------------------------------------------------------
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
         assert len(micro_batches) == self.plan.accumulation_steps, len(micro_batches)
         self._engine.train()
         set_lr(self._optimizer, lr)
         total = torch.zeros((), device=self.device)
-        norm: Tensor | None = None
-        for batch in micro_batches:
-            logits = self._engine(batch.images_BCHW)
-            assert logits.dtype == (torch.bfloat16 if self.settings.precision == "bf16" else torch.float32), (
-                logits.dtype
-            )
+        for number, batch in enumerate(micro_batches, start=1):
+            logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
+            assert logits.dtype == self._dtype, logits.dtype
             loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
-            self._engine.backward(loss)
-            if self.settings.zero_stage == 0 and self._engine.is_gradient_accumulation_boundary():
-                norm = self._plain_gradient_norm()
-            self._engine.step()
             total += loss.detach() / len(micro_batches)
-        return StepResult(loss=total, gradient_norm=norm if norm is not None else self._engine.get_global_grad_norm())
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)  # seen by all ranks in the norm
+            if self._scaler is not None and self.settings.zero_stage == 0:
+                loss = loss * self._scaler.loss_scale
+            self._engine.backward(loss)
+            if number < len(micro_batches):
+                self._engine.step()  # DeepSpeed counts the micro-batch
+        norm, applied = self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
+        if applied:
+            self._num_updates += 1
+            if self._average is not None:
+                self._average.update()
+        return StepResult(loss=total, gradient_norm=norm, applied=applied)
+
+    def _update_sharded(self) -> tuple[Tensor | float, bool]:
+        """DeepSpeed looks at the norm itself, on all ranks alike."""
+        self._engine.step()
+        applied = not self._optimizer.overflow
+        if not applied:
+            self._state.forget_gradients()
+        return self._engine.get_global_grad_norm(), applied
+
+    def _update_plain(self) -> tuple[Tensor, bool]:
+        """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm that is logged and clipped to."""
+        parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
+        gradients: list[Tensor] = [each.grad for each in parameters if each.grad is not None]
+        scale = self._scaler.loss_scale if self._scaler is not None else 1.0
+        norm = nn.utils.get_total_norm(gradients) / scale
+        applied = bool(norm.isfinite())  # the one wait; after the reduction all ranks see the same
+        if self._scaler is not None:
+            self._scaler.update_scale(not applied)
+        if not applied:
+            self._engine.zero_grad()
+            self._engine.micro_steps += 1
+            return norm, False
+        if scale != 1:
+            torch._foreach_mul_(gradients, 1 / scale)
+        if self.settings.gradient_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
+        self._engine.step()
+        return norm, True
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def logits(self, images: Tensor) -> Tensor:
         if self._engine.module.training:
             average_over_ranks(self._engine.module)
         self._engine.eval()
         with torch.no_grad():
-            logits: Tensor = self._engine(images)
+            logits: Tensor = self._engine(images.to(self._weight_dtype))
         return logits.float()
 
+    def weight(self, name: str) -> Tensor | None:
+        parameter = self._engine.module.get_parameter(name)
+        if self.settings.zero_stage == 3:  # in shards, that all ranks put together
+            parameter = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return parameter.detach() if self.world.is_first else None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        if self._average is None:
+            yield
+            return
+        try:
+            with self._average.swapped():
+                self._state.refresh_working_weights()
+                yield
+        finally:
+            self._state.refresh_working_weights()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
     def export_state(self) -> EngineState:
-        weights: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
         average_over_ranks(self._engine.module)
-        self._link_state()
-        for name, parameter in self._engine.module.named_parameters():
-            full = self._full_tensors(parameter)
-            if self.world.is_first:
-                weights[name] = full.pop("weight")
-                optimizer.update({f"{kind}.{name}": tensor for kind, tensor in full.items()})
-        weights |= kept_buffers(self._engine.module)
+        wanted = {"weight": self._state.weights()} | {kind: self._state.of_kind(kind) for kind in self._state.kinds()}
+        if self._average is not None:
+            wanted["average"] = self._average.shards
+        found = self._state.read(wanted)
         if not self.world.is_first:
             return EngineState()
-        return EngineState(weights, optimizer, self._num_updates())
+        weights = found.pop("average" if self._average is not None else "weight")
+        optimizer = {f"{kind}.{name}": value for kind, values in found.items() for name, value in values.items()}
+        scale = {name: float(getattr(self._scaler, name)) for name in SCALE_STATE} if self._scaler is not None else {}
+        return EngineState(weights | kept_buffers(self._engine.module), optimizer, self._num_updates, scale)
 
     def import_state(self, state: EngineState) -> None:
-        kinds = sorted({name.partition(".")[0] for name in state.optimizer})
-        self._engine.global_steps = state.num_updates
-        self._create_state(kinds, state.num_updates)
-        self._link_state()
-        for name, parameter in self._engine.module.named_parameters():
-            tensors = {kind: state.optimizer[f"{kind}.{name}"] for kind in kinds}
-            self._set_tensors(parameter, tensors | {"weight": state.weights[name]})
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.optimizer.items():
+            kind, _, name = key.partition(".")
+            by_kind.setdefault(kind, {})[name] = value
+        raw = by_kind.pop("weight", state.weights)
+        self._num_updates = state.num_updates
+        self._state.create(sorted(by_kind), num_updates=state.num_updates)
+        self._state.write(self._state.weights(), raw)
+        for kind, tensors in by_kind.items():
+            self._state.write(self._state.of_kind(kind), tensors)
+        if self._average is not None:
+            self._state.write(self._average.shards, state.weights)
+        if self._scaler is not None:
+            for field, number in state.scale.items():
+                setattr(self._scaler, field, number if field == "cur_scale" else int(number))
         restore_buffers(self._engine.module, state.weights)
-        self._refresh_working_weights()
+        self._state.refresh_working_weights()
 
-    # ---- one parameter's tensors ---------------------------------------------------------------------------------
 
-    def _full_tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """fp32 copies of the weight and of its optimizer state, on the CPU."""
-        kinds = self._state_kinds()
-        if self.settings.zero_stage == 0:
-            tensors = {"weight": parameter} | {kind: self._optimizer.state[parameter][kind] for kind in kinds}
-        else:
-            utils = deepspeed.utils
-            tensors = {kind: utils.safe_get_full_optimizer_state(parameter, kind) for kind in kinds}
-            tensors["weight"] = utils.safe_get_full_fp32_param(parameter)
-        return {kind: tensor.detach().float().cpu().clone().contiguous() for kind, tensor in tensors.items()}
+def _checkpoint_activations(model: Any) -> None:
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"engine.activation_checkpointing: true will not do with this model ({error}); set it to false"
+        ) from None
 
-    def _set_tensors(self, parameter: nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        stage = self.settings.zero_stage
-        for kind, tensor in tensors.items():
-            value = tensor.to(self.device)
-            if stage == 0:
-                target = parameter.data if kind == "weight" else self._optimizer.state[parameter][kind]
-                target.copy_(value)
-            elif stage == 3:
-                self._set_partition(parameter, value, kind=None if kind == "weight" else kind)
-            elif kind == "weight":
-                deepspeed.utils.safe_set_full_fp32_param(parameter, value)
-            else:
-                deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
 
-    def _set_partition(self, parameter: Any, value: Tensor, *, kind: str | None) -> None:
-        """This rank's slice at stage 3 (private: `safe_set_*` fails there when a parameter is padded)."""
-        ranks = self.world.num_ranks
-        flat = nn.functional.pad(value.flatten(), (0, -parameter.ds_numel % ranks))
-        target, _ = self._optimizer._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=kind
-        )
-        target.data.copy_(flat.narrow(0, target.numel() * self.world.rank, target.numel()))
+def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Around the model's own forward: DeepSpeed switches off an autocast outside, and its own marks the whole process."""
+    plain = model.forward
 
-    # ---- DeepSpeed's private state ----------------------------------------------------------------------------------
+    def forward(images_BCHW: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            logits: Tensor = plain(images_BCHW)
+        return logits
 
-    def _flat_parameters(self) -> list[Tensor]:
-        """What the wrapped optimizer really steps: this rank's shards, or the parameters themselves at stage 0."""
-        if self.settings.zero_stage == 3:
-            return list(self._optimizer.fp32_partitioned_groups_flat)
-        return [parameter for group in self._plain_optimizer().param_groups for parameter in group["params"]]
-
-    def _plain_optimizer(self) -> Any:
-        return self._optimizer if self.settings.zero_stage == 0 else self._optimizer.optimizer
-
-    def _state_kinds(self) -> list[str]:
-        """Names of the per-weight state tensors, the same on every rank (a rank may own no weights of a group)."""
-        state = self._plain_optimizer().state
-        kinds = {
-            kind for values in state.values() for kind, value in values.items() if torch.is_tensor(value) and value.ndim
-        }
-        return sorted(kinds)
-
-    def _num_updates(self) -> int:
-        for values in self._plain_optimizer().state.values():
-            if "step" in values:
-                return int(values["step"])
-        return int(self._engine.global_steps)
-
-    def _create_state(self, kinds: list[str], num_updates: int) -> None:
-        """What the first step would have made, so that there is something to fill."""
-        plain = self._plain_optimizer()
-        for parameter in self._flat_parameters():
-            for kind in kinds:
-                plain.state[parameter].setdefault(kind, torch.zeros_like(parameter))
-            if isinstance(plain, torch.optim.AdamW):
-                plain.state[parameter]["step"] = torch.tensor(float(num_updates), device=parameter.device)
-
-    def _link_state(self) -> None:
-        """Private: stages 1 and 2 link only the first group's state to the parameters unless they are told to do it again."""
-        if self.settings.zero_stage in (1, 2) and self._state_kinds():
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _refresh_working_weights(self) -> None:
-        """The low-precision (or gathered) weights from the master copies."""
-        optimizer = self._optimizer
-        if self.settings.zero_stage in (1, 2):
-            optimizer.update_lp_params()
-        elif self.settings.zero_stage == 3:
-            for number, flat in enumerate(optimizer.fp16_partitioned_groups_flat):
-                flat.data.copy_(optimizer.fp32_partitioned_groups_flat[number].data)
-                group = optimizer.fp16_partitioned_groups[number]
-                for target, source in zip(group, optimizer.unflatten(flat, group), strict=True):
-                    target.data = source.data
-            if len(optimizer.persistent_parameters) > 0:
-                optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-    def _plain_gradient_norm(self) -> Tensor:
-        gradients = [parameter.grad for parameter in self._engine.module.parameters() if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+    model.forward = forward

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from data_prep.progress import ProgressLine
 from pretrain.collectives import Agreed, Exchange
-from pretrain.meter import Meter
+from pretrain.evaluate import Scores
+from pretrain.meter import Meter, in_words
 from pretrain.skipped_steps import SkippedSteps
-from pretrain.tracking import Tracker
+from pretrain.tracker import Tracker
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Ledger:
     """Whether a rank was told to stop, as all ranks know."""
     num_bad: int = 0
     _open: list[Entry] = field(default_factory=list)
+    _reading: dict[str, float] = field(default_factory=dict)
+    _scores: Scores | None = None
 
     def enter(self, entry: Entry) -> None:
         """Keeps the newest entry open and settles the one before."""
@@ -69,6 +72,11 @@ class Ledger:
             "train/bad_samples": float(self.num_bad),
             "train/skipped_steps": float(self.skipped.total),
         }
-        speed = self.meter.reading()
-        self.tracker.metrics(reading | speed, step=entry.step)
-        self.line.note = f"loss {agreed.loss:.3f}  {speed['speed/images_per_s']:,.0f} images/s"
+        self._reading = reading | self.meter.reading()
+        self.tracker.metrics(self._reading, step=entry.step)
+        self.show(self._scores)
+
+    def show(self, scores: Scores | None) -> None:
+        """On the progress line, from now on."""
+        self._scores = scores
+        self.line.note = in_words(self._reading, scores)

@@ -2,7 +2,9 @@
 
 RUN/config.yaml       the resolved settings
 RUN/checkpoints/      see checkpoint.py
-RUN/tracking/         see tracking.py
+RUN/tracking/         see tracker.py
+RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
+RUN/logs/             what DeepSpeed and Python warned of, one file per rank
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/result.json       written last; a run that has it is finished
@@ -23,7 +25,10 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 MAY_CHANGE = (
     "resume",
     "tracking.enabled",
+    "tracking.peak_teraflops",
     "engine.zero_stage",
+    "engine.offload",
+    "engine.activation_checkpointing",
     "engine.compile",
     "engine.timeout_s",
     "engine.heartbeat_timeout_s",

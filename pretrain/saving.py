@@ -15,7 +15,7 @@ from pretrain.collectives import any_rank
 from pretrain.evaluate import Scores
 from pretrain.retention import Best
 from pretrain.step import Engine
-from pretrain.tracking import Tracker
+from pretrain.tracker import Tracker
 from pretrain.world import World
 
 

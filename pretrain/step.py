@@ -4,6 +4,7 @@ Pretraining (DeepSpeed) and fine-tuning (accelerate) run the same `Trainer` over
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,18 +22,24 @@ class StepResult:
     loss: Tensor
     """Mean over this rank's share of the global batch."""
     gradient_norm: Tensor | float
-    """Of the global batch, before clipping."""
+    """Of the global batch, before clipping; not finite where the step was skipped for its gradients."""
     applied: bool = True
-    """False where the step was skipped, on all ranks, because loss or gradients were not finite."""
+    """False on all ranks if the loss or a gradient of any rank was not finite: then nothing has changed but fp16's loss scale."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whole and independent of ranks and ZeRO stages: fp32 weights and kept buffers by name, optimizer state as KIND.NAME."""
+    """Whole and independent of ranks and ZeRO stages: fp32 weights and kept buffers by name, optimizer state as KIND.NAME.
+
+    With a moving average of the weights, `weights` are the averaged ones, which people use, and those that training goes on from
+    are `optimizer["weight.NAME"]`.
+    """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     num_updates: int = 0
+    scale: dict[str, float] = field(default_factory=dict)
+    """fp16: all of the dynamic loss scale's state."""
 
 
 class Engine(Protocol):
@@ -45,8 +52,14 @@ class Engine(Protocol):
     def logits(self, images: Tensor) -> Tensor:
         """float32 logits in evaluation mode; every rank calls it equally often."""
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the block `logits` uses the averaged weights, where there are any, else the weights; every rank enters it."""
+
+    def weight(self, name: str) -> Tensor | None:
+        """One weight, whole, on the device, as the model works with it; called by every rank, and the first rank gets it."""
+
     def export_state(self) -> EngineState:
-        """Called by every rank; the first rank gets the state, the others an empty one."""
+        """Called by every rank; the first rank gets the state, which later training does not touch, the others an empty one."""
 
     def import_state(self, state: EngineState) -> None:
         """Called by every rank with the whole state."""

@@ -13,7 +13,7 @@ from pretrain.checkpoint import TrainerState
 from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_all_ranks
 from pretrain.heartbeat import Heartbeat
 from pretrain.retention import step_of
-from pretrain.run import CONFIG_FILE, save_result
+from pretrain.run import save_result
 from pretrain.trainer import Outcome, Trainer
 from pretrain.world import World
 
@@ -55,7 +55,6 @@ def _fitted(trainer: Trainer) -> Outcome:
         if scores is not None:
             result |= scores.metrics("eval")
         save_result(trainer.run_dir, result)
-        trainer.tracker.artifact(trainer.run_dir / CONFIG_FILE)
     trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
     return outcome
 

@@ -6,7 +6,8 @@ from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import load_training_data
-from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.engine import DeepSpeedEngine, log_to, start_distributed
+from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.optim import build_optimizer
@@ -22,18 +23,19 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+        log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         return supervise(prepare(settings, world, stop=stop).trainer())
 
 
 def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task:
     data = load_training_data(settings.data)
-    local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
-    plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
+    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     device = start_distributed(world, timeout_s=settings.engine.timeout_s)
-    model = build_model(
-        settings.model, num_classes=len(data.classes), image_size=data.image_size, seed=settings.train.seed
-    )
+    size = {"num_classes": len(data.classes), "image_size": data.image_size}
+    model = build_model(settings.model, **size, seed=settings.train.seed)
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
+    local_batch_size = micro_batch_size(model, settings=settings, **size, device=device, world=world)
+    plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     engine = DeepSpeedEngine(
         model,
         make_optimizer=lambda module: build_optimizer(module, settings.optimizer),
@@ -42,8 +44,11 @@ def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task
         label_smoothing=settings.train.label_smoothing,
         device=device,
         world=world,
+        ema_decay=settings.train.ema_decay,
     )
-    run_key, tracker = open_tracker(settings, data, world, num_weights=num_weights)
+    run_key, tracker = open_tracker(
+        with_local_batch_size(settings, local_batch_size), data, world, num_weights=num_weights
+    )
     return Task(
         settings=settings,
         data=data,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data_prep.progress import ProgressLine, progress
+from pretrain.augment.augmentation import Prepared
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState
 from pretrain.checkpoint_writer import CheckpointWriter
@@ -29,7 +30,7 @@ from pretrain.saving import Saver, SavingPlan
 from pretrain.schedule import Schedule
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
-from pretrain.tracking import Tracker
+from pretrain.tracker import Tracker
 from pretrain.world import World
 
 
@@ -71,6 +72,12 @@ class Trainer:
     stop: StopFlag
     world: World
     flops_per_image: float
+    peak_teraflops: float
+    """Of all ranks together."""
+    show_fed: Callable[[Prepared], None]
+    """What the model is fed, at the start."""
+    show_filters: Callable[[int], None]
+    """What the first layer looks at, at the start and at each evaluation; called by every rank."""
     title: str
     seed: int
 
@@ -81,7 +88,7 @@ class Trainer:
             ledger = self._ledger(line, start_step=step)
             stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if start.owes_evaluation or step >= self.cadence.num_steps:  # it was given up, or killed before result.json
-                scores, stopping = self._evaluated(step, line, saver, stopping=stopping)
+                scores, stopping = self._evaluated(step, saver, stopping=stopping)
             while step < self.cadence.num_steps and not stopping:
                 try:
                     ledger.enter(self._step(step, feed, ledger.meter))
@@ -94,7 +101,8 @@ class Trainer:
                     ledger.settle()
                 stopping = ledger.stopping
                 if eval_due:
-                    scores, stopping = self._evaluated(step, line, saver, stopping=stopping)
+                    scores, stopping = self._evaluated(step, saver, stopping=stopping)
+                    ledger.show(scores)
                 if saver.is_due(step):  # the evaluation may have been the best so far
                     saver.save(step)
                 if eval_due or save_due:
@@ -125,7 +133,12 @@ class Trainer:
     def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
         size = self.plan.global_batch_size
         return Ledger(
-            meter=Meter(global_batch_size=size, flops_per_image=self.flops_per_image),
+            meter=Meter(
+                global_batch_size=size,
+                flops_per_image=self.flops_per_image,
+                peak_teraflops=self.peak_teraflops,
+                device=self.engine.device,
+            ),
             line=line,
             tracker=self.tracker,
             skipped=self.skipped,
@@ -140,6 +153,9 @@ class Trainer:
         lr = self.schedule.lr(step)
         with meter.waiting(), self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
+        if step == 0:
+            self.show_fed(fed[0].prepared)
+            self.show_filters(step)
         torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
@@ -151,24 +167,24 @@ class Trainer:
         return Entry(step + 1, lr, result.applied, exchange)
 
     def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
-        return progress(self.title, total=self.cadence.num_steps, unit="steps", start=step, enabled=self.world.is_first)
+        return progress(self.title, total=self.cadence.num_steps, unit="step", start=step, enabled=self.world.is_first)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.cadence.num_steps
 
-    def _evaluated(self, step: int, line: ProgressLine, saver: Saver, *, stopping: bool) -> tuple[Scores | None, bool]:
+    def _evaluated(self, step: int, saver: Saver, *, stopping: bool) -> tuple[Scores | None, bool]:
         """(scores, whether to stop): an evaluation waits for nobody who was told to stop; the next start makes up for it."""
         saver.owes_evaluation = True
-        try:
-            scores = None if stopping else self.evaluate()
-        except Interrupted:
-            return None, True
         if stopping:
+            return None, True
+        self.show_filters(step)
+        try:
+            scores = self.evaluate()
+        except Interrupted:
             return None, True
         saver.judged(step, scores)
         if scores is not None:
             self.tracker.metrics(scores.metrics("eval"), step=step)
-            line.note = f"top-1 {scores.top1:.1%}"
         return scores, False
 
     def _rate(self, step: int, start: TrainerState, began_s: float) -> float:

@@ -165,8 +165,8 @@ def parse_power(text: str) -> float:
     return value
 
 
-def parse_channels(text: str) -> list[int]:
-    return [int(number) for number in _numbers(text, field="--channels", pattern=r"[1-9]\d*", example="16,32,48")]
+def parse_channels(text: str, *, field: str = "--channels") -> list[int]:
+    return [int(number) for number in _numbers(text, field=field, pattern=r"[1-9]\d*", example="16,32,48")]
 
 
 def parse_densities(text: str) -> list[float]:

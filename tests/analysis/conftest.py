@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrain.card import ModelCard
 from pretrain.checkpoint import TrainerState, save
-from pretrain.models.spec import MixerSpec, MlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 from pretrain.step import EngineState
 
 WriteRun = Callable[..., Path]
@@ -21,7 +21,7 @@ MLP = MlpSpec(kind="mlp", depth=2, width=6)
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=3)
 
 
-def write_checkpoint(run: Path, spec: MlpSpec | MixerSpec, weights: dict[str, Tensor], *, image_size: int = 16) -> Path:
+def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, image_size: int = 16) -> Path:
     card = ModelCard(
         model=spec,
         image_size=image_size,

@@ -1,4 +1,4 @@
-"""The filters of an MLP are its first-layer weights laid out as the picture was; a mixer has none."""
+"""The filters are the first-layer weights laid out as the picture was, in a Mixer as a patch of it; some models have none."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from PIL import Image
 
 from analysis.__main__ import main
 from analysis.filters import first_layer
+from pretrain.models.spec import StructuredMlpSpec
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint
 
 
@@ -50,10 +51,19 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert int((pixels.min(axis=(1, 3, 4)) < 255).sum()) == min(num_neurons, 25)
 
 
-def test_a_mixer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path / "run", MIXER, {"head.bias": torch.zeros(2)})
+def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
+    stem = torch.arange(8 * 48.0).view(8, 48)
+    write_checkpoint(tmp_path / "run", MIXER, {"stem.weight": stem})
+    filters = first_layer(tmp_path / "run")
+    assert filters.shape == (8, 4, 4)
+    assert filters[1, 2, 3] == 48 + 32 + 2 * 4 + 3  # the last colour has the largest
+
+
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = StructuredMlpSpec(kind="structured", form="monarch")
+    write_checkpoint(tmp_path / "run", spec, {"head.bias": torch.zeros(2)})
     assert main(["filters", str(tmp_path / "run"), "--out", str(tmp_path / "x.png")]) == 2
-    assert "is Mixer P4 C8 L3; filters over the whole image exist in an MLP only" in capsys.readouterr().err
+    assert "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer" in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
 

@@ -31,6 +31,7 @@ TABLE = [
     ("fraction for a whole number", ["train.global_batch_size=24.5"], "train.global_batch_size: 24.5 will not do; a whole number"),
     ("quoted number", ['train.seed="3"'], "train.seed: '3' will not do; a whole number is needed"),
     ("yes for true", ["engine.compile=yes"], "engine.compile: 'yes' will not do; true or false is needed"),
+    ("no peak", ["tracking.peak_teraflops=0"], "tracking.peak_teraflops: 0 will not do; it must be greater than 0"),
     ("negative", ["optimizer.lr=-1"], "optimizer.lr: -1 will not do; it must be greater than 0"),
     ("not finite", ["optimizer.lr=.inf"], "optimizer.lr:"),
     ("unknown optimizer", ["optimizer.name=lyon"], "optimizer.name: 'lyon' is not one of its values; did you mean 'lion'?"),
@@ -41,13 +42,24 @@ TABLE = [
     ("a list for a preset", ["model={preset: [mixer_b_w]}"], "model.preset: ['mixer_b_w'] is not a known model; did you mean 'mixer_b_w'?"),
     ("preset on top of a model", ["model.preset=mixer_ss_w"], "model.preset: 'mixer_ss_w' is given beside kind 'mlp', which are two models; for the named one write model='{preset: mixer_ss_w}', or remove kind"),
     ("preset of the same kind", ["model.preset=mlp_b6_wi256"], "model.preset: 'mlp_b6_wi256' is given beside kind 'mlp'"),
-    ("precision that is not there yet", ["engine.precision=fp16"], "engine.precision: 'fp16' is not one of its values"),
+    ("offload of what is not sharded", ["engine.zero_stage=0", "engine.offload=optimizer"], "engine.offload: 'optimizer' needs engine.zero_stage 1"),
     ("evaluation never", ["train.eval_every=0 steps"], "train.eval_every: '0 steps' is never; write how often"),
     ("duration without unit", ["train.duration=90"], "train.duration:"),
     ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration: '90 hours' is not a length; write a number and a unit"),
     ("half a step", ["train.duration=1.5 steps"], "train.duration: '1.5 steps' is not a whole number of steps"),
     ("warm-up too long", ["schedule.warmup=3 epochs"], "schedule.warmup: '3 epochs' is 30 steps, but the run has 20"),
     ("rising cosine", ["schedule.final_lr=1"], "schedule.final_lr: 1.0 is above optimizer.lr"),
+    ("rising straight line", ["schedule={name: linear, final_lr: 1}"], "schedule.final_lr: 1.0 is above optimizer.lr 0.0001; linear falls"),
+    ("constant that ends elsewhere", ["schedule={name: constant, final_lr: 1e-5}"], "schedule.final_lr: 1e-05 changes nothing with constant"),
+    ("warm-up from above", ["schedule={warmup: 1 epochs, warmup_from: 1e-3}"], "schedule.warmup_from: 0.001 is above optimizer.lr 0.0001; a warm-up rises"),
+    ("warm-up from below zero", ["schedule.warmup_from=-1"], "schedule.warmup_from: -1 will not do; it must be greater than or equal to 0"),
+    ("start of no warm-up", ["schedule.warmup_from=1e-6"], "schedule.warmup_from: 1e-06 changes nothing without a warm-up; set schedule.warmup"),
+    ("unknown schedule", ["schedule.name=cosin"], "schedule.name: 'cosin' is not one of its values; did you mean 'cosine'?"),
+    ("unknown size of a micro-batch", ["train.local_batch_size=aut"], "train.local_batch_size: 'aut' will not do; give a whole number of at least 1, or auto"),
+    ("no micro-batch", ["train.local_batch_size=0"], "train.local_batch_size: 0 will not do; give a whole number of at least 1, or auto"),
+    ("half a sample", ["train.local_batch_size=1.5"], "train.local_batch_size: 1.5 will not do; give a whole number"),
+    ("odd share for auto with MixUp", ["augment.mixup_alpha=0.8", "train.local_batch_size=auto", "train.global_batch_size=6", "--ranks", "2"], "train.local_batch_size: 3 on 2 ranks is odd, but MixUp pairs neighbours"),
+    ("momentum for lamb", ["optimizer={name: lamb, momentum: 0.8}"], "optimizer.momentum: 0.8 changes nothing with lamb; set optimizer.betas"),
     ("local batch does not divide", ["train.local_batch_size=5"], "train.local_batch_size: 5 does not divide global_batch_size 24; the nearest that does is 4"),
     ("batch does not split over ranks", ["train.global_batch_size=25", "--ranks", "2"], "train.global_batch_size: 25 does not split over 2 ranks; the nearest that does is 24 or 26"),
     ("local batch too large for the ranks", ["train.local_batch_size=24", "--ranks", "2"], "train.local_batch_size: 24 does not divide a rank's share of 12"),
@@ -266,7 +278,7 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
             for word in ("# command", "# hardware", "# result"):
                 assert any(line.startswith(word) for line in header), (path, word)
             seen += 1
-    assert seen >= 18
+    assert seen >= 20
 
 
 def test_show_prints_what_reads_back_to_the_same(

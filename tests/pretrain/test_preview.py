@@ -16,7 +16,8 @@ from pretrain.augment.augmentation import Prepared
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.datasets import load_training_data
-from pretrain.preview import _labels, preview, recipe
+from pretrain.pictures import labels_of, recipe
+from pretrain.preview import preview
 from pretrain.shards import open_split
 from tests.training import write_config
 
@@ -43,8 +44,8 @@ def test_without_augmentation_it_shows_the_stored_pictures_in_the_order_of_the_e
 def test_mixed_labels_stand_with_their_shares() -> None:
     labels, others = torch.tensor([0, 1]), torch.tensor([1, 0])
     prepared = Prepared(torch.zeros(2, 3, 4, 4), labels, others, torch.tensor([0.7, 0.25]))
-    assert _labels(prepared, ("cat", "dog")) == ["70% cat\n30% dog", "25% dog\n75% cat"]
-    assert _labels(Prepared(torch.zeros(2, 3, 4, 4), labels), ("cat", "dog")) == ["cat", "dog"]
+    assert labels_of(prepared, ("cat", "dog")) == ["70% cat\n30% dog", "25% dog\n75% cat"]
+    assert labels_of(Prepared(torch.zeros(2, 3, 4, 4), labels), ("cat", "dog")) == ["cat", "dog"]
 
 
 def test_the_recipe_is_said_in_the_words_of_the_config() -> None:

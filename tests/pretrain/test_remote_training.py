@@ -14,10 +14,10 @@ import torch
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
-from pretrain.assembly import shown_command
 from pretrain.config import DataSettings
 from pretrain.loader import as_stored, training_batches
 from pretrain.order import BatchPlan, Order
+from pretrain.page import shown_command
 from pretrain.shard_cache import ShardCache
 from pretrain.shard_cache.fetching import Patience
 from pretrain.shards import ShardReader, open_split

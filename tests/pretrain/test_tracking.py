@@ -1,6 +1,9 @@
 """Tracking against a real SQLite store: nothing lost, nothing doubled, a truthful status, and training never waits."""
 
 import json
+import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +13,45 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from PIL import Image
 
-from pretrain.tracking import RunIdentity, Tracker, sync
+from data_prep.publish import sole_writer
+from pretrain.journal import Journal
+from pretrain.tracker import RunIdentity, Tracker
+from pretrain.tracking import Delivery, deliver_while_training, sync
 from tests.ranks import REPOSITORY
+
+MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
+"""More than a store takes at once."""
+DATASET = {
+    "name": "animals train",
+    "digest": "0123456789abcdef0123456789abcdef",
+    "source_type": "local",
+    "source": "{}",
+    "schema": "{}",
+    "profile": "{}",
+    "context": "training",
+}
+
+
+@pytest.fixture(scope="module")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without runs; making one takes seconds, copying it none."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def store(new_store: Path, tmp_path: Path) -> Path:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    return tmp_path / "mlflow.db"
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No deliverer is started (it costs seconds): the test calls `sync`."""
+    monkeypatch.setattr("pretrain.tracker.sys.executable", "/bin/true")
 
 
 def identity(run_dir: Path, *, uri: str | None = None, parent_key: str | None = None) -> RunIdentity:
@@ -20,7 +59,13 @@ def identity(run_dir: Path, *, uri: str | None = None, parent_key: str | None = 
 
 
 def tracker(run_dir: Path, *, close_timeout_s: float = 60) -> Tracker:
-    return Tracker(run_dir, params={"optimizer.lr": 0.1}, tags={"task": "pretrain"}, close_timeout_s=close_timeout_s)
+    return Tracker(
+        run_dir,
+        params={"optimizer.lr": 0.1} | MANY_PARAMS,
+        tags={"task": "pretrain"},
+        datasets=(DATASET,),
+        close_timeout_s=close_timeout_s,
+    )
 
 
 def runs_in(store: Path) -> list[Any]:
@@ -35,13 +80,14 @@ def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric))
 
 
-def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path) -> None:
+def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_hand: None) -> None:
     run_dir, store = tmp_path / "run", tmp_path / "mlflow.db"
     identity(run_dir)
     first = tracker(run_dir)
     for step in range(1, 6):
         first.metrics({"loss": 1 / step}, step=step)
     first.close("KILLED")
+    sync(run_dir)
     assert [run.info.status for run in runs_in(store)] == ["KILLED"]
     second = tracker(run_dir)
     for step in range(4, 9):  # resumed from the checkpoint at step 3: 4 and 5 are walked again
@@ -50,18 +96,24 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path) -> 
     note.write_text("hello")
     second.artifact(note, folder="notes")
     second.close("FINISHED")
+    sync(run_dir)
     (run,) = runs_in(store)
-    assert run.info.status == "FINISHED" and run.data.params == {"optimizer.lr": "0.1"}
+    assert run.info.status == "FINISHED" and len(run.data.params) == 121 and run.data.params["optimizer.lr"] == "0.1"
+    (dataset,) = run.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == (DATASET["name"], DATASET["digest"])
+    assert [(tag.key, tag.value) for tag in dataset.tags] == [("mlflow.data.context", "training")]
     assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
     artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(run.info.run_id, "notes")
     assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
 
 
-def test_a_child_run_hangs_under_its_parent(tmp_path: Path) -> None:
+def test_a_child_run_hangs_under_its_parent(tmp_path: Path, by_hand: None) -> None:
     parent = identity(tmp_path / "parent")
     tracker(tmp_path / "parent").close("FINISHED")
+    sync(tmp_path / "parent")
     identity(tmp_path / "child", parent_key=parent.run_key)
     tracker(tmp_path / "child").close("FINISHED")
+    sync(tmp_path / "child")
     runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
 
@@ -89,13 +141,16 @@ def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     identity(run_dir)
     program = (
-        "import sys, time; from pathlib import Path; from pretrain.tracking import Tracker\n"
+        "import sys, time; from pathlib import Path; from pretrain.tracker import Tracker\n"
         "t = Tracker(Path(sys.argv[1]), params={}, tags={})\n"
         "t.metrics({'loss': 1.0}, step=1); print('up', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], cwd=REPOSITORY, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
+    journal = run_dir / "tracking" / "journal.jsonl"
+    while not (journal.exists() and b"loss" in journal.read_bytes()):
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -109,25 +164,152 @@ def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
     assert run.info.status == "FAILED" and points(tmp_path / "mlflow.db", run, "loss") == [(1, 1.0)]
 
 
-def test_a_line_cut_by_a_kill_is_mended(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    identity(run_dir)
-    first = tracker(run_dir)
-    first.metrics({"loss": 1.0}, step=1)
-    first.close("KILLED")
-    journal = run_dir / "tracking" / "journal.jsonl"
-    with open(journal, "a") as file:
-        file.write('{"event": "metr')
-    second = tracker(run_dir)
-    second.metrics({"loss": 0.5}, step=2)
-    second.close("FINISHED")
-    assert [json.loads(line)["event"] for line in journal.read_text().splitlines()].count("metrics") == 2
-    (run,) = runs_in(tmp_path / "mlflow.db")
-    assert points(tmp_path / "mlflow.db", run, "loss") == [(1, 1.0), (2, 0.5)]
-
-
 def test_other_ranks_and_untracked_runs_write_nothing(tmp_path: Path) -> None:
     silent = Tracker(None, params={}, tags={})
     silent.metrics({"loss": 1.0}, step=1)
     silent.close("FINISHED")
-    assert list(tmp_path.iterdir()) == []
+    silent.system({"cpu_utilization_percentage": 1.0})
+    silent.sample_system(dict)
+    silent.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+# ---- a journal written by hand, delivered in this process -------------------------------------------------------------
+
+
+def write_journal(run_dir: Path, *events: dict[str, Any]) -> None:
+    identity(run_dir)
+    journal = Journal(run_dir / "tracking" / "journal.jsonl")
+    for event in events:
+        journal.append(event)
+    assert journal.close(timeout_s=30)
+
+
+START: dict[str, Any] = {"event": "start", "params": {}, "tags": {}, "datasets": [DATASET]}
+
+
+def loss(step: int) -> dict[str, Any]:
+    return {"event": "metrics", "step": step, "values": {"loss": 1 / step}}
+
+
+def end(status: str) -> dict[str, Any]:
+    return {"event": "end", "status": status}
+
+
+def picture(run_dir: Path, *, step: int) -> dict[str, Any]:
+    path = run_dir.parent / f"{step}.png"
+    Image.new("RGB", (300, 600), (200, 0, 0)).save(path)
+    return {"event": "image", "path": str(path), "key": "pictures/first", "step": step}
+
+
+def files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file())
+
+
+def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_path: Path, store: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1))
+    with sole_writer(run_dir):
+        sync(run_dir)
+        assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
+    sync(run_dir)
+    assert [run.info.status for run in runs_in(store)] == ["FAILED"]
+
+
+def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, store: Path) -> None:
+    """The deliverer of a trainer that was killed has delivered all that the next trainer had to say, too."""
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1), START, loss(2), end("FINISHED"))
+    sync(run_dir)
+    reader, writer = os.pipe()
+    os.close(writer)
+    with open(reader, "rb") as pipe:  # the next trainer's deliverer, whose trainer is gone by now, too
+        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
+
+
+def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    said = []
+    real = MlflowClient.update_run
+
+    def update_run(client: MlflowClient, run_id: str, status: str) -> None:
+        said.append(status)
+        real(client, run_id, status)
+
+    monkeypatch.setattr(MlflowClient, "update_run", update_run)
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1), end("KILLED"))
+    sync(run_dir)
+    assert said == []  # a run is made running
+    write_journal(run_dir, START, loss(2))
+    delivery = Delivery(run_dir)
+    for _ in range(3):
+        delivery.deliver()
+        delivery.say("RUNNING")
+    assert said == ["RUNNING"]
+    assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
+
+
+def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, picture(run_dir, step=1), loss(1))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("no credentials")
+
+        patch.setattr(MlflowClient, "log_artifact", refuse)
+        with pytest.raises(PermissionError):
+            sync(run_dir)
+        write_journal(run_dir, loss(2), end("FINISHED"))
+        with pytest.raises(PermissionError):
+            sync(run_dir)
+    (run,) = runs_in(store)
+    assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [1, 2]
+    assert files(tmp_path) == []
+    sync(run_dir)
+    assert len(files(tmp_path)) == 2
+
+
+def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path, store: Path) -> None:
+    """Where it stood was lost, so everything goes out again; MLflow's image chart goes by the files' names."""
+    run_dir = tmp_path / "run"
+    first, second = picture(run_dir, step=0), picture(run_dir, step=20)
+    write_journal(run_dir, START, first, loss(1), second, loss(2), end("FINISHED"))
+    sync(run_dir)
+    before = files(tmp_path)
+    (run_dir / "tracking" / "delivered.json").unlink()
+    sync(run_dir)
+    (run,) = runs_in(store)
+    assert points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
+    assert files(tmp_path) == before and run.data.tags["mlflow.loggedImages"] == "True"
+    shapes = [re.fullmatch(r"(.*)\+step\+(\d+)\+timestamp\+\d+\+[0-9a-f-]{36}(.*)", name) for name in before]
+    assert [shape.groups() for shape in shapes if shape] == [
+        ("pictures~first", "0", "+compressed.webp"),
+        ("pictures~first", "0", ".png"),
+        ("pictures~first", "20", "+compressed.webp"),
+        ("pictures~first", "20", ".png"),
+    ]
+    small = next((tmp_path / "mlartifacts").rglob("*step+20+*.webp"))
+    with Image.open(small) as image:
+        assert image.size == (128, 256)
+
+
+def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, {"event": "metrics", "step": 6, "values": {"system/cpu": 1.0}}, end("KILLED"))
+    live = tracker(run_dir)
+    for value in (2.0, 3.0):
+        live.system({"cpu": value})
+    live.system({"cpu": 9.0}, node="node-3")
+    live.close("FINISHED")
+    lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
+    told = [(event["step"], event["values"]) for event in map(json.loads, lines) if event["event"] == "metrics"]
+    assert told == [
+        (6, {"system/cpu": 1.0}),
+        (7, {"system/cpu": 2.0}),
+        (8, {"system/cpu": 3.0}),
+        (0, {"system/node-3/cpu": 9.0}),
+    ]

@@ -1,0 +1,76 @@
+"""What benchmarks/train.py compares a training step with: plain PyTorch DDP, and the step of paper B as the paper tells it."""
+
+import os
+from collections.abc import Callable
+
+import torch
+from models_peers import plain
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pretrain.augment.augmentation import Prepared
+from pretrain.config import OptimizerSettings
+from pretrain.models.build import build_model
+from pretrain.models.spec import AnySpec
+from pretrain.optim import build_optimizer
+from pretrain.step import loss_of
+
+Step = Callable[[Prepared], Tensor]
+
+
+def ddp_step(
+    spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device, is_compiled: bool
+) -> Step:
+    """Our model and our optimizer in plain DDP: fp32 on a CPU, autocast to bf16 on a GPU. The process group exists."""
+    model = build_model(spec, num_classes=num_classes, image_size=image_size, seed=0).to(device)
+    optimizer = build_optimizer(model, OptimizerSettings())
+    ids = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
+    wrapped: nn.Module = DistributedDataParallel(model, device_ids=ids)
+    if is_compiled:
+        wrapped.compile()
+
+    def step(batch: Prepared) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = loss_of(wrapped(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def public_step(
+    spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device
+) -> Step:
+    """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the other), a number read each step."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)
+    optimizer = PlainLion(model)
+
+    def step(batch: Prepared) -> Tensor:
+        loss = loss_of(model(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        return loss.detach()
+
+    return step
+
+
+class PlainLion(Optimizer):
+    def __init__(self, model: nn.Module):
+        super().__init__(model.parameters(), {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_((momentum * beta1 + weight.grad * (1 - beta1)).sign(), alpha=-group["lr"])
+                momentum.mul_(beta2).add_(weight.grad, alpha=1 - beta2)

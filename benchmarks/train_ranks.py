@@ -1,0 +1,120 @@
+"""What ranks hold and send at each ZeRO stage, beside the formulas; all ranks on this machine.
+
+    .venv/bin/python benchmarks/train_ranks.py [--ranks 2]
+
+held: bytes of all tensors after the backward pass of the second step, per parameter, on the first rank (activations are gone by
+then). sent: what the loopback interface carried in three steps, per rank, step and parameter; anything else that talks over it
+meanwhile is counted, too. AdamW, one micro-batch a step.
+"""
+
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+
+import torch
+from frame import commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.augment.augmentation import Prepared
+from pretrain.collectives import barrier
+from pretrain.config import EngineSettings, OptimizerSettings
+from pretrain.launch import launch
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.optim import build_optimizer
+from pretrain.order import BatchPlan
+from pretrain.world import World, read_world
+from pretrain.zero_cost import Training, held, sent
+
+SPEC, SIZE, CLASSES, BATCH = MlpSpec(kind="mlp", depth=6, width=512), 32, 100, 8
+WIRE = Path("/sys/class/net/lo/statistics/tx_bytes")
+KEPT: list[object] = []
+"""Engines that must not be freed: a new tensor in the place of an old one would not be counted."""
+
+
+def storages() -> dict[int, int]:
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter):
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
+    from pretrain.engine import DeepSpeedEngine
+
+    before = storages()
+    model = build_model(SPEC, num_classes=CLASSES, image_size=SIZE, seed=0)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    engine = DeepSpeedEngine(
+        model,
+        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings(name="adamw")),
+        settings=EngineSettings(zero_stage=stage, precision=precision),
+        plan=BatchPlan(BATCH * world.num_ranks, BATCH, world.num_ranks),
+        label_smoothing=0.0,
+        device=torch.device("cpu"),
+        world=world,
+    )
+    KEPT.append(engine)
+    batch = Prepared(torch.randn(BATCH, 3, SIZE, SIZE).to(engine.input_dtype), torch.arange(BATCH))
+    most, update = [0], engine._engine.step
+
+    def observed_update() -> None:
+        most[0] = max(most[0], sum(size for place, size in storages().items() if place not in before))
+        update()
+
+    engine.train_step([batch], lr=1e-3)
+    engine._engine.step = observed_update
+    engine.train_step([batch], lr=1e-3)
+    engine._engine.step = update
+    barrier()
+    began = int(WIRE.read_text())
+    for _ in range(3):
+        engine.train_step([batch], lr=1e-3)
+    barrier()
+    on_wire = (int(WIRE.read_text()) - began) / 3 / world.num_ranks
+    training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)  # type: ignore[arg-type]
+    formula = held(training)
+    wanted = formula.on_device - (formula.bucket if stage < 3 else 0.0)  # only stage 3 keeps it after backward
+    numbers = (most[0], wanted, on_wire, sent(training).total)
+    return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
+
+
+def rank_main() -> None:
+    from pretrain.engine import start_distributed
+
+    world = read_world()
+    start_distributed(world, timeout_s=120)
+    rows = [measure(world, stage, precision) for precision in ("fp32", "bf16") for stage in range(4)]
+    if world.is_first:
+        table = Table(
+            title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", title_justify="left", box=None
+        )
+        for column in ("stage", "precision", "held", "formula", "sent", "formula "):
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console(width=100).print(table)
+        print(f"{machine()}, commit {commit()}")
+    barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main()
+    return launch([sys.executable, __file__, *sys.argv[1:]], num_ranks=options.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

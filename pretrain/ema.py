@@ -1,0 +1,44 @@
+"""The exponential moving average of the weights, in fp32 shards beside those that the optimizer steps.
+
+It starts as a copy of the weights that training starts from, and after each update that was applied moves by (1 - decay) of the way
+to them: a skipped step leaves it where it was. It lies where the optimizer's state lies (offloaded, on the CPU), so that it costs
+four bytes per weight of a shard and one pass over it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_SWAP_ELEMENTS = 2**24
+"""What is exchanged at once, so that swapping needs no second copy of the shards."""
+
+
+class WeightAverage:
+    def __init__(self, weights: Sequence[Tensor], *, decay: float):
+        self.decay = decay
+        self._weights = [weight.detach() for weight in weights]
+        self.shards = [weight.float().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self.shards, self._weights, 1 - self.decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Weights and averages have changed places inside the block; afterwards both have their bits again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for weight, average in zip(self._weights, self.shards, strict=True):
+            pieces = (torch.split(each.view(-1), _SWAP_ELEMENTS) for each in (weight, average))
+            for one, other in zip(*pieces, strict=True):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)

@@ -1,0 +1,127 @@
+"""LAMB (You et al. 2020): Adam's direction, as long for each parameter as that parameter is large.
+
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   r = m' / (sqrt(v') + eps) + wd w   (m', v' without the bias of their start)
+    w -= lr |w| / |r| r
+
+The norms are those of a whole parameter. Parameters that are not meant to decay (norms, biases) take the step r as it is, for of a
+bias that starts at zero |w| says nothing; the group says so (`is_decayed`), since a decay of 0 must not turn LAMB into Adam. A
+parameter whose |w| or |r| is zero takes r as it is, too.
+
+ZeRO steps flat shards in which lie pieces of several parameters. The engine says which (`bind`); the squares of the norms are then
+summed over pieces and ranks in one exchange per step, in which every rank takes part, whatever it owns. No step waits for the
+device.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pretrain.collectives import is_distributed
+from pretrain.segments import Segment
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of one parameter, and where it is to go before the step is given its length."""
+
+    parameter_number: int
+    weight: Tensor
+    direction: Tensor
+    lr: float
+
+
+class Lamb(Optimizer):
+    counts_steps = True
+    """Its state has a `step`, which a checkpoint's restorer must set."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_decayed": True}
+        )
+        self._segments: dict[Tensor, tuple[Segment, ...]] | None = None
+        self._num_parameters = 0
+
+    def bind(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
+        """The tensors that are stepped are shards, made of these pieces; every rank calls it. Without it each is a parameter."""
+        self._segments = {tensor: tuple(pieces) for tensor, pieces in segments.items()}
+        numbers = [piece.parameter_number for pieces in self._segments.values() for piece in pieces]
+        highest = torch.tensor(max(numbers, default=-1))
+        self._num_parameters = int(_over_ranks(highest, dist.ReduceOp.MAX)) + 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "a closure is never used here"
+        pieces: list[_Piece] = []
+        for number, (group, weight) in enumerate(self._with_gradients()):
+            direction = self._direction(weight, group)
+            if not group["is_decayed"]:
+                weight.add_(direction, alpha=-group["lr"])
+                continue
+            for segment in self._segments_of(weight, number=number):
+                stretch = slice(segment.offset, segment.offset + segment.length)
+                flat, flat_direction = weight.view(-1)[stretch], direction.view(-1)[stretch]
+                pieces.append(_Piece(segment.parameter_number, flat, flat_direction, group["lr"]))
+        # asked of the groups, which are alike on all ranks: one that owns no piece of them must take part, too
+        if any(group["is_decayed"] and group["params"] for group in self.param_groups):
+            self._take(pieces)
+
+    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        return ((group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None)
+
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """Adam's, plus the decay."""
+        state, gradient = self.state[weight], weight.grad
+        assert gradient is not None
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if kind not in state:
+                state[kind] = torch.zeros_like(weight)
+        # a checkpoint may have left a tensor; from here on it is a number, and nobody waits for it
+        state["step"] = int(state.get("step", 0)) + 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
+        direction: Tensor = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(scale)
+        return direction.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] else direction
+
+    def _segments_of(self, weight: Tensor, *, number: int) -> Sequence[Segment]:
+        if self._segments is None:
+            return (Segment(number, 0, weight.numel()),)
+        assert weight in self._segments, "bind named no segments for a tensor that is stepped"
+        return self._segments[weight]
+
+    def _take(self, pieces: Sequence[_Piece]) -> None:
+        num_parameters = self._num_parameters if self._segments is not None else len(list(self._with_gradients()))
+        squares_P2 = torch.zeros(num_parameters, 2, device=pieces[0].weight.device if pieces else None)
+        if pieces:
+            norms = torch._foreach_norm([tensor for piece in pieces for tensor in (piece.weight, piece.direction)])
+            numbers = torch.tensor([piece.parameter_number for piece in pieces]).to(squares_P2.device)
+            squares_P2.index_add_(0, numbers, torch.stack(norms).square().view(-1, 2))
+        if self._segments is not None:
+            squares_P2 = _over_ranks(squares_P2, dist.ReduceOp.SUM)
+        weights_P, directions_P = squares_P2.sqrt().unbind(1)
+        ratios_P = torch.where((weights_P > 0) & (directions_P > 0), weights_P / directions_P, 1.0)
+        for piece in pieces:
+            piece.weight.addcmul_(piece.direction, ratios_P[piece.parameter_number], value=-piece.lr)
+
+
+def _over_ranks(values: Tensor, operation: Any) -> Tensor:
+    """Reduced over all ranks, where the backend wants it: an optimizer that is offloaded steps on the CPU beside NCCL."""
+    if not is_distributed():
+        return values
+    there = values.to("cuda") if dist.get_backend() == "nccl" else values.cpu()
+    dist.all_reduce(there, op=operation)
+    return there.to(values.device)

@@ -1,0 +1,109 @@
+"""What the page of a run says from its start: a note, tags, and the datasets as MLflow shows them. Pure but for `git_commit`."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import PretrainSettings
+from pretrain.datasets import Part, TrainingData
+
+DIGEST_LENGTH = 32
+"""Of the 64 digits of a manifest's hash: a store takes no more than 36. The whole is among the parameters."""
+
+
+def tags_of(
+    settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int
+) -> dict[str, str]:
+    return {
+        "mlflow.source.name": command,
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": commit,
+        "mlflow.note.content": note(settings, data, command=command, commit=commit, num_weights=num_weights),
+        "dataset": data.name,
+        "model": settings.model.label,
+    }
+
+
+def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int) -> str:
+    """Markdown, which the page shows above everything else."""
+    engine, optimizer = settings.engine, settings.optimizer
+    shards = sum(len(part.content.shards) for part in data.parts)
+    lines = [
+        f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}** "
+        f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
+        f"{settings.train.duration} at a batch of {settings.train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
+        f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}; code {commit}",
+        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`",
+    ]
+    return "\n\n".join(lines)
+
+
+def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
+    """One for each part that is trained on, and one for what is evaluated on."""
+    used = [(part, "training") for part in data.parts]
+    evaluated = data.eval_part()
+    return tuple(_dataset(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
+
+
+def _dataset(part: Part, context: str) -> dict[str, str]:
+    manifest = part.manifest
+    tensor = {"dtype": "uint8", "shape": [-1, 3, manifest.image_size, manifest.image_size]}
+    features = [{"name": "images", "type": "tensor", "tensor-spec": tensor}]
+    labels = [{"name": "labels", "type": "tensor", "tensor-spec": {"dtype": "int64", "shape": [-1]}}]
+    spec = {"features": json.dumps(features), "targets": json.dumps(labels)}
+    return {
+        "name": f"{manifest.name} {part.split}"[:500],
+        "digest": manifest.hash[:DIGEST_LENGTH],
+        "source_type": "local",
+        "source": json.dumps({"uri": str(part.directory.resolve())}),
+        "schema": json.dumps({"mlflow_tensorspec": spec}),
+        "profile": json.dumps(summary(part)),
+        "context": context,
+    }
+
+
+def summary(part: Part) -> dict[str, Any]:
+    """Of the manifest, for the split in use."""
+    manifest, split = part.manifest, part.content
+    counts = [count for count in split.class_counts if count]
+    return {
+        "split": part.split,
+        "num_samples": split.num_samples,
+        "num_classes": len(manifest.classes),
+        "fewest_per_class": min(counts, default=0),
+        "most_per_class": max(counts, default=0),
+        "num_shards": len(split.shards),
+        "num_bytes": sum(shard.num_bytes for shard in split.shards),
+        "encoding": manifest.encoding,
+        "image_size": manifest.image_size,
+        "channel_mean": [round(value, 4) for value in manifest.channel_mean],
+        "channel_std": [round(value, 4) for value in manifest.channel_std],
+        "num_rejected": manifest.num_rejected,
+        "manifest_hash": manifest.hash,
+    }
+
+
+def shown_command(words: list[str]) -> str:
+    """The command line as one would type it, without what only fsspec may know."""
+    program = Path(words[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words[1:]]
+    return shlex.join([name, *known])
+
+
+def git_commit() -> str:
+    """The commit of the code that runs, with a mark where it was changed since."""
+    here = Path(__file__).parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

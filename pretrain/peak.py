@@ -1,0 +1,86 @@
+"""What a device could do at best, against which the achieved FLOP/s are held (MFU).
+
+For GPUs whose data sheet says it, that is the dense rate of the matrix units; for others, and for CPUs, a product of two square
+matrices, measured when a run starts, on all ranks at once, so that ranks which share cores share them here, too.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+SHEETS = (
+    # name as CUDA says it, without NVIDIA, Tesla and GeForce; dense TFLOP/s, accumulated in fp32
+    (r"A100-\S+|A100 80GB PCIe", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}),
+    (r"A30", {"bf16": 165.0, "fp16": 165.0, "tf32": 82.0, "fp32": 10.3}),
+    (r"A40", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),
+    (r"A10", {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
+    (r"RTX A5000", {"bf16": 111.1, "fp16": 111.1, "tf32": 55.6, "fp32": 27.8}),
+    (r"RTX A6000", {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7}),
+    (r"H100 80GB HBM3", {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    (r"H100 PCIe", {"bf16": 756.0, "fp16": 756.0, "tf32": 378.0, "fp32": 51.2}),
+    (r"H200", {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    (r"B200", {"bf16": 2250.0, "fp16": 2250.0}),
+    (r"L4", {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3}),
+    (r"L40S", {"bf16": 362.0, "fp16": 362.0, "tf32": 183.0, "fp32": 91.6}),
+    (r"V100-SXM2-\S+", {"fp16": 125.0, "fp32": 15.7}),
+    (r"V100-PCIE-\S+", {"fp16": 112.0, "fp32": 14.0}),
+    (r"T4", {"fp16": 65.0, "fp32": 8.1}),
+    (r"RTX 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
+    (r"RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+)
+"""A part of a GPU (MIG) and a sibling (RTX 4090 D) have other names, and are measured."""
+MEASURE_S = 0.15
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one rank's device."""
+
+    teraflops: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.teraflops:.4g} per rank ({self.source})"
+
+
+def find_peak(device: torch.device, *, precision: str, given: float | None) -> Peak:
+    if given is not None:
+        return Peak(given, "tracking.peak_teraflops")
+    if precision == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        listed = listed_teraflops(name, precision=precision)
+        if listed is not None:
+            return Peak(listed, f"data sheet of {name}, dense {precision}")
+    return measured_peak(device, precision=precision)
+
+
+def listed_teraflops(name: str, *, precision: str) -> float | None:
+    short = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
+    for pattern, rates in SHEETS:
+        if re.fullmatch(pattern, short):
+            return rates.get(precision)
+    return None
+
+
+def measured_peak(device: torch.device, *, precision: str) -> Peak:
+    """The best of some products, after one that warms up."""
+    on_gpu = device.type == "cuda"
+    side = 8192 if on_gpu else 1024
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    torch.mm(left, right, out=out)
+    best_s, deadline_s = float("inf"), time.monotonic() + MEASURE_S
+    while best_s == float("inf") or time.monotonic() < deadline_s:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start_s = time.perf_counter()
+        torch.mm(left, right, out=out)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return Peak(2 * side**3 / best_s / 1e12, f"measured, {precision} product of {side} x {side}")

@@ -1,0 +1,95 @@
+"""`pretrain plan`: what each ZeRO stage would cost a model on a cluster, before a job is queued. Arithmetic alone, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.models.cost import cost_of
+from pretrain.models.presets import PRESETS, spec_of
+from pretrain.zero_cost import Precision, Training, held, sent
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    model: str
+    global_batch_size: int
+    num_nodes: Sequence[int]
+    gpus_per_node: int
+    precision: Precision = "bf16"
+    num_states: int = 1
+    gbit_per_s: float = 200
+    """Of a node's network, which a ring that spans nodes crosses once."""
+    teraflops: float = 300
+    """What a GPU is assumed to reach."""
+    num_classes: int | None = None
+    image_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    num_nodes: int
+    num_ranks: int
+    local_batch_size: float
+    compute_ms: float
+    held_gb: tuple[float, ...]
+    """By stage; without activations."""
+    sent_mb: tuple[float, ...]
+    network_ms: tuple[float, ...]
+    """If nothing of it is hidden behind compute."""
+
+
+def rows(plan: Plan) -> list[Row]:
+    preset, spec = PRESETS[plan.model], spec_of(plan.model)
+    size, classes = plan.image_size or preset.image_size, plan.num_classes or preset.num_classes
+    cost = cost_of(spec, num_classes=classes, image_size=size)
+    found = []
+    for num_nodes in plan.num_nodes:
+        num_ranks = num_nodes * plan.gpus_per_node
+        trainings = [
+            Training(cost.num_parameters, stage, plan.precision, num_ranks, plan.num_states)  # type: ignore[arg-type]
+            for stage in STAGES
+        ]
+        local = plan.global_batch_size / num_ranks
+        bytes_sent = [sent(training).total for training in trainings]
+        found.append(
+            Row(
+                num_nodes=num_nodes,
+                num_ranks=num_ranks,
+                local_batch_size=local,
+                compute_ms=3 * 2 * cost.multiply_adds * local / (plan.teraflops * 1e12) * 1e3,
+                held_gb=tuple(held(training).on_device / 1e9 for training in trainings),
+                sent_mb=tuple(count / 1e6 for count in bytes_sent),
+                network_ms=tuple(
+                    count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in bytes_sent
+                ),
+            )
+        )
+    return found
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    headers = ("nodes", "ranks", "batch of a rank", "compute ms")
+    for word in (*headers, *(f"{what} {stage}" for what in ("GB", "MB sent", "network ms") for stage in STAGES)):
+        table.add_column(word, justify="right")
+    for row in rows(plan):
+        cells = [str(row.num_nodes), str(row.num_ranks), f"{row.local_batch_size:g}", f"{row.compute_ms:.1f}"]
+        cells += [f"{value:.2f}" for value in row.held_gb]
+        cells += [f"{value:,.0f}" for value in row.sent_mb] + [f"{value:.1f}" for value in row.network_ms]
+        table.add_row(*cells)
+    console.print(
+        f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node",
+        style="bold",
+    )
+    console.print(table)
+    console.print(
+        f"By ZeRO stage. GB: what a rank holds, without activations. Compute: at {plan.teraflops:g} TFLOP/s a GPU. Network: what "
+        f"is sent in a step over {plan.gbit_per_s:g} Gbit/s a node, none of it hidden behind compute (docs/scaling.md).",
+        style="dim",
+    )

@@ -1,0 +1,33 @@
+"""One start of 2 ranks computes all that the tests of this folder judge: importing DeepSpeed is what costs."""
+
+import gc
+from typing import Any
+
+import pytest
+
+from pretrain.world import World
+from tests.distributed.engine_cells import CELLS, cell, elsewhere
+from tests.distributed.engine_options import options
+from tests.ranks import run_ranks
+
+
+def everything(world: World, folder: str) -> dict[str, Any]:
+    from pretrain.engine import start_distributed
+
+    start_distributed(world, timeout_s=60)
+    gc.freeze()  # DeepSpeed collects garbage for every engine, and would look through all that was imported
+    found = {identity: cell(world, identity, folder) for identity in CELLS}
+    for identity in CELLS:
+        found[identity] |= elsewhere(world, identity, folder)
+    return {"cells": found, "options": options(world, folder)}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two ranks had left in each cell."""
+    return str(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="session")
+def results(folder: str) -> dict[str, Any]:
+    return dict(run_ranks(everything, folder, num_ranks=2)[0])

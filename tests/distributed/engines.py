@@ -1,0 +1,163 @@
+"""Small engines on 2 ranks and the plain PyTorch that they are held against."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from pretrain.augment.augmentation import Prepared
+from pretrain.collectives import Exchange
+from pretrain.config import EngineSettings, OptimizerSettings
+from pretrain.deepspeed_config import deepspeed_config
+from pretrain.models.build import build_model
+from pretrain.models.spec import AnySpec, MlpSpec
+from pretrain.optim import build_optimizer, set_lr
+from pretrain.order import BatchPlan
+from pretrain.step import EngineState, loss_of
+from pretrain.world import World
+
+SPEC = MlpSpec(kind="mlp", depth=2, width=17, expansion=2)  # 17: nothing divides by the number of ranks
+SIZE, CLASSES, GLOBAL, CLIP, LR, DECAY = 6, 5, 16, 0.5, 0.01, 0.8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(GLOBAL, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(0, CLASSES, (GLOBAL,), generator=generator)
+
+
+def optimizer_settings(name: str) -> OptimizerSettings:
+    return OptimizerSettings(name=name, lr=LR, weight_decay=0.1, head_lr_scale=2.0)
+
+
+def make_model(spec: AnySpec = SPEC, *, seed: int = 1) -> Any:
+    """With a head that is not zero, or the body would have no gradients at first."""
+    model = build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=seed)
+    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def make_engine(
+    world: World,
+    stage: int,
+    precision: str,
+    optimizer: str,
+    *,
+    spec: AnySpec = SPEC,
+    seed: int = 1,
+    accumulation: int = 2,
+    ema_decay: float | None = None,
+    bind: Callable[[Any], None] | None = None,
+    **settings: Any,
+) -> Any:
+    import pretrain.engine
+
+    def config(*arguments: Any, **options: Any) -> dict[str, Any]:
+        """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
+        made = deepspeed_config(*arguments, **options)
+        made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
+        made["zero_optimization"]["reduce_bucket_size"] = 2_000  # the largest weight has 1,836
+        return made
+
+    def optimizer_of(module: Any) -> Any:
+        made: Any = build_optimizer(module, optimizer_settings(optimizer))
+        if bind is not None:
+            made.bind = bind
+        return made
+
+    with patch.object(pretrain.engine, "deepspeed_config", config):
+        engine = pretrain.engine.DeepSpeedEngine(
+            make_model(spec, seed=seed),
+            make_optimizer=optimizer_of,
+            settings=EngineSettings(zero_stage=stage, precision=precision, gradient_clip_norm=CLIP, **settings),
+            plan=BatchPlan(GLOBAL, GLOBAL // world.num_ranks // accumulation, world.num_ranks),
+            label_smoothing=0.1,
+            device=torch.device("cpu"),
+            world=world,
+            ema_decay=ema_decay,
+        )
+    if precision == "fp16":
+        engine._scaler.cur_scale = (
+            1024.0  # it starts where the first steps may be skipped, which would shift all others
+        )
+    return engine
+
+
+def train_step(
+    engine: Any, world: World, step: int, *, poison: float | None = None, plan: BatchPlan | None = None
+) -> Any:
+    """One step; with `poison` that number stands in one picture of the last rank's first micro-batch."""
+    images, labels = global_batch(step)
+    micro_batches, plan = [], plan or engine.plan
+    for micro_step in range(plan.accumulation_steps):
+        rows = torch.from_numpy(plan.positions(consumed=0, micro_step=micro_step, rank=world.rank))
+        part = images[rows].to(engine.input_dtype)
+        if poison is not None and micro_step == 0 and world.rank == world.num_ranks - 1:
+            part[0, 0, 0, 0] = poison
+        micro_batches.append(Prepared(part, labels[rows]))
+    torch.manual_seed(step * 100 + world.rank)
+    return engine.train_step(micro_batches, lr=LR)
+
+
+def advance(engine: Any, world: World, steps: range) -> list[float]:
+    """The mean loss of each step."""
+    return [Exchange(train_step(engine, world, step).loss, 0.0, flag=False, num_bad=0).read().loss for step in steps]
+
+
+def plain_start(*, low_precision: torch.dtype = torch.float32) -> Any:
+    model = make_model()
+    return model.to(low_precision).to(torch.float32)
+
+
+def plain_gradients(*, low_precision: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], float]:
+    """(by name, clipped by hand; norm before), of step 0's whole batch at once, in fp32."""
+    model = plain_start(low_precision=low_precision)
+    images, labels = global_batch(0)
+    loss_of(model(images), Prepared(images, labels), label_smoothing=0.1).backward()
+    norm = float(sum(float(weight.grad.square().sum()) for weight in model.parameters()) ** 0.5)
+    assert norm > 2 * CLIP
+    return {name: weight.grad * (CLIP / norm) for name, weight in model.named_parameters()}, norm
+
+
+def plain_training(optimizer_name: str, *, steps: range, low_precision: torch.dtype) -> dict[str, Tensor]:
+    """The weights after the steps: one process, the whole batch at once, torch's own clipping, fp32."""
+    model = plain_start(low_precision=low_precision)
+    optimizer = build_optimizer(model, optimizer_settings(optimizer_name))
+    for step in steps:
+        images, labels = global_batch(step)
+        set_lr(optimizer, LR)
+        optimizer.zero_grad()
+        loss_of(model(images), Prepared(images, labels), label_smoothing=0.1).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def shared(state: EngineState) -> EngineState:
+    """The first rank's state on every rank, as a checkpoint would bring it."""
+    box: list[Any] = [state]
+    torch.distributed.broadcast_object_list(box)
+    result: EngineState = box[0]
+    return result
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """0 if and only if all is equal."""
+    assert one.keys() == other.keys() and one
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest error of one tensor against its own size, or against a hundredth of the whole where it is smaller than that."""
+    assert one.keys() == other.keys() and one
+    whole = sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
+    return max(float((one[name] - other[name]).norm() / max(float(other[name].norm()), whole / 100)) for name in one)

@@ -1,0 +1,66 @@
+"""Offload, activation checkpointing, and models that keep more than weights, on 2 ranks."""
+
+from typing import Any
+
+import pytest
+
+from pretrain.__main__ import main as pretrain
+from pretrain.config import EngineSettings
+from tests.distributed.engine_options import OFFLOADED
+from tests.distributed.engines import CLIP
+from tests.distributed.test_engine import GRADIENT_LIMIT
+
+
+@pytest.mark.parametrize("identity", OFFLOADED)
+def test_offloaded_training_is_the_same_training(results: dict[str, Any], identity: str) -> None:
+    found = results["options"]["offloaded"][identity]
+    limit = GRADIENT_LIMIT[OFFLOADED[identity][2]]
+    assert found["gradient"] < limit
+    assert found["clipped"] == pytest.approx(CLIP, rel=1e-5)
+    assert found["applied"] is False
+    assert found["untouched"] == 0
+    assert found["moved"] == 0
+    assert found["from_resident"] < 1e-5
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])
+def test_a_stage_that_has_nothing_to_offload_says_so(stage: int, offload: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}"
+    ):
+        EngineSettings(zero_stage=stage, offload=offload)
+
+
+def test_recomputed_activations_change_nothing_even_with_dropout(results: dict[str, Any]) -> None:
+    assert results["options"]["checkpointed"] == [0, 0]
+
+
+def test_permutations_are_restored_on_every_rank(results: dict[str, Any]) -> None:
+    assert results["options"]["permutations"] is True
+
+
+def test_running_averages_are_those_of_all_ranks(results: dict[str, Any]) -> None:
+    found = results["options"]["averages"]
+    assert found["differed"] > 1e-3
+    assert found["logits"] == 0
+    assert found["saved"] < 1e-6
+
+
+def test_sparse_weights_go_on(results: dict[str, Any]) -> None:
+    assert results["options"]["sparse"] is True
+
+
+def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> None:
+    assert results["options"]["tuned"] == {"applied": [False, False], "apart": 0, "updates": [2, 2]}
+
+
+def test_nothing_of_deepspeeds_talk_reaches_the_console(results: dict[str, Any]) -> None:
+    found = results["options"]["noise"]
+    assert found["console"] == ""
+    assert "ZeRO stage 3 optimizer" in found["log"]
+    assert "a warning of Python's" in found["log"]
+
+
+def test_the_word_that_the_deepspeed_launcher_adds_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain(["--local_rank=1", "models", "--match", "mlp_b6_wi256"]) == 0
+    assert "mlp_b6_wi256" in capsys.readouterr().out
