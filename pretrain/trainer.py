@@ -177,8 +177,8 @@ class Trainer:
         saver.owes_evaluation = True
         if stopping:
             return None, True
+        self.show_filters(step)
         try:
-            self.show_filters(step)
             scores = self.evaluate()
         except Interrupted:
             return None, True
