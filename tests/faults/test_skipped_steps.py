@@ -1,0 +1,65 @@
+"""A run that diverges leaves its weights as they were, stops after so many steps, and says on which samples."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.manifest import load_manifest, load_paths
+from pretrain.collectives import Agreed
+from pretrain.order import BatchPlan, Order
+from pretrain.shards import open_split
+from pretrain.skipped_steps import SkippedSteps, TooManySkippedSteps, samples_of_rank
+from tests.training import final_state, start, write_config
+
+FINE, BAD = Agreed(1.0, 1.0, 0, 0, 1.0), Agreed(float("nan"), 1.0, 0, 0, 1.0)
+
+
+def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path) -> None:
+    """The first step is taken and throws the weights so far that no later loss is finite."""
+    words = ["optimizer={name: sgd, lr: 1e30}", "schedule={name: constant}", "train.max_skipped_steps=3"]
+    words += ["engine.gradient_clip_norm=0", "checkpoint.every=2 steps", "train.log_every_steps=1"]
+    process = start(write_config(tmp_path, dataset=shapes), tmp_path / "run", *words)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "3 steps in a row, to step 3, had a loss or gradients that are not finite" in output
+    assert "Traceback" not in output
+    lines = [
+        json.loads(line)
+        for log in sorted((tmp_path / "run" / "skipped_steps").iterdir())
+        for line in log.read_text().splitlines()
+    ]
+    assert [sum(line["step"] == step for line in lines) for step in range(5)] == [0, 16, 16, 16, 0]
+    keys = {shard.name: load_paths(shapes, shard) for shard in load_manifest(shapes).split("train").shards}
+    assert all(line["key"] in keys[line["shard"]] for line in lines)
+    assert all(torch.isfinite(tensor).all() for tensor in final_state(tmp_path / "run").values())
+
+
+def of_rank(rank: int, shapes: Path, log: Path) -> SkippedSteps:
+    reader = open_split(shapes, load_manifest(shapes), "train")
+    plan, order = BatchPlan(8, 2, 2), Order(reader.num_samples, 3)
+    return SkippedSteps(
+        lambda step: samples_of_rank(order, plan, step=step, rank=rank), reader, log=log, max_in_a_row=3
+    )
+
+
+def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
+    plan, order = BatchPlan(8, 2, 2), Order(100, 3)
+    shares = [samples_of_rank(order, plan, step=5, rank=rank) for rank in range(2)]
+    assert sorted(np.concatenate(shares)) == sorted(order.locate(np.arange(40, 48))[1])
+
+
+def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tmp_path: Path) -> None:
+    mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl")
+    mine.note(0, BAD, applied=False)  # the other rank's
+    assert mine.total == 1 and not (tmp_path / "rank-0.jsonl").exists()
+    mine.note(1, Agreed(float("nan"), 1.0, 0, 0, float("nan")), applied=False)
+    assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 4
+    mine.note(2, FINE, applied=True)
+    for step in (3, 4):
+        mine.note(step, FINE, applied=False)  # gradients
+    assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 12
+    with pytest.raises(TooManySkippedSteps, match="3 steps in a row, to step 5"):
+        mine.note(5, FINE, applied=False)
