@@ -14,6 +14,7 @@ from pretrain.__main__ import OK, guarded, leave, rank_count, world_of
 from pretrain.card import read_card
 from pretrain.config import check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
+from pretrain.preemption import StopFlag
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World
 
@@ -79,6 +80,8 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    if not options.ranks:
+        StopFlag().install()  # before the long imports: what comes while they last counts
     settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return _print(settings)
@@ -133,7 +136,7 @@ def _launch(verb: str, first: str, options: argparse.Namespace, *more: str) -> i
     from pretrain.launch import launch
 
     command = [sys.executable, "-m", "finetune", verb, first, *more, *options.overrides]
-    return launch(command, num_ranks=options.ranks)
+    return launch(command, num_ranks=options.ranks, heed_signals=verb == "tune")
 
 
 def _finished_before(run_dir: Path, world: World) -> bool:

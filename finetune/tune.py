@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from finetune.config import TuneSettings
 from finetune.engine import AccelerateEngine, start_accelerator
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard, read_card
+from pretrain.config import PretrainSettings
 from pretrain.datasets import load_training_data
 from pretrain.folder import load_folder
 from pretrain.micro_batch import micro_batch_size, with_local_batch_size
@@ -17,21 +20,27 @@ from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import claim
-from pretrain.supervision import supervise
+from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
 from pretrain.world import World
 
 
 def tune(settings: TuneSettings, world: World) -> Outcome:
-    stop = StopFlag().install()
+    stop, engine = StopFlag().install(), settings.engine
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
-        return supervise(prepare(settings, world, stop=stop).trainer())
+        training = settings.as_training(read_card(Path(settings.pretrained)))
+        accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
+        timeout_s = training.engine.heartbeat_timeout_s
+        with watched(world, timeout_s=timeout_s, device=accelerator.device) as heartbeat:
+            return supervise(
+                prepare(settings, training, world, accelerator=accelerator, stop=stop).trainer(), heartbeat
+            )
 
 
-def prepare(settings: TuneSettings, world: World, *, stop: StopFlag) -> Task:
-    training = settings.as_training(read_card(Path(settings.pretrained)))
+def prepare(
+    settings: TuneSettings, training: PretrainSettings, world: World, *, accelerator: Accelerator, stop: StopFlag
+) -> Task:
     data = load_training_data(training.data)
-    accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     card, model = starting_model(settings, num_classes=len(data.classes))
     local_batch_size = micro_batch_size(
         model,

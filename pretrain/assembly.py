@@ -75,7 +75,6 @@ class Task:
             card_at=self.card_at,
             writer=CheckpointWriter(run_dir, retention_of(settings, self.data)),
             saving=saving_of(settings, self.data),
-            heartbeat_timeout_s=settings.engine.heartbeat_timeout_s,
             run_dir=run_dir,
             tracker=self.tracker,
             stop=self.stop,

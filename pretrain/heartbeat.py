@@ -113,13 +113,24 @@ class Heartbeat:
         self._thread.start()
         return self
 
+    def attend(
+        self,
+        *,
+        at_end: Callable[[bool], None],
+        waits_in_vain_s: Callable[[], float],
+        tell: Callable[[], dict[str, Any]],
+        heard: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        """What it is to do besides, from now on: ranks join before there is anything to be saved or told."""
+        self._at_end, self._waits_in_vain_s, self._tell, self._heard = at_end, waits_in_vain_s, tell, heard
+
     def stop(self) -> None:
         """Says goodbye: from here on this rank may go without alarm."""
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:
         """On the way out with an error: returns if it is this rank's own, and then the others know."""
-        if self._thread is None:
+        if self._thread is None or self._is_ending:
             return
         if _may_be_others_fault(error) and self._verdict.wait(BLAME_S):
             time.sleep(600)  # the thread ends this process

@@ -3,6 +3,8 @@
 The status is said last: a run is FINISHED when its last checkpoint is on disk and result.json says so.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,8 +24,21 @@ LAST_WRITE_S = 30.0
 """How long a run that fails waits for the checkpoint that is being written."""
 
 
-def supervise(trainer: Trainer) -> Outcome:
-    """Restores, fits, and closes the tracker with the status that is true; meanwhile ranks watch over each other."""
+@contextmanager
+def watched(world: World, *, timeout_s: float, device: torch.device) -> Iterator[Heartbeat]:
+    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
+    heartbeat = Heartbeat(world, timeout_s=timeout_s)
+    heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
+    try:
+        yield heartbeat
+    except BaseException as error:
+        heartbeat.blame(error)
+        raise
+    heartbeat.stop()
+
+
+def supervise(trainer: Trainer, heartbeat: Heartbeat) -> Outcome:
+    """Restores, fits, and closes the tracker with the status that is true."""
     trainer.stop.is_alone = trainer.world.num_ranks == 1
 
     def at_end(stopped: bool) -> None:
@@ -31,23 +46,19 @@ def supervise(trainer: Trainer) -> Outcome:
         if stopped:
             trainer.tracker.close("KILLED")
 
-    heartbeat = Heartbeat(
-        trainer.world,
-        timeout_s=trainer.heartbeat_timeout_s,
+    heartbeat.attend(
         at_end=at_end,
         waits_in_vain_s=trainer.stop.waits_in_vain_s,
         tell=node_teller(trainer.world, trainer.run_dir),
         heard=lambda _rank, said: trainer.tracker.system(said["values"], node=said["node"]),
-    ).start(lambda numbers: all_sum(torch.tensor(numbers, device=trainer.engine.device)).tolist())
+    )
     try:
-        outcome = _fitted(trainer)
+        return _fitted(trainer)
     except BaseException as error:
-        heartbeat.blame(error)
+        heartbeat.blame(error)  # before anything that takes its time
         trainer.writer.wait(LAST_WRITE_S)
         trainer.tracker.close("FAILED")
         raise
-    heartbeat.stop()
-    return outcome
 
 
 def _fitted(trainer: Trainer) -> Outcome:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import torch
+
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.config import PretrainSettings, check_against_ranks
-from pretrain.datasets import load_training_data
+from pretrain.datasets import TrainingData, load_training_data
 from pretrain.engine import DeepSpeedEngine, log_to, start_distributed
 from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
@@ -14,7 +16,7 @@ from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
 from pretrain.run import claim
-from pretrain.supervision import supervise
+from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
 from pretrain.world import World
 
@@ -23,14 +25,17 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+        data = load_training_data(settings.data)
+        check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
-        return supervise(prepare(settings, world, stop=stop).trainer())
+        device = start_distributed(world, timeout_s=settings.engine.timeout_s)
+        with watched(world, timeout_s=settings.engine.heartbeat_timeout_s, device=device) as heartbeat:
+            return supervise(prepare(settings, data, world, device=device, stop=stop).trainer(), heartbeat)
 
 
-def prepare(settings: PretrainSettings, world: World, *, stop: StopFlag) -> Task:
-    data = load_training_data(settings.data)
-    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
-    device = start_distributed(world, timeout_s=settings.engine.timeout_s)
+def prepare(
+    settings: PretrainSettings, data: TrainingData, world: World, *, device: torch.device, stop: StopFlag
+) -> Task:
     size = {"num_classes": len(data.classes), "image_size": data.image_size}
     model = build_model(settings.model, **size, seed=settings.train.seed)
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up

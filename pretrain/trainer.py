@@ -66,7 +66,6 @@ class Trainer:
     card_at: Callable[[int], ModelCard]
     writer: CheckpointWriter
     saving: SavingPlan
-    heartbeat_timeout_s: float
     run_dir: Path
     tracker: Tracker
     stop: StopFlag

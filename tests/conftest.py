@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main as data_prep
+from tests.training import end_commands
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -30,10 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind() -> Iterator[None]:
-    """A command that a test calls in this process makes it a world of one; what the next test starts must not inherit that."""
+    """A test that fails half-way leaves nothing running. And a command that a test calls in this process makes it a world of one;
+    what the next test starts must not inherit that."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     yield
+    end_commands()
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

@@ -25,6 +25,9 @@ tracking: {enabled: false}
 """
 
 
+_COMMANDS: list[subprocess.Popen[str]] = []
+
+
 def write_config(folder: Path, *, dataset: Path) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(CONFIG + f"data: {{dataset: {dataset}}}\n")
@@ -79,7 +82,7 @@ def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> Run:
 def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
     """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a test can kill all of it."""
     words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", *words],
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -87,6 +90,16 @@ def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) 
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    _COMMANDS.append(process)
+    return process
+
+
+def end_commands() -> None:
+    """What a test that failed half-way has left running."""
+    for process in _COMMANDS:
+        if process.poll() is None:
+            kill(process)
+    _COMMANDS.clear()
 
 
 AnyRun = Run | subprocess.Popen[str]
@@ -110,7 +123,7 @@ def kill(process: AnyRun) -> None:
 
 def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0) -> int:
     """The step of the first published checkpoint after `beyond_step`."""
-    deadline_s = time.monotonic() + 90
+    deadline_s = time.monotonic() + 150
     while time.monotonic() < deadline_s and process.poll() is None:
         steps = [step_of(path) for path in list_checkpoints(run_dir)]
         if steps and steps[-1] > beyond_step:
