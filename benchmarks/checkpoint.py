@@ -1,0 +1,117 @@
+"""What a checkpoint costs training: the steps that it stalls, and how much slower steps are while it is being written.
+
+    .venv/bin/python benchmarks/checkpoint.py [--quick]
+
+One rank, ZeRO 1, AdamW. Each round: steps alone; a checkpoint handed to the writer (the stall) and steps until it is on disk; and
+the same checkpoint written on the spot, as training without a writer would do it. Everything goes to a temporary directory.
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from frame import arguments, commit, machine
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.augment.augmentation import Prepared
+from pretrain.card import ModelCard
+from pretrain.checkpoint import Snapshot, TrainerState, save
+from pretrain.checkpoint_writer import CheckpointWriter
+from pretrain.config import EngineSettings, OptimizerSettings
+from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.models.build import build_model
+from pretrain.models.presets import spec_of
+from pretrain.models.spec import MlpSpec
+from pretrain.optim import build_optimizer
+from pretrain.order import BatchPlan
+from pretrain.retention import Retention
+from pretrain.world import read_world
+
+CLASSES, SIZE = 1000, 64
+STEPS = 3
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    world = read_world()
+    device = start_distributed(world, timeout_s=600)
+    on_gpu = device.type == "cuda"
+    spec = spec_of("mlp_b12_wi1024") if on_gpu else MlpSpec(kind="mlp", depth=6, width=256 if options.quick else 512)
+    batch = 16_384 if on_gpu else 1024
+    engine = DeepSpeedEngine(
+        build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=0),
+        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings(name="adamw")),
+        settings=EngineSettings(zero_stage=1, precision="bf16" if on_gpu else "fp32"),
+        plan=BatchPlan(batch, batch, 1),
+        label_smoothing=0.1,
+        device=device,
+        world=world,
+    )
+    images = torch.randn(batch, 3, SIZE, SIZE, device=device, dtype=engine.input_dtype)
+    prepared = Prepared(images, torch.arange(batch, device=device) % CLASSES)
+    card = ModelCard(
+        model=spec,
+        image_size=SIZE,
+        classes=tuple(map(str, range(CLASSES))),
+        channel_mean=(0.5, 0.5, 0.5),
+        channel_std=(0.5, 0.5, 0.5),
+        dataset="none",
+    )
+
+    def step_s() -> float:
+        began_s = time.perf_counter()
+        engine.train_step([prepared], lr=1e-4)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    for _ in range(3):
+        step_s()
+    run_dir = Path(tempfile.mkdtemp(prefix="wide-mlps-checkpoint-"))
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")
+    }
+    for number in range(3 if options.quick else 9):
+        alone_s = statistics.median(step_s() for _ in range(STEPS))
+        writer = CheckpointWriter(run_dir, Retention(1, None))
+        began_s = time.perf_counter()
+        snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 1, 0), card)
+        writer.make_room(timeout_s=600)
+        writer.submit(snapshot)
+        stall_s, during_s = time.perf_counter() - began_s, []
+        while not (news := writer.news()):
+            during_s.append(step_s())
+        writer.finish(None)
+        began_s = time.perf_counter()
+        state = engine.export_state()
+        save(run_dir, engine=state, trainer=TrainerState(number * 2 + 2, 0), card=card, keep_last=1)
+        on_the_spot_s = time.perf_counter() - began_s
+        values = (alone_s, stall_s, statistics.median(during_s), news["checkpoint/write_s"], on_the_spot_s)
+        for name, value in zip(found, values, strict=True):
+            found[name].append(value)
+    shutil.rmtree(run_dir)
+    report(f"{spec.label}, batch {batch:,}, a checkpoint of {news['checkpoint/gb']:.2f} GB", found)
+    os._exit(0)
+
+
+def report(title: str, found: dict[str, list[float]]) -> None:
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for column in ("", "median s", "min", "max", "in steps"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in found.items():
+        ratios = [value / alone for value, alone in zip(values, found["step"], strict=True)]
+        numbers = (statistics.median(values), min(values), max(values), statistics.median(ratios))
+        table.add_row(name, *(f"{number:.3f}" for number in numbers))
+    Console(width=100).print(table)
+    print(f"{machine()}, commit {commit()}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
