@@ -24,6 +24,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 class UserError(ValueError):
     """Something that the user can mend; the text names it and the remedy, and is all that the user sees."""
 
+    of_all_ranks = False
+    """Whether every rank raises it at the same step, so that one of them may say it for all."""
+
 
 class SettingsError(UserError):
     """A mistake in a config or on the command line."""

@@ -15,6 +15,7 @@ from data_prep.settings import UserError, dump, load_settings, parse_command_lin
 from pretrain.card import list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
+from pretrain.launch import LAUNCHED_WITH, launch
 from pretrain.preemption import StopFlag
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
@@ -39,7 +40,7 @@ def guarded(program: str, options: argparse.Namespace) -> int:
         if getattr(options, "started", False):
             if not isinstance(error, UserError):
                 raise
-            return _complain(program, str(error), alone=True, code=FAILED)
+            return _complain(program, str(error), alone=not error.of_all_ranks, code=FAILED)
         return _complain(program, str(error), alone=False, code=BAD_INPUT)
     except OSError as error:
         if error.errno not in _MENDABLE:
@@ -154,6 +155,7 @@ def _train(options: argparse.Namespace) -> int:
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir = Path(settings.run_dir)
     world = world_of(options)
+    check_settings(run_dir, settings)
     result = finished_result(run_dir)
     if result is not None:
         if world.is_first:
@@ -161,18 +163,28 @@ def _train(options: argparse.Namespace) -> int:
         return OK
     data = load_training_data(settings.data)
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
-    check_settings(run_dir, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
+        _announce(settings, num_ranks=world.num_ranks)
     if options.ranks:
-        from pretrain.launch import launch
-
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)
     options.started = True
     from pretrain.train import train
 
     return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+
+
+def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:
+    """Before the long imports, so that nobody wonders what is going on."""
+    engine = settings.engine
+    ranks = f"{num_ranks} rank" + ("s" if num_ranks > 1 else "")
+    print(
+        f"{settings.run_dir}: starting {settings.model.label} on {ranks}, ZeRO {engine.zero_stage}, {engine.precision}; loading "
+        "DeepSpeed takes some seconds",
+        flush=True,
+    )
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: bool = True) -> int:

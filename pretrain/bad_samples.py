@@ -22,7 +22,9 @@ MAX_ATTEMPTS = 16
 
 
 class TooManyBadSamples(UserError):  # noqa: N818
-    """Every rank raises it at the same step."""
+    """More than the config allows."""
+
+    of_all_ranks = True
 
 
 class BadSamples:

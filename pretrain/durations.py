@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 Unit = Literal["steps", "epochs", "samples"]
 _FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
@@ -37,6 +37,12 @@ def parse_length(text: str) -> Length:
     return Length(count, unit)  # type: ignore[arg-type]
 
 
+def _with_unit(value: object) -> object:
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} has no unit; write such as '{value} steps' or '{value} epochs'")
+    return value
+
+
 def _checked(text: str) -> str:
     parse_length(text)
     return text
@@ -48,5 +54,5 @@ def _nonzero(text: str) -> str:
     return text
 
 
-Duration = Annotated[str, AfterValidator(_checked)]
-Cadence = Annotated[str, AfterValidator(_nonzero)]
+Duration = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_checked)]
+Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero)]

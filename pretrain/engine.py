@@ -72,7 +72,7 @@ def log_to(path: Path) -> None:
     for name in ("DeepSpeed", "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 

@@ -19,6 +19,8 @@ from pretrain.preemption import SIGNALS
 from pretrain.world import free_port
 
 _PR_SET_PDEATHSIG = 1
+LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
+"""The variable that tells ranks what stood on the command line besides: a run's page shows the whole of it."""
 GRACE_S = 10.0
 """How long the other ranks may go on after one has died, and after they were told to end."""
 
@@ -36,6 +38,7 @@ def launch(
     `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
     """
     shared = dict(environment) | {
+        LAUNCHED_WITH: f"--ranks {num_ranks}",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -102,7 +105,7 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-u
     def answer(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, lambda number, frame: None)
         os.write(
-            2, b"\nlaunch: stopping after this step; Ctrl-C again ends it at once\n"
+            2, b"\nlaunch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once\n"
         )  # print may be interrupted in itself
 
     handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}

@@ -55,7 +55,7 @@ class Ledger:
 
     def _settle(self, entry: Entry, agreed: Agreed) -> None:
         self.stopping = self.stopping or agreed.votes > 0
-        self.skipped.note(entry.step - 1, agreed, applied=entry.applied)
+        self.skipped.note(entry.step, agreed, applied=entry.applied)
         self.num_bad += agreed.num_bad
         self.check_bad(self.num_bad, (entry.step - self.start_step) * self.global_batch_size)
         self.meter.count()

@@ -43,6 +43,7 @@ class Meter:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         images_per_s = self._steps * self.global_batch_size / elapsed_s
         teraflops = 3 * self.flops_per_image * images_per_s / 1e12
+        self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
         found = {
             "speed/images_per_s": images_per_s,
             "speed/teraflops": teraflops,

@@ -1,6 +1,7 @@
 """What the page of a run says from its start: a note, tags, and the datasets as MLflow shows them. Pure but for `git_commit`."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 from pretrain.config import PretrainSettings
 from pretrain.datasets import Part, TrainingData
+from pretrain.launch import LAUNCHED_WITH
 
 DIGEST_LENGTH = 32
 """Of the 64 digits of a manifest's hash: a store takes no more than 36. The whole is among the parameters."""
@@ -91,7 +93,7 @@ def shown_command(words: list[str]) -> str:
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words[1:]]
-    return shlex.join([name, *known])
+    return shlex.join([name, *known, *os.environ.get(LAUNCHED_WITH, "").split()])
 
 
 def git_commit() -> str:

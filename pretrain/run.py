@@ -11,6 +11,7 @@ RUN/result.json       written last; a run that has it is finished
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,13 +63,34 @@ def check_settings(run_dir: Path, settings: Settings) -> None:
     """Refuses a directory that another config has begun to fill."""
     path = run_dir / CONFIG_FILE
     if not path.exists():
+        check_place(run_dir)
         return
-    changes = differences(_with_defaults(read_yaml(path), type(settings)), settings.model_dump(mode="json"))
-    real = [key for key in changes if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)]
+    begun, new = _with_defaults(read_yaml(path), type(settings)), settings.model_dump(mode="json")
+    changes = differences(begun, new)
+    real = [
+        f"{key}: {_at(new, key)}, was {_at(begun, key)}"
+        for key in changes
+        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
+    ]
     if real:
         raise SettingsError(
-            f"run_dir: {run_dir} belongs to a run with other settings ({', '.join(real)}); name another run_dir, or remove it"
+            f"run_dir: {run_dir} belongs to a run with other settings ({'; '.join(real)}); name another run_dir, or remove it"
         )
+
+
+def check_place(run_dir: Path) -> None:
+    """Whether a run can be put there: told before ranks are started."""
+    above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
+        raise SettingsError(
+            f"run_dir: {run_dir} cannot be made, for {above} cannot be written to; name another run_dir"
+        )
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def _with_defaults(begun: Any, schema: type[Settings]) -> Any:

@@ -22,7 +22,9 @@ MAX_WRITTEN = 50
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
-    """Training has diverged, or the data are broken; every rank raises it at the same step."""
+    """Training has diverged, or the data are broken."""
+
+    of_all_ranks = True
 
 
 class SkippedSteps:
@@ -43,7 +45,7 @@ class SkippedSteps:
         self.total = 0
 
     def note(self, step: int, agreed: Agreed, *, applied: bool) -> None:
-        """`step` is the number of the step that was, or was not, taken, from 0."""
+        """`step`: how many steps are done with this one, as on the progress line."""
         if applied:
             self._in_a_row = 0
             return
@@ -57,13 +59,13 @@ class SkippedSteps:
             raise TooManySkippedSteps(
                 f"{self._in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
                 f"{agreed.loss}), as many as train.max_skipped_steps allows; their samples are in {self._log.parent}. Lower "
-                "optimizer.lr, set engine.gradient_clip_norm=1, or look at the samples; checkpoints hold what was before them"
+                "optimizer.lr or set engine.gradient_clip_norm=1, in another run_dir, or look at those samples"
             )
 
     def _write(self, step: int, loss: float, *, mine: bool) -> None:
         if not mine or self.total > MAX_WRITTEN:
             return
-        samples = self._samples_of(step)
+        samples = self._samples_of(step - 1)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "a", encoding="utf-8") as file:
             for sample, (shard, key) in zip(samples.tolist(), self._reader.names(samples), strict=True):

@@ -239,11 +239,12 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
 
 
 def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeout_s: float) -> int:
-    wait_s, closed_at_s = POLL_S, None
+    wait_s, closed_at_s, said = POLL_S, None, ""
     while True:
-        ready, _, _ = select.select([trainer], [], [], 0.2 if closed_at_s else wait_s)
-        if ready and closed_at_s is None:  # end of file: the trainer is done, or dead
-            closed_at_s = time.monotonic()
+        if closed_at_s is not None:
+            time.sleep(min(wait_s, 4.0))
+        elif select.select([trainer], [], [], wait_s)[0]:  # end of file: the trainer is done, or dead
+            closed_at_s, wait_s = time.monotonic(), POLL_S
         try:
             delivery.deliver()
             if not delivery.ended:
@@ -251,10 +252,13 @@ def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeo
                 delivery.say("RUNNING" if closed_at_s is None else "FAILED")
             if closed_at_s is not None:
                 return 0
-            wait_s = POLL_S
+            wait_s, said = POLL_S, ""
         except Exception as error:  # noqa: BLE001
             # whatever the store raises, the journal keeps the events, and the next round tries again
-            print(f"{time.strftime('%F %T')} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            fault = f"{type(error).__name__}: {error}"
+            if fault != said:  # an outage of a day is one line
+                print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+            said = fault
             wait_s = min(60.0, wait_s * 2)
         if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
             return 1

@@ -6,6 +6,7 @@ import torch
 
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
+from pretrain.collectives import any_rank
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import TrainingData, load_training_data
 from pretrain.engine import DeepSpeedEngine, log_to, start_distributed
@@ -30,6 +31,8 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         device = start_distributed(world, timeout_s=settings.engine.timeout_s)
         with watched(world, timeout_s=settings.engine.heartbeat_timeout_s, device=device) as heartbeat:
+            if any_rank(stop.raised_by is not None, device=device):
+                return Outcome(0, False, None, 0.0)
             return supervise(prepare(settings, data, world, device=device, stop=stop).trainer(), heartbeat)
 
 

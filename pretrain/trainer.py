@@ -88,6 +88,8 @@ class Trainer:
             stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if start.owes_evaluation or step >= self.cadence.num_steps:  # it was given up, or killed before result.json
                 scores, stopping = self._evaluated(step, saver, stopping=stopping)
+                ledger.show(scores)
+                ledger.meter.restart()
             while step < self.cadence.num_steps and not stopping:
                 try:
                     ledger.enter(self._step(step, feed, ledger.meter))

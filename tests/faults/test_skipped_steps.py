@@ -24,14 +24,14 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
     process = start(write_config(tmp_path, dataset=shapes), tmp_path / "run", *words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "3 steps in a row, to step 3, had a loss or gradients that are not finite" in output
+    assert "3 steps in a row, to step 4, had a loss or gradients that are not finite" in output
     assert "Traceback" not in output
     lines = [
         json.loads(line)
         for log in sorted((tmp_path / "run" / "skipped_steps").iterdir())
         for line in log.read_text().splitlines()
     ]
-    assert [sum(line["step"] == step for line in lines) for step in range(5)] == [0, 16, 16, 16, 0]
+    assert [sum(line["step"] == step for line in lines) for step in range(1, 6)] == [0, 16, 16, 16, 0]
     keys = {shard.name: load_paths(shapes, shard) for shard in load_manifest(shapes).split("train").shards}
     assert all(line["key"] in keys[line["shard"]] for line in lines)
     assert all(torch.isfinite(tensor).all() for tensor in final_state(tmp_path / "run").values())
@@ -53,13 +53,13 @@ def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
 
 def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tmp_path: Path) -> None:
     mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl")
-    mine.note(0, BAD, applied=False)  # the other rank's
+    mine.note(1, BAD, applied=False)  # the other rank's
     assert mine.total == 1 and not (tmp_path / "rank-0.jsonl").exists()
-    mine.note(1, Agreed(float("nan"), 1.0, 0, 0, float("nan")), applied=False)
+    mine.note(2, Agreed(float("nan"), 1.0, 0, 0, float("nan")), applied=False)
     assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 4
-    mine.note(2, FINE, applied=True)
-    for step in (3, 4):
+    mine.note(3, FINE, applied=True)
+    for step in (4, 5):
         mine.note(step, FINE, applied=False)  # gradients
     assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 12
-    with pytest.raises(TooManySkippedSteps, match="3 steps in a row, to step 5"):
-        mine.note(5, FINE, applied=False)
+    with pytest.raises(TooManySkippedSteps, match="3 steps in a row, to step 6"):
+        mine.note(6, FINE, applied=False)
