@@ -52,6 +52,11 @@ class ProgressLine:
         elif time.monotonic() - self._said_s >= self._interval_s():
             self._say(self._left())
 
+    def tell(self) -> None:
+        """Where lines are kept, one for what has just been found; a terminal's bar shows it anyway."""
+        if self._enabled and not sys.stderr.isatty():
+            self._say(self._left())
+
     def close(self, *, failed: bool = False) -> None:
         """Says the last state, once; after a failure, which has a line of its own, only the bar ends."""
         took_s = time.monotonic() - self._started_s

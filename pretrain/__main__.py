@@ -271,6 +271,12 @@ def _plan(options: argparse.Namespace) -> int:
         num_classes=options.classes,
         image_size=options.image_size,
     )
+    wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
+    if wrong:
+        raise ValueError(
+            f"--batch: {plan.global_batch_size} does not split over {wrong[0]} x {plan.gpus_per_node} GPUs; choose another, "
+            "or other --nodes"
+        )
     print_plan(plan, console())
     return OK
 

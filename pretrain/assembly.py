@@ -79,6 +79,7 @@ class Task:
             tracker=self.tracker,
             stop=self.stop,
             world=self.world,
+            samples_per_epoch=self.data.epoch_size(global_batch_size=self.plan.global_batch_size),
             flops_per_image=forward_flops(settings.model, **size),
             peak_teraflops=peak.teraflops * self.world.num_ranks,
             show_fed=self.show_fed,

@@ -35,6 +35,7 @@ class Ledger:
     """Stops the run where too many samples (bad, of how many) do not decode."""
     log_due: Callable[[int], bool]
     global_batch_size: int
+    samples_per_epoch: int
     start_step: int
     stopping: bool = False
     """Whether a rank was told to stop, as all ranks know."""
@@ -69,6 +70,7 @@ class Ledger:
             "train/gradient_norm": agreed.gradient_norm,
             "train/lr": entry.lr,
             "train/samples": float(entry.step * self.global_batch_size),
+            "train/epoch": entry.step * self.global_batch_size / self.samples_per_epoch,
             "train/bad_samples": float(self.num_bad),
             "train/skipped_steps": float(self.skipped.total),
         }
@@ -77,6 +79,8 @@ class Ledger:
         self.show(self._scores)
 
     def show(self, scores: Scores | None) -> None:
-        """On the progress line, from now on."""
-        self._scores = scores
+        """On the progress line, from now on; new scores have a line of their own in a log."""
+        is_new, self._scores = scores is not self._scores, scores
         self.line.note = in_words(self._reading, scores)
+        if is_new:
+            self.line.tell()

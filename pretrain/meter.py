@@ -69,7 +69,7 @@ def peak_rss_gb() -> float:
 
 def in_words(reading: dict[str, float], scores: Scores | None) -> str:
     """What stands behind the steps of the progress line."""
-    parts = []
+    parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"loss {reading['train/loss']:.3f}")
     if scores is not None:

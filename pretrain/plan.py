@@ -15,7 +15,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for."""
+    """What is asked for; the batch must split evenly over the ranks of every line."""
 
     model: str
     global_batch_size: int
@@ -74,22 +74,31 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
+    """A line for each number of nodes; the four stages stand side by side within a column."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headers = ("nodes", "ranks", "batch of a rank", "compute ms")
-    for word in (*headers, *(f"{what} {stage}" for what in ("GB", "MB sent", "network ms") for stage in STAGES)):
-        table.add_column(word, justify="right")
+    stages = "/".join(map(str, STAGES))
+    for word in ("nodes", "ranks", "batch of a rank", "compute ms", f"GB held, {stages}", f"MB sent, {stages}"):
+        table.add_column(word, justify="right", no_wrap=True)
+    if len(plan.num_nodes) > 1 or plan.num_nodes[0] > 1:
+        table.add_column(f"network ms, {stages}", justify="right", no_wrap=True)
     for row in rows(plan):
-        cells = [str(row.num_nodes), str(row.num_ranks), f"{row.local_batch_size:g}", f"{row.compute_ms:.1f}"]
-        cells += [f"{value:.2f}" for value in row.held_gb]
-        cells += [f"{value:,.0f}" for value in row.sent_mb] + [f"{value:.1f}" for value in row.network_ms]
-        table.add_row(*cells)
+        table.add_row(
+            str(row.num_nodes),
+            str(row.num_ranks),
+            f"{row.local_batch_size:,.0f}",
+            f"{row.compute_ms:.1f}",
+            " ".join(f"{value:5.2f}" for value in row.held_gb),
+            " ".join(f"{value:5,.0f}" for value in row.sent_mb),
+            " ".join(f"{value:4.1f}" for value in row.network_ms),
+        )
     console.print(
         f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node",
         style="bold",
     )
     console.print(table)
     console.print(
-        f"By ZeRO stage. GB: what a rank holds, without activations. Compute: at {plan.teraflops:g} TFLOP/s a GPU. Network: what "
-        f"is sent in a step over {plan.gbit_per_s:g} Gbit/s a node, none of it hidden behind compute (docs/scaling.md).",
+        f"By ZeRO stage {stages}. Held: by a rank, without activations (stage 2 keeps its gradients in fp32, so it may hold more "
+        f"than stage 1). Compute: at {plan.teraflops:g} TFLOP/s a GPU. Network: what is sent in a step over {plan.gbit_per_s:g} "
+        "Gbit/s a node, none of it hidden behind compute (docs/scaling.md).",
         style="dim",
     )

@@ -70,6 +70,7 @@ class Trainer:
     tracker: Tracker
     stop: StopFlag
     world: World
+    samples_per_epoch: int
     flops_per_image: float
     peak_teraflops: float
     """Of all ranks together."""
@@ -146,6 +147,7 @@ class Trainer:
             check_bad=self.check_bad,
             log_due=lambda step: self._due(step, self.cadence.log_every),
             global_batch_size=size,
+            samples_per_epoch=self.samples_per_epoch,
             start_step=start_step,
         )
 

@@ -131,6 +131,6 @@ def test_ctrl_c_is_answered_at_once_and_once() -> None:
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0 and said.split("\n") == [
         "",
-        "launch: stopping after this step; Ctrl-C again ends it at once",
+        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once",
         "",
     ]
