@@ -7,6 +7,7 @@ Contestants, each the same number of steps on the same kind of batch:
   from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
   resident, augmented  one stored batch again and again, augmented anew + step: no loader
   resident             one prepared batch again and again: the step alone
+  resident, ZeRO 0     the same without sharding, which is what plain DDP does
   plain DDP            the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
   public step          paper B's training step as its paper tells it: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
@@ -121,6 +122,7 @@ def main() -> None:
 
 def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int) -> None:
     bench = prepare(case, world, device, is_compiled=is_compiled)
+    unsharded = engine_of(case, world, device, num_classes=bench.num_classes, is_compiled=is_compiled, stage=0)
     engine, prepared = bench.engine, bench.prepared
     like = torch.empty(0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     shapes = {"num_classes": bench.num_classes, "image_size": case.image_size}
@@ -134,6 +136,7 @@ def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, ro
             "from shards": bench.from_shards,
             "resident, augmented": bench.repeated(lambda: bench.step(bench.augmentation.prepare(bench.stored))),
             "resident": bench.repeated(lambda: bench.step(prepared)),
+            "resident, ZeRO 0": bench.repeated(lambda: unsharded.train_step([prepared], lr=1e-5)),
             "plain DDP": bench.repeated(partial(ddp, prepared)),
             "public step": bench.repeated(partial(public, prepared)),
             "matmul limit": bench.repeated(bare_products(products, like=like)),
@@ -150,10 +153,26 @@ def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, ro
         unit="images/s",
         against="resident",
         headline=(
-            f"training from shards: {shares}; the step alone: {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP, "
+            f"training from shards: {shares}; the step alone: {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP "
+            f"(ZeRO 0: {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}), "
             f"{ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is "
             f"{tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here"
         ),
+    )
+
+
+def engine_of(
+    case: Case, world: World, device: torch.device, *, num_classes: int, is_compiled: bool, stage: int
+) -> DeepSpeedEngine:
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    return DeepSpeedEngine(
+        build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),
+        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
+        settings=EngineSettings(zero_stage=stage, precision=precision, compile=is_compiled),
+        plan=BatchPlan(case.batch, case.batch, 1),
+        label_smoothing=LABEL_SMOOTHING,
+        device=device,
+        world=world,
     )
 
 
@@ -164,17 +183,7 @@ def prepare(case: Case, world: World, device: torch.device, *, is_compiled: bool
     assert data_prep(["build", "--source", "synthetic", "--out", str(directory), *source]) == 0
     manifest = load_manifest(directory)
     plan = BatchPlan(case.batch, case.batch, 1)
-    engine = DeepSpeedEngine(
-        build_model(case.spec, num_classes=len(manifest.classes), image_size=case.image_size, seed=0),
-        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
-        settings=EngineSettings(
-            zero_stage=1, precision="bf16" if device.type == "cuda" else "fp32", compile=is_compiled
-        ),
-        plan=plan,
-        label_smoothing=LABEL_SMOOTHING,
-        device=device,
-        world=world,
-    )
+    engine = engine_of(case, world, device, num_classes=len(manifest.classes), is_compiled=is_compiled, stage=1)
     augmentation = Augmentation(
         AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
         seed=0,

@@ -69,7 +69,7 @@ class PlainLion(Optimizer):
         assert closure is None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for weight in group["params"]:
+            for weight in (each for each in group["params"] if each.grad is not None):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_((momentum * beta1 + weight.grad * (1 - beta1)).sign(), alpha=-group["lr"])
