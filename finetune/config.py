@@ -20,6 +20,7 @@ from pretrain.config import (
     TrackingSettings,
     TrainSettings,
     check_batches,
+    check_best,
     check_schedule,
 )
 
@@ -29,7 +30,13 @@ class TuneEngineSettings(Settings):
 
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_clip_norm: float = Field(0.0, ge=0)
+    """0 is off."""
+    activation_checkpointing: bool = False
+    """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     timeout_s: float = Field(600.0, gt=0)
+    """A collective that waits longer than this ends the run: a rank is stuck or gone."""
+    heartbeat_timeout_s: float = Field(60.0, ge=1)
+    """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it."""
 
 
 class TuneSettings(Settings):
@@ -53,6 +60,7 @@ class TuneSettings(Settings):
     def _parts_fit(self) -> "TuneSettings":
         check_batches(self.train, self.augment)
         check_schedule(self.schedule, self.optimizer)
+        check_best(self.checkpoint, self.data)
         if self.train.ema_decay is not None:
             raise ValueError(
                 f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out"

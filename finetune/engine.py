@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from finetune.config import TuneEngineSettings
 from pretrain.augment.augmentation import Prepared
 from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
-from pretrain.optim import set_lr
-from pretrain.step import EngineState, StepResult, loss_of
+from pretrain.optim import counts_steps, set_lr
+from pretrain.step import EngineState, StepResult, checkpoint_activations, loss_of
 from pretrain.world import World
 
 
@@ -56,6 +56,8 @@ class AccelerateEngine:
         )
         self.device, self.input_dtype = accelerator.device, torch.float32
         self.module = model.to(self.device)
+        if settings.activation_checkpointing:
+            checkpoint_activations(self.module)
         self._optimizer = make_optimizer(self.module)
         self._num_updates = 0
         self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)
@@ -117,7 +119,7 @@ class AccelerateEngine:
                 parameter.copy_(state.weights[name])
                 slots = self._optimizer.state[parameter]
                 slots.update({kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds})
-                if isinstance(self._optimizer, torch.optim.AdamW):
+                if state.num_updates and counts_steps(self._optimizer):
                     slots["step"] = torch.tensor(float(state.num_updates), device=self.device)
         restore_buffers(self.module, state.weights)
 

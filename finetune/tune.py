@@ -12,6 +12,7 @@ from pretrain.card import ModelCard, read_card
 from pretrain.config import PretrainSettings
 from pretrain.datasets import load_training_data
 from pretrain.folder import load_folder
+from pretrain.logs import log_to
 from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
@@ -29,6 +30,7 @@ def tune(settings: TuneSettings, world: World) -> Outcome:
     stop, engine = StopFlag().install(), settings.engine
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
         training = settings.as_training(read_card(Path(settings.pretrained)))
+        log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
         timeout_s = training.engine.heartbeat_timeout_s
         with watched(world, timeout_s=timeout_s, device=accelerator.device) as heartbeat:
@@ -42,6 +44,8 @@ def prepare(
 ) -> Task:
     data = load_training_data(training.data)
     card, model = starting_model(settings, num_classes=len(data.classes))
+    more_memory = "take devices with more memory"
+    recompute = "" if settings.engine.activation_checkpointing else "set engine.activation_checkpointing=true, or "
     local_batch_size = micro_batch_size(
         model,
         settings=training,
@@ -49,6 +53,7 @@ def prepare(
         image_size=data.image_size,
         device=accelerator.device,
         world=world,
+        remedy=recompute + more_memory,
     )
     engine = AccelerateEngine(
         model,

@@ -19,6 +19,7 @@ from pretrain.launch import LAUNCHED_WITH, launch
 from pretrain.preemption import StopFlag
 from pretrain.run import check_resume, check_settings, finished_result
 from pretrain.world import World, read_world
+from pretrain.zero_cost import NUM_STATES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -265,7 +266,7 @@ def _plan(options: argparse.Namespace) -> int:
         num_nodes=parse_channels(options.nodes, field="--nodes"),
         gpus_per_node=options.gpus,
         precision=options.precision,
-        num_states=2 if options.optimizer in ("adamw", "lamb") else 1,
+        num_states=NUM_STATES[options.optimizer],
         gbit_per_s=options.gbit,
         teraflops=options.teraflops,
         num_classes=options.classes,

@@ -201,6 +201,7 @@ class PretrainSettings(Settings):
     def _parts_fit(self) -> "PretrainSettings":
         check_batches(self.train, self.augment)
         check_schedule(self.schedule, self.optimizer)
+        check_best(self.checkpoint, self.data)
         if self.engine.compile and self.engine.zero_stage == 3:
             raise ValueError(
                 "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; set one of them otherwise"
@@ -241,6 +242,14 @@ def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> 
     if parse_length(schedule.warmup).amount == 0:
         raise ValueError(
             f"schedule.warmup_from: {schedule.warmup_from} changes nothing without a warm-up; set schedule.warmup='5 epochs'"
+        )
+
+
+def check_best(checkpoint: CheckpointSettings, data: DataSettings) -> None:
+    if checkpoint.keep_best and data.eval_split is None:
+        raise ValueError(
+            "checkpoint.keep_best: true will not do with data.eval_split null, for nothing says which is best; name a split, or "
+            "set keep_best=false"
         )
 
 

@@ -9,13 +9,13 @@ from pretrain.zero_cost import bucket_elements
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
 """fp16: where the scale starts, after how many good steps it doubles, its floor, and which overflow in a row halves it."""
 FP16_CONFIG = {
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "min_loss_scale": 1,
-    "hysteresis": 2,
+    "loss_scale": 0,  # dynamic
+    "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1,
+    "loss_scale_window": LOSS_SCALE["scale_window"],
+    "min_loss_scale": LOSS_SCALE["min_scale"],
+    "hysteresis": LOSS_SCALE["delayed_shift"],
 }
-"""The same in DeepSpeed's words."""
+"""The same in the words of DeepSpeed's config."""
 
 
 def deepspeed_config(settings: EngineSettings, plan: BatchPlan, *, num_parameters: int, on_gpu: bool) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +34,9 @@ from pretrain.models.cost import num_parameters
 from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.order import BatchPlan
+from pretrain.preemption import Interrupted
 from pretrain.sharded_state import ShardedState
-from pretrain.step import EngineState, StepResult, loss_of
+from pretrain.step import DTYPES, EngineState, StepResult, checkpoint_activations, loss_of
 from pretrain.world import World
 
 
@@ -64,18 +64,6 @@ deepspeed = _import_deepspeed()
 DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
-def log_to(path: Path) -> None:
-    """From now on what DeepSpeed says, and Python's warnings, are kept in this file instead of being shown."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("DeepSpeed", "py.warnings"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.WARNING)
-    logging.captureWarnings(True)
-
-
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     """Joins the ranks and returns this rank's device."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
@@ -97,7 +85,6 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     return device
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """All that changes in a `DynamicLossScaler`."""
 
@@ -123,7 +110,7 @@ class DeepSpeedEngine:
         self.input_dtype = torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
         model = model.to(device)
         if settings.activation_checkpointing:
-            _checkpoint_activations(model)
+            checkpoint_activations(model)
         if settings.zero_stage == 0 and settings.precision != "fp32":
             _autocast(model, device=device, dtype=self._dtype)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -148,6 +135,14 @@ class DeepSpeedEngine:
             return DynamicLossScaler(consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE)
         scaler = self._optimizer.loss_scaler
         scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the trainer's to say
+
+        def only_fall(overflow: bool) -> None:
+            """0.19.8 calls it in the middle of a step, and then divides the gradients by the new scale: `_update_sharded` counts
+            good steps, after which the scale may grow, when the step is over."""
+            if overflow:
+                DynamicLossScaler.update_scale(scaler, True)
+
+        scaler.update_scale = only_fall
         return scaler
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -181,6 +176,8 @@ class DeepSpeedEngine:
         applied = not self._optimizer.overflow
         if not applied:
             self._state.forget_gradients()
+        elif self._scaler is not None:
+            DynamicLossScaler.update_scale(self._scaler, False)
         return self._engine.get_global_grad_norm(), applied
 
     def _update_plain(self) -> tuple[Tensor, bool]:
@@ -228,8 +225,11 @@ class DeepSpeedEngine:
             with self._average.swapped():
                 self._state.refresh_working_weights()
                 yield
-        finally:
+        except Interrupted:
             self._state.refresh_working_weights()
+            raise
+        # no `finally`: of any other error this rank may have been alone, and the others would not take part
+        self._state.refresh_working_weights()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -264,15 +264,6 @@ class DeepSpeedEngine:
                 setattr(self._scaler, field, number if field == "cur_scale" else int(number))
         restore_buffers(self._engine.module, state.weights)
         self._state.refresh_working_weights()
-
-
-def _checkpoint_activations(model: Any) -> None:
-    try:
-        model.set_grad_checkpointing(True)
-    except (AttributeError, ValueError) as error:
-        raise SettingsError(
-            f"engine.activation_checkpointing: true will not do with this model ({error}); set it to false"
-        ) from None
 
 
 def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -20,12 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
-from pretrain.step import loss_of
-from pretrain.zero_cost import Training, bucket_elements, held
+from pretrain.step import DTYPES, loss_of
+from pretrain.zero_cost import NUM_STATES, Training, bucket_elements, held
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
-"""fp32 tensors as large as the weights, by optimizer."""
 PROBES = (2, 4)
 """Samples of the two trial steps."""
 

@@ -37,8 +37,19 @@ AUGMENTED_COPIES = 4
 """fp32 pictures that augmentation on a GPU may hold at once for each of the batch."""
 
 
+REMEDY = "set a higher engine.zero_stage, or use more ranks"
+
+
 class DoesNotFit(UserError):  # noqa: N818
-    """Not even the smallest micro-batch does; every rank raises it."""
+    """Not even the smallest micro-batch does."""
+
+    of_all_ranks = True
+
+
+class Damaged(UserError):  # noqa: N818
+    """What was written down cannot be read."""
+
+    of_all_ranks = True
 
 
 def micro_batch_size(
@@ -49,6 +60,7 @@ def micro_batch_size(
     image_size: int,
     device: torch.device,
     world: World,
+    remedy: str = REMEDY,
 ) -> int:
     """The local batch size of the run: what the config says, or, where that is auto, what fits."""
     local_batch_size = check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
@@ -57,6 +69,8 @@ def micro_batch_size(
     share = local_batch_size
     path, situation = Path(settings.run_dir) / FILE, situation_of(settings, device=device, world=world)
     found = of_first_rank(recall(path, situation) if world.is_first else 0, device=device)
+    if found == BROKEN:
+        raise Damaged(f"{path}: is damaged; remove it, and a size that fits is looked for again")
     if found and share % found == 0:
         return found
     found = fit_micro_batch(
@@ -67,6 +81,7 @@ def micro_batch_size(
         share=share,
         device=device,
         world=world,
+        remedy=remedy,
     )
     if world.is_first:
         remember(path, situation, found)
@@ -92,6 +107,7 @@ def fit_micro_batch(
     device: torch.device,
     world: World,
     available: int | None = None,
+    remedy: str = REMEDY,
 ) -> int:
     """The largest part of the share that fits on every rank, into `available` bytes or what there is."""
     engine, on_gpu = settings.engine, device.type == "cuda"
@@ -117,18 +133,23 @@ def fit_micro_batch(
         torch.cuda.empty_cache()
     best = lowest_over_ranks(best, device=device)
     if best == 0:
+        least = lowest_over_ranks(available, device=device)
         raise DoesNotFit(
-            f"train.local_batch_size: auto finds no micro-batch that fits: of {available / 1e9:.1f} GB the engine takes "
-            f"{fixed / 1e9:.1f} and {candidates[0]} samples do not fit beside it; set a higher engine.zero_stage, or use more ranks"
+            f"train.local_batch_size: auto finds no micro-batch that fits: of {least / 1e9:.1f} GB the engine takes "
+            f"{fixed / 1e9:.1f} and {candidates[0]} samples do not fit beside it; {remedy}"
         )
     return best
 
 
 def _tried_out(trial: Trial, candidates: Sequence[int], *, budget: int, fixed: int, waiting: int) -> int:
+    """0 also where memory runs out before anything is known: the ranks agree on that afterwards, and none may be missing then."""
     on_gpu = trial.device.type == "cuda"
     with torch.random.fork_rng(devices=[trial.device] if on_gpu else []):
-        tried = trial.copied()
-        peak_bytes = tried.peak_bytes()
+        try:
+            tried = trial.copied()
+            peak_bytes = tried.peak_bytes()
+        except torch.OutOfMemoryError:
+            return 0
         return largest_that_fits(
             candidates,
             budget=budget,
@@ -195,13 +216,19 @@ def situation_of(settings: PretrainSettings, *, device: torch.device, world: Wor
     }
 
 
+BROKEN = -1
+
+
 def recall(path: Path, situation: dict[str, Any]) -> int:
-    """0: nothing is known."""
+    """0: nothing is known. BROKEN: the file says nothing; it is the first rank's, so all complain of it together."""
     try:
         known = json.loads(path.read_text())
+        found = next((each["local_batch_size"] for each in known if situation.items() <= each.items()), 0)
     except FileNotFoundError:
         return 0
-    return next((int(each["local_batch_size"]) for each in known if situation.items() <= each.items()), 0)
+    except (ValueError, TypeError, AttributeError, KeyError):  # no JSON, or of another shape
+        return BROKEN
+    return found if isinstance(found, int) and found >= 0 else BROKEN
 
 
 def remember(path: Path, situation: dict[str, Any], size: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.optim import counts_steps
 from pretrain.segments import Layout, Placed, Segment, cut_across, cut_each, whole
 from pretrain.world import World
 
@@ -105,7 +106,7 @@ class ShardedState:
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
         """What the optimizer's first steps would have made, so that there is something to fill."""
-        counts = isinstance(self.plain, torch.optim.AdamW) or getattr(self.plain, "counts_steps", False)
+        counts = counts_steps(self.plain)
         for flat in self.flats:
             state = self.plain.state[flat.tensor]
             for kind in kinds:

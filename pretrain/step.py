@@ -6,13 +6,17 @@ Pretraining (DeepSpeed) and fine-tuning (accelerate) run the same `Trainer` over
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By `engine.precision`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,16 @@ class Engine(Protocol):
 
     def import_state(self, state: EngineState) -> None:
         """Called by every rank with the whole state."""
+
+
+def checkpoint_activations(model: Any) -> None:
+    """From now on the model computes its blocks' activations again in the backward pass, instead of keeping them."""
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"engine.activation_checkpointing: true will not do with this model ({error}); set it to false"
+        ) from None
 
 
 def loss_of(logits: Tensor, batch: Prepared, *, label_smoothing: float) -> Tensor:

@@ -1,6 +1,7 @@
 """`pretrain train`: the pretraining task, with DeepSpeed as its engine."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,7 +10,8 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.collectives import any_rank
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.datasets import TrainingData, load_training_data
-from pretrain.engine import DeepSpeedEngine, log_to, start_distributed
+from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.logs import log_to
 from pretrain.micro_batch import micro_batch_size, with_local_batch_size
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
@@ -39,7 +41,7 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
 def prepare(
     settings: PretrainSettings, data: TrainingData, world: World, *, device: torch.device, stop: StopFlag
 ) -> Task:
-    size = {"num_classes": len(data.classes), "image_size": data.image_size}
+    size: Any = {"num_classes": len(data.classes), "image_size": data.image_size}
     model = build_model(settings.model, **size, seed=settings.train.seed)
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
     local_batch_size = micro_batch_size(model, settings=settings, **size, device=device, world=world)

@@ -22,6 +22,8 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "all"]
 
+NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
+"""K, by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 50_000_000
 """Gradients that are reduced together. DeepSpeed's own 500 million would be 1 GB of bf16 however small the model."""
 

@@ -9,7 +9,7 @@ parameter whose |w| or |r| is zero takes r as it is, too.
 
 ZeRO steps flat shards in which lie pieces of several parameters. The engine says which (`bind`); the squares of the norms are then
 summed over pieces and ranks in one exchange per step, in which every rank takes part, whatever it owns. No step waits for the
-device.
+device, but where an offloaded optimizer exchanges over NCCL.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,9 +36,6 @@ class _Piece:
 
 
 class Lamb(Optimizer):
-    counts_steps = True
-    """Its state has a `step`, which a checkpoint's restorer must set."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -52,31 +49,39 @@ class Lamb(Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_decayed": True}
         )
         self._segments: dict[Tensor, tuple[Segment, ...]] | None = None
+        self._numbers: dict[Tensor, Tensor] = {}
+        """By tensor, beside it on its device: the parameters that its pieces are of."""
         self._num_parameters = 0
 
     def bind(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
         """The tensors that are stepped are shards, made of these pieces; every rank calls it. Without it each is a parameter."""
         self._segments = {tensor: tuple(pieces) for tensor, pieces in segments.items()}
-        numbers = [piece.parameter_number for pieces in self._segments.values() for piece in pieces]
-        highest = torch.tensor(max(numbers, default=-1))
+        named = {tensor: [each.parameter_number for each in pieces] for tensor, pieces in self._segments.items()}
+        # once, for to bring a list to a GPU is to wait for it
+        self._numbers = {
+            tensor: torch.tensor(each, dtype=torch.long, device=tensor.device) for tensor, each in named.items()
+        }
+        highest = torch.tensor(max((number for each in named.values() for number in each), default=-1))
         self._num_parameters = int(_over_ranks(highest, dist.ReduceOp.MAX)) + 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "a closure is never used here"
         pieces: list[_Piece] = []
-        for number, (group, weight) in enumerate(self._with_gradients()):
+        decayed: list[Tensor] = []
+        for group, weight in self._with_gradients():
             direction = self._direction(weight, group)
             if not group["is_decayed"]:
                 weight.add_(direction, alpha=-group["lr"])
                 continue
-            for segment in self._segments_of(weight, number=number):
+            for segment in self._segments_of(weight, number=len(decayed)):
                 stretch = slice(segment.offset, segment.offset + segment.length)
                 flat, flat_direction = weight.view(-1)[stretch], direction.view(-1)[stretch]
                 pieces.append(_Piece(segment.parameter_number, flat, flat_direction, group["lr"]))
+            decayed.append(weight)
         # asked of the groups, which are alike on all ranks: one that owns no piece of them must take part, too
         if any(group["is_decayed"] and group["params"] for group in self.param_groups):
-            self._take(pieces)
+            self._take(pieces, decayed)
 
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         return ((group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None)
@@ -103,15 +108,19 @@ class Lamb(Optimizer):
         assert weight in self._segments, "bind named no segments for a tensor that is stepped"
         return self._segments[weight]
 
-    def _take(self, pieces: Sequence[_Piece]) -> None:
-        num_parameters = self._num_parameters if self._segments is not None else len(list(self._with_gradients()))
-        squares_P2 = torch.zeros(num_parameters, 2, device=pieces[0].weight.device if pieces else None)
+    def _take(self, pieces: Sequence[_Piece], decayed: Sequence[Tensor]) -> None:
+        """`decayed`: the tensors that the pieces are of, in their order."""
+        device = next(weight.device for group in self.param_groups for weight in group["params"])
         if pieces:
             norms = torch._foreach_norm([tensor for piece in pieces for tensor in (piece.weight, piece.direction)])
-            numbers = torch.tensor([piece.parameter_number for piece in pieces]).to(squares_P2.device)
-            squares_P2.index_add_(0, numbers, torch.stack(norms).square().view(-1, 2))
+            squares_P2 = torch.stack(norms).square().view(-1, 2)
+        else:
+            squares_P2 = torch.zeros(0, 2, device=device)
         if self._segments is not None:
-            squares_P2 = _over_ranks(squares_P2, dist.ReduceOp.SUM)
+            mine_P2 = torch.zeros(self._num_parameters, 2, device=device)
+            if pieces:
+                mine_P2.index_add_(0, torch.cat([self._numbers[weight] for weight in decayed]), squares_P2)
+            squares_P2 = _over_ranks(mine_P2, dist.ReduceOp.SUM)
         weights_P, directions_P = squares_P2.sqrt().unbind(1)
         ratios_P = torch.where((weights_P > 0) & (directions_P > 0), weights_P / directions_P, 1.0)
         for piece in pieces:

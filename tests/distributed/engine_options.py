@@ -1,22 +1,28 @@
 """What an engine may be asked for beside its stage and precision, and models that keep more than weights: computed on 2 ranks."""
 
+import contextlib
+import logging
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from pretrain.models.kept_buffers import kept_buffers
-from pretrain.models.spec import MixerSpec, SparseMlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
+from pretrain.preemption import Interrupted
 from pretrain.world import World
+from pretrain.zero_cost import NUM_STATES
 from tests.distributed.engine_cells import gradient_errors
 from tests.distributed.engines import (
     CLIP,
     DECAY,
+    DTYPES,
     GLOBAL,
     SPEC,
     advance,
@@ -26,6 +32,7 @@ from tests.distributed.engines import (
     make_engine,
     make_model,
     optimizer_settings,
+    plain_training,
     relative,
     shared,
     train_step,
@@ -90,6 +97,51 @@ def permutations_are_restored(world: World, stage: int) -> bool:
     return all(from_all_ranks(differed and same and torch.equal(mine.logits(images), other.logits(images))))
 
 
+def grown(world: World, stage: int) -> dict[str, Any]:
+    """fp16 without clipping, in whose second and third step the loss scale grows."""
+    engine = make_engine(world, stage, "fp16", "sgd", gradient_clip_norm=0.0)
+    engine._scaler.scale_window = 1
+    first = shared(engine.export_state()).weights
+    norms = [float(train_step(engine, world, step).gradient_norm) for step in range(3)]
+    state = shared(engine.export_state())
+    low = DTYPES["fp16"] if stage else torch.float32
+    plain = plain_training("sgd", steps=range(3), low_precision=low, clip=float("inf"))
+    return {
+        "scale": state.scale,
+        "norms": norms,
+        "from_plain": relative(
+            {name: value - first[name] for name, value in state.weights.items()},
+            {name: value - first[name] for name, value in plain.items()},
+        ),
+    }
+
+
+def left_early(world: World, stage: int) -> dict[str, Any]:
+    """An evaluation that an error ends, of which the others may know nothing, and one that all ranks give up."""
+    engine = make_engine(world, stage, "bf16", "adamw", ema_decay=DECAY)
+    advance(engine, world, range(2))
+    images = global_batch(7)[0].to(engine.input_dtype)
+    before, weights = engine.logits(images), shared(engine.export_state())
+    refresh, times = engine._state.refresh_working_weights, []
+    found: dict[str, Any] = {}
+    for error in (OSError, Interrupted):
+        times.clear()
+        with (
+            patch.object(engine._state, "refresh_working_weights", lambda: (times.append(1), refresh())),
+            contextlib.suppress(error),
+            engine.averaged(),
+        ):
+            raise error
+        after = shared(engine.export_state())
+        found[error.__name__] = len(times)
+        found["left"] = max(
+            found.get("left", 0.0),
+            distance(weights.weights, after.weights),
+            distance(weights.optimizer, after.optimizer),
+        )
+    return found | {"logits": float((engine.logits(images) - before).abs().max())}
+
+
 def averages_agree(world: World, stage: int) -> dict[str, Any]:
     """A model with batch norm: how far ranks' logits differ, and the saved averages from the ranks' mean."""
     engine = make_engine(world, stage, "fp32", "lion", spec=SPEC.model_copy(update={"norm": "batch"}))
@@ -117,23 +169,39 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
     return distance(one.weights, other.weights) == 0 and distance(one.optimizer, other.optimizer) == 0
 
 
-def tuned(world: World) -> dict[str, Any]:
-    """accelerate's engine: a step that one rank spoils, and the next against an engine that never saw it."""
+def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False) -> Any:
     from finetune.config import TuneEngineSettings
     from finetune.engine import AccelerateEngine, start_accelerator
 
-    accelerator = start_accelerator(world, precision="fp32", timeout_s=60)
-    spoiled, clean = (
-        AccelerateEngine(
-            make_model(),
-            make_optimizer=lambda module: build_optimizer(module, optimizer_settings("adamw")),
-            settings=TuneEngineSettings(gradient_clip_norm=CLIP),
-            accelerator=accelerator,
-            label_smoothing=0.1,
-            world=world,
-        )
-        for _ in range(2)
+    return AccelerateEngine(
+        make_model(spec),
+        make_optimizer=lambda module: build_optimizer(module, optimizer_settings(optimizer)),
+        settings=TuneEngineSettings(gradient_clip_norm=CLIP, activation_checkpointing=recompute),
+        accelerator=start_accelerator(world, precision="fp32", timeout_s=60),
+        label_smoothing=0.1,
+        world=world,
     )
+
+
+def tuning_goes_on(world: World, optimizer: str) -> float:
+    """How far tuning that goes on from its state ends from tuning that was never stopped; the latter recomputes activations."""
+    plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
+    spec = SPEC.model_copy(update={"dropout": 0.3})
+    straight, again = (tuning_engine(world, optimizer, spec=spec, recompute=recompute) for recompute in (True, False))
+    assert straight.module.grad_checkpointing and not again.module.grad_checkpointing
+    for step in range(2):
+        train_step(straight, world, step, plan=plan)
+    again.import_state(shared(straight.export_state()))
+    for engine in (straight, again):
+        for step in range(2, 4):
+            train_step(engine, world, step, plan=plan)
+    one, other = (shared(engine.export_state()) for engine in (straight, again))
+    return max(distance(one.weights, other.weights), distance(one.optimizer, other.optimizer))
+
+
+def tuned(world: World) -> dict[str, Any]:
+    """accelerate's engine: a step that one rank spoils, and the next against an engine that never saw it."""
+    spoiled, clean = (tuning_engine(world, "adamw") for _ in range(2))
     plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
     for engine in (spoiled, clean):
         train_step(engine, world, 0, plan=plan)
@@ -150,7 +218,7 @@ def tuned(world: World) -> dict[str, Any]:
 
 def noise(world: World, folder: str) -> dict[str, str]:
     """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
-    from pretrain.engine import log_to
+    from pretrain.logs import log_to
 
     log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))
     log_to(log)
@@ -163,6 +231,7 @@ def noise(world: World, folder: str) -> dict[str, str]:
             os.dup2(file.fileno(), number)
         advance(make_engine(world, 3, "bf16", "lion", offload="all"), world, range(1))
         warnings.warn("a warning of Python's", stacklevel=1)
+        logging.getLogger("torch.utils.cpp_extension").warning("a word of the compiler's")
         sys.stdout.flush()
         sys.stderr.flush()
     for number, original in zip((1, 2), kept, strict=True):
@@ -173,6 +242,9 @@ def noise(world: World, folder: str) -> dict[str, str]:
 def options(world: World, folder: str) -> dict[str, Any]:
     return {
         "tuned": tuned(world),
+        "tuning_goes_on": {name: tuning_goes_on(world, name) for name in NUM_STATES},
+        "grown": [grown(world, stage) for stage in range(4)],
+        "left_early": [left_early(world, stage) for stage in (0, 1, 3)],
         "noise": noise(world, folder),
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
         "checkpointed": [checkpointed(world, stage) for stage in (0, 3)],

@@ -72,7 +72,7 @@ def make_engine(
         engine = pretrain.engine.DeepSpeedEngine(
             make_model(spec, seed=seed),
             make_optimizer=optimizer_of,
-            settings=EngineSettings(zero_stage=stage, precision=precision, gradient_clip_norm=CLIP, **settings),
+            settings=EngineSettings(zero_stage=stage, precision=precision, **({"gradient_clip_norm": CLIP} | settings)),
             plan=BatchPlan(GLOBAL, GLOBAL // world.num_ranks // accumulation, world.num_ranks),
             label_smoothing=0.1,
             device=torch.device("cpu"),
@@ -122,7 +122,9 @@ def plain_gradients(*, low_precision: torch.dtype = torch.float32) -> tuple[dict
     return {name: weight.grad * (CLIP / norm) for name, weight in model.named_parameters()}, norm
 
 
-def plain_training(optimizer_name: str, *, steps: range, low_precision: torch.dtype) -> dict[str, Tensor]:
+def plain_training(
+    optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP
+) -> dict[str, Tensor]:
     """The weights after the steps: one process, the whole batch at once, torch's own clipping, fp32."""
     model = plain_start(low_precision=low_precision)
     optimizer = build_optimizer(model, optimizer_settings(optimizer_name))
@@ -131,7 +133,7 @@ def plain_training(optimizer_name: str, *, steps: range, low_precision: torch.dt
         set_lr(optimizer, LR)
         optimizer.zero_grad()
         loss_of(model(images), Prepared(images, labels), label_smoothing=0.1).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 

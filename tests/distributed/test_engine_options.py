@@ -8,7 +8,7 @@ from pretrain.__main__ import main as pretrain
 from pretrain.config import EngineSettings
 from tests.distributed.engine_options import OFFLOADED
 from tests.distributed.engines import CLIP
-from tests.distributed.test_engine import GRADIENT_LIMIT
+from tests.distributed.test_engine import GRADIENT_LIMIT, MOVE_LIMIT
 
 
 @pytest.mark.parametrize("identity", OFFLOADED)
@@ -54,11 +54,31 @@ def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> No
     assert results["options"]["tuned"] == {"applied": [False, False], "apart": 0, "updates": [2, 2]}
 
 
+def test_tuning_that_goes_on_ends_at_the_same_bits_with_every_optimizer(results: dict[str, Any]) -> None:
+    """And so does tuning that recomputes activations."""
+    assert results["options"]["tuning_goes_on"] == {"lion": 0, "sgd": 0, "adamw": 0, "lamb": 0}
+
+
+def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(results: dict[str, Any]) -> None:
+    every = results["options"]["grown"]
+    for found in every:
+        assert found["scale"] == {"cur_scale": 4096, "cur_iter": 3, "last_overflow_iter": -1, "cur_hysteresis": 2}
+        assert found["norms"] == pytest.approx(every[0]["norms"], rel=0.02)
+        assert found["from_plain"] < MOVE_LIMIT["sgd"]
+
+
+def test_an_error_while_weights_are_averaged_waits_for_no_other_rank(results: dict[str, Any]) -> None:
+    """Refreshing is a collective at stages 1 to 3: an interruption is on all ranks, another error perhaps on one alone."""
+    for found in results["options"]["left_early"]:
+        assert found == {"OSError": 1, "Interrupted": 2, "left": 0, "logits": 0}
+
+
 def test_nothing_of_deepspeeds_talk_reaches_the_console(results: dict[str, Any]) -> None:
     found = results["options"]["noise"]
     assert found["console"] == ""
-    assert "ZeRO stage 3 optimizer" in found["log"]
+    assert "untested optimizer" in found["log"]
     assert "a warning of Python's" in found["log"]
+    assert "a word of the compiler's" in found["log"]
 
 
 def test_the_word_that_the_deepspeed_launcher_adds_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ TABLE = [
     ("preset on top of a model", ["model.preset=mixer_ss_w"], "model.preset: 'mixer_ss_w' is given beside kind 'mlp', which are two models; for the named one write model='{preset: mixer_ss_w}', or remove kind"),
     ("preset of the same kind", ["model.preset=mlp_b6_wi256"], "model.preset: 'mlp_b6_wi256' is given beside kind 'mlp'"),
     ("offload of what is not sharded", ["engine.zero_stage=0", "engine.offload=optimizer"], "engine.offload: 'optimizer' needs engine.zero_stage 1"),
+    ("best of nothing", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split null"),
     ("evaluation never", ["train.eval_every=0 steps"], "train.eval_every: '0 steps' is never; write how often"),
     ("duration without unit", ["train.duration=90"], "train.duration:"),
     ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration: '90 hours' is not a length; write a number and a unit"),
@@ -186,6 +187,11 @@ LATER = [
     ("probe", ["holdout_share=1.5"], "holdout_share: 1.5 will not do"),
     ("probe", ["test_split=vall"], "has no split 'vall'; did you mean 'val'?"),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
+    (
+        "tune",
+        ["checkpoint.keep_best=true", "data.eval_split=null"],
+        "checkpoint.keep_best: true will not do with data.eval_split null",
+    ),
     ("tune", [], "nowhere: holds no checkpoint; give a run directory"),
     ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),
 ]

@@ -1,5 +1,6 @@
 """`local_batch_size: auto`: the search against a made-up memory, the meter against what tensors weigh, the choice kept."""
 
+import json
 import random
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from torch import nn
 from pretrain.config import EngineSettings, PretrainSettings
 from pretrain.memory import MemoryMeter, Trial, cgroup_rooms, engine_bytes, extrapolated
 from pretrain.micro_batch import (
+    BROKEN,
+    Damaged,
     DoesNotFit,
     candidates_of,
     fit_micro_batch,
     largest_that_fits,
     micro_batch_size,
+    recall,
+    situation_of,
     with_local_batch_size,
 )
 from pretrain.models.build import build_model
@@ -116,6 +121,37 @@ def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(
     assert with_local_batch_size(settings, chosen).train.local_batch_size == chosen
     other = settings.model_copy(update={"engine": EngineSettings(precision="fp32", zero_stage=2)})
     assert micro_batch_size(whole, settings=other, **size) == 960  # type: ignore[arg-type]
+
+
+def test_memory_that_runs_out_at_once_is_no_fit_and_a_damaged_note_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tmp_path, 960)
+    size = {"num_classes": 10, "image_size": 8, "device": CPU, "world": ALONE}
+    for damage in ("", "{", "[1]", '{"a": 1}', "[{}, 3]", '[{"num_ranks": 1}, null]', "3"):
+        (tmp_path / "micro_batch.json").write_text(damage)
+        with pytest.raises(Damaged, match=r"micro_batch\.json: is damaged; remove it"):
+            micro_batch_size(model(), settings=settings, **size)  # type: ignore[arg-type]
+    situation = situation_of(settings, device=CPU, world=ALONE)
+    for said in ({}, {"local_batch_size": -4}, {"local_batch_size": "8"}):
+        (tmp_path / "micro_batch.json").write_text(json.dumps([situation | said]))
+        assert recall(tmp_path / "micro_batch.json", situation) == BROKEN
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    for step in ("copied", "step"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Trial, step, out_of_memory)
+            with pytest.raises(DoesNotFit, match="do not fit beside it; think smaller"):
+                fit_micro_batch(
+                    model(),
+                    settings=settings,
+                    share=960,
+                    available=10**10,
+                    remedy="think smaller",
+                    **size,  # type: ignore[arg-type]
+                )
 
 
 def test_zero_shares_out_what_it_says() -> None:
