@@ -6,7 +6,6 @@ import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 

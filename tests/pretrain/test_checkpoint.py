@@ -234,34 +234,36 @@ def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
     rank.ends_with([40, 50], Best(40, 0.7))
 
 
-def last_one(world: World, outcome: str) -> str:
-    """The first rank's disk takes longer than any collective may; what `finish` then says on this rank."""
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=2))
-    waits = [0.5] * 8
+def last_ones(world: World) -> list[str]:
+    """What `finish` says on this rank: of a disk that takes longer than any collective may, and of one that refuses."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    waits, plan = [0.5] * 8, SavingPlan(every=1, num_steps=1)
 
-    def finish(best: Best | None, *, timeout_s: float) -> bool:
-        if waits:
-            time.sleep(waits.pop())
-        elif outcome == "fails":
-            raise CheckpointError("no space")
+    def slow(best: Best | None, *, timeout_s: float) -> bool:
+        time.sleep(waits.pop())
         return not waits
 
-    writer = SimpleNamespace(finish=finish, news=dict)
-    plan = SavingPlan(every=1, num_steps=1)
-    engine = SimpleNamespace(device=torch.device("cpu"))
-    facts: Any = (engine, writer, plan, None, None, None, world, 16)
-    try:
-        Saver(*facts, saved_step=1).finish(1)
-    except CheckpointError as error:
-        return f"{error}, to be said by all: {not error.of_all_ranks}"
-    return "done"
+    def refuses(best: Best | None, *, timeout_s: float) -> bool:
+        raise CheckpointError("no space")
+
+    said = []
+    for finish in (slow, refuses):
+        writer = SimpleNamespace(finish=finish, news=dict)
+        facts: Any = (SimpleNamespace(device=torch.device("cpu")), writer, plan, None, None, None, world, 16)
+        try:
+            Saver(*facts, saved_step=1).finish(1)
+            said.append("done")
+        except CheckpointError as error:
+            said.append(f"{error}; of all ranks: {error.of_all_ranks}")
+    return said
 
 
 def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
-    done, fails = (run_ranks(last_one, outcome, num_ranks=2) for outcome in ("succeeds", "fails"))
-    assert done == ["done", "done"]
-    assert fails[0] == "no space, to be said by all: True"
-    assert fails[1].endswith("see what the first rank says, to be said by all: False")
+    first, second = run_ranks(last_ones, num_ranks=2)
+    assert first == ["done", "no space; of all ranks: False"]
+    lost = "the last checkpoint could not be written; see what the first rank says"
+    assert second == ["done", f"{lost}; of all ranks: True"]
 
 
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
