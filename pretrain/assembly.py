@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,6 +135,9 @@ class Task:
 
     def feed_from(self, consumed: int) -> Feed:
         train, plan = self.settings.train, self.plan
+        on_gpu = (
+            self.engine.device.type == "cuda"
+        )  # there a thread of the feed waits for batches, which no signal interrupts
         return Feed(
             lambda finish: training_batches(
                 self.reader,
@@ -143,11 +147,13 @@ class Task:
                 consumed=consumed,
                 num_threads=self.num_threads,
                 prefetch=train.prefetch_batches,
-                pin=self.engine.device.type == "cuda",
+                pin=on_gpu,
                 finish=finish,
                 bad_samples=self.bad_samples,
+                waits=Future.result if on_gpu else self.stop.result,
             ),
             self.augmentation,
+            waits=self.stop.result,
             end_waits=self.cache.close if self.cache else None,
         )
 
@@ -171,6 +177,7 @@ class Task:
                 num_threads=self.num_threads,
                 world=self.world,
                 stop=self.stop,
+                end_waits=self.cache.close if self.cache else None,
             )
 
     def show_fed(self, prepared: Prepared) -> None:

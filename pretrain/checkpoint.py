@@ -53,7 +53,7 @@ from pretrain.card import (
     parse_card,
     resolve,
 )
-from pretrain.retention import Best, Retention, prune, write_best
+from pretrain.retention import Best, Retention, prune, published_best, write_best
 from pretrain.step import EngineState
 from pretrain.tensor_file import write_tensors
 
@@ -67,6 +67,9 @@ class TrainerState:
     best: Best | None = None
     owes_evaluation: bool = False
     """The evaluation that was due at this step was given up, to stop sooner."""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    """The last ones, up to this step: a run that diverges and is started again and again still stops in the end."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
     """Steps 3 to 5."""
-    newest, best = snapshot.place(run_dir), snapshot.trainer.best
+    newest, trainer = snapshot.place(run_dir), snapshot.trainer
+    best = published_best(run_dir, trainer.best, newest_step=trainer.step)
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
     write_best(run_dir, best)
     prune(run_dir, newest=newest, retention=retention, best=best)
@@ -164,9 +168,14 @@ def load(path: Path) -> Restored:
     state = json.loads((path / TRAINER).read_text())
     scale = state.get("engine.loss_scale", {})
     engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
-    best = state.get("best")  # older checkpoints do not know of it
+    best = state.get("best")  # older checkpoints do not know of it, nor of what follows
     trainer = TrainerState(
-        state["step"], state["samples_consumed"], Best(**best) if best else None, state.get("owes_evaluation", False)
+        state["step"],
+        state["samples_consumed"],
+        Best(**best) if best else None,
+        owes_evaluation=state.get("owes_evaluation", False),
+        skipped_steps=state.get("skipped_steps", 0),
+        skipped_in_a_row=state.get("skipped_in_a_row", 0),
     )
     return Restored(path, engine, trainer)
 

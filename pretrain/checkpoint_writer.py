@@ -4,10 +4,12 @@ A snapshot's way: 1. `make_room` waits until none is being written, and holds ba
 the snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. the thread
 publishes it, and tries again, with growing pauses, as long as the file system refuses.
 
-`finish` waits for the last one, within reason. Metrics wait in `news` for the trainer's thread, which alone speaks to the tracker.
+`finish` waits for the last one, within reason, and may be called again and again. Metrics wait in `news` for the trainer's thread,
+which alone speaks to the tracker.
 """
 
 import errno
+import math
 import sys
 import threading
 import time
@@ -50,6 +52,8 @@ class CheckpointWriter:
         """Of the snapshot's steps the first two are done, though a later one failed."""
         self._num_tries = self._num_failures = 0
         self._try_at_s = 0.0
+        self._give_up_at_s: float | None = None
+        """At the end of training."""
         self._fault: OSError | None = None
         self._defect: Exception | None = None
         self._news: dict[str, float] = {}
@@ -62,7 +66,15 @@ class CheckpointWriter:
             self._raise_defect()
             return self._held_back
 
+    @property
+    def held_back_step(self) -> int | None:
+        """Of the checkpoint that could not be written, and that the next `submit` takes the place of."""
+        with self._changed:
+            held = self._snapshot if self._held_back and not self._is_published else None
+            return None if held is None else held.trainer.step
+
     def submit(self, snapshot: Snapshot) -> None:
+        """In place of the one that is held back, if any."""
         with self._changed:
             assert self._held_back and self._has_room()
             self._snapshot, self._held_back, self._is_published = snapshot, False, False
@@ -85,16 +97,20 @@ class CheckpointWriter:
         with self._changed:
             self._changed.wait_for(self._has_room, timeout_s)
 
-    def finish(self, best: Best | None) -> None:
-        """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
-        deadline_s = time.monotonic() + self._patience.final_s
+    def finish(self, best: Best | None, *, timeout_s: float = math.inf) -> bool:
+        """Whether the last snapshot is on disk by now; an error where it cannot be brought there."""
+        until_s = time.monotonic() + timeout_s
         with self._changed:
-            self._held_back = False
-            self._try_at_s = 0.0  # at once: what made it fail may be mended
-            self._changed.notify_all()
+            if self._give_up_at_s is None:
+                self._give_up_at_s = time.monotonic() + self._patience.final_s
+                self._held_back = False
+                self._try_at_s = 0.0  # at once: what made it fail may be mended
+                self._changed.notify_all()
             while self._snapshot is not None and self._defect is None:
+                if time.monotonic() >= until_s:
+                    return False
                 self._changed.wait(0.2)
-                if self._fault is not None and not self._is_writing and time.monotonic() > deadline_s:
+                if self._fault is not None and not self._is_writing and time.monotonic() > self._give_up_at_s:
                     step, self._snapshot = self._snapshot.trainer.step, None
                     raise CheckpointError(
                         f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not "
@@ -102,7 +118,9 @@ class CheckpointWriter:
                         "one before"
                     )
             self._raise_defect()
-        write_best(self._run_dir, best)
+        if best is not None:
+            write_best(self._run_dir, best)  # of a checkpoint that is there: see saving.py
+        return True
 
     def _has_room(self) -> bool:
         return not self._is_writing and (self._snapshot is None or self._fault is not None)

@@ -5,6 +5,7 @@ beside the dataset's own.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import torch
@@ -45,8 +46,9 @@ def evaluate(
     world: World,
     num_threads: int = 1,
     stop: StopFlag | None = None,
+    end_waits: Callable[[], None] | None = None,
 ) -> Scores:
-    """Raises Interrupted, on all ranks at the same batch, where one of them is told to stop."""
+    """Raises Interrupted, on all ranks at the same batch, where one is told to stop; `end_waits` then ends waits for downloads."""
     sums = tally(
         logits_of,
         reader,
@@ -55,6 +57,7 @@ def evaluate(
         world=world,
         num_threads=num_threads,
         stop=stop,
+        end_waits=end_waits,
     )
     return scores_of(all_sum(sums), num_samples=reader.num_samples)
 
@@ -68,6 +71,7 @@ def tally(
     world: World,
     num_threads: int = 1,
     stop: StopFlag | None = None,
+    end_waits: Callable[[], None] | None = None,
 ) -> Tensor:
     """This rank's sums: those of `count`, ReaL's (right, number), pictures that do not decode."""
     device, num_bad = augmentation.device, 0
@@ -76,7 +80,13 @@ def tally(
     with (
         progress("evaluating", total=reader.num_samples, unit="images", enabled=world.is_first) as line,
         evaluation_batches(
-            reader, local_batch_size=local_batch_size, world=world, num_threads=num_threads, pin=device.type == "cuda"
+            reader,
+            local_batch_size=local_batch_size,
+            world=world,
+            num_threads=num_threads,
+            pin=device.type == "cuda",
+            waits=stop.result if stop is not None else Future.result,
+            end_waits=end_waits,
         ) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation, Prepared
-from pretrain.loader import Batch, Batches, as_stored
+from pretrain.loader import Batch, Batches, Waits, as_stored
 
 NUM_AHEAD = 2
 """Micro-batches on the GPU besides the one in use."""
@@ -37,9 +37,11 @@ class Feed:
         open_batches: Callable[[Callable[[Batch], Batch | Fed]], Batches[Batch | Fed]],
         augmentation: Augmentation,
         *,
+        waits: Waits[Fed] = Future.result,
         end_waits: Callable[[], None] | None = None,
     ):
-        self._augmentation, self._end_waits = augmentation, end_waits
+        """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the loader, in its way."""
+        self._augmentation, self._waits, self._end_waits = augmentation, waits, end_waits
         self._thread: ThreadPoolExecutor | None = None
         if augmentation.device.type != "cuda":
             self._batches = open_batches(self._prepare)
@@ -73,7 +75,7 @@ class Feed:
             found = next(self._batches)
             assert isinstance(found, Fed)
             return found
-        fed = self._ahead.popleft().result()
+        fed = self._waits(self._ahead.popleft())
         self._ahead.append(self._thread.submit(self._launch))
         self._hand_over(fed)
         return fed

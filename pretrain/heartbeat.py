@@ -7,7 +7,7 @@ prints the line; every rank ends with 1, wherever its main thread hangs. If it i
 themselves, and the first survivor of each node says it. 4. A rank that is to stop, but waits for data in vain, ends all with 0.
 
 The verdict is over what has been read: a thread that was kept from running first reads what has come meanwhile. Beats may carry a
-small dict (`tell`) to the first rank (`heard`); both are called in this thread.
+small dict (`tell`) to the first rank (`heard`); both are called in this thread, and may not block.
 """
 
 import hmac
@@ -27,8 +27,8 @@ from pretrain.world import World
 
 FAILED_GRACE_S = 1.0
 """After a rank has failed: for those that meet the same error by themselves, and say it in their own words."""
-VAIN_WAIT_S = 5.0
-"""For data, by a rank that was told to stop."""
+VAIN_WAIT_S = 30.0
+"""For data, by a rank that was told to stop: ranks that get theirs in time save, and what ends a job leaves it minutes for that."""
 BLAME_S = 3.0
 """How long a failed exchange waits for news of a rank that is gone."""
 _HELLO_S, _CONNECT_S = 10.0, 20.0
@@ -86,6 +86,7 @@ class Heartbeat:
         self._token = ""
         self._listener: socket.socket | None = None
         self._connections: dict[int, _Connection] = {}
+        self._looked_s = time.monotonic()
         self._lock = threading.RLock()
         """Of the connections: the main thread says goodbye itself."""
         self._is_ending = False
@@ -109,6 +110,7 @@ class Heartbeat:
         if not self._world.is_first:
             self._connect(address, port)
         os.register_at_fork(after_in_child=self._forget)  # or a child would hold the connection of a dead rank open
+        self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._guarded, name="heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -196,6 +198,7 @@ class Heartbeat:
 
     def _look(self) -> Verdict | None:
         """Reads everything that has come, and only then judges."""
+        self._mind_a_pause()
         self._accept()
         for key, connection in list(self._connections.items()):
             try:
@@ -217,6 +220,14 @@ class Heartbeat:
             if connection.peer is not None and time.monotonic() - connection.heard_s > self._timeout_s:
                 return Verdict(connection.peer, "silent", f"{self._timeout_s:g}")
         return None
+
+    def _mind_a_pause(self) -> None:
+        """While a whole job is suspended nobody beats, and nobody can be blamed: after a pause of our own, time begins anew."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > 2 * self._interval_s:
+            for connection in self._connections.values():
+                connection.heard_s = now_s
+        self._looked_s = now_s
 
     def _understood(self, connection: _Connection, message: Message) -> Verdict | None:
         if connection.peer is None or "token" in message:

@@ -15,14 +15,16 @@ from contextlib import suppress
 from functools import partial
 from types import FrameType
 
-from pretrain.preemption import SIGNALS
+from pretrain.preemption import LAST_WRITE_S, SIGNALS
 from pretrain.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
 """The variable that tells ranks what stood on the command line besides: a run's page shows the whole of it."""
-GRACE_S = 10.0
-"""How long the other ranks may go on after one has died, and after they were told to end."""
+LAST_WORDS_S = 5.0
+"""How long the other ranks may go on after one has died."""
+GRACE_S = LAST_WRITE_S + 10.0
+"""How long they may take after they were told to end: one of them may be writing a checkpoint. A rank that hangs is then killed."""
 
 
 def launch(
@@ -78,7 +80,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) ->
         # a signal first: the others may have ended already because of it
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
-                _wait(ranks, GRACE_S / 2)
+                _wait(ranks, LAST_WORDS_S)
                 print(f"launch: rank {number} ended with {_describe(code)}; ending the others", file=sys.stderr)
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):

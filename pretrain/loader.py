@@ -29,6 +29,8 @@ from pretrain.world import World
 T = TypeVar("T")
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 """Mends the bad places of (ids, images) and returns whose labels count at each place; -1: leave the place out."""
+Waits = Callable[[Future[T]], T]
+"""How to wait for a batch: see `StopFlag.result`."""
 
 SMALLEST_PART = 32
 """Pictures: less is not worth the change of threads."""
@@ -65,9 +67,13 @@ class Batches(Generic[T]):
         prefetch: int,
         pin: bool,
         look_ahead: int = LOOK_AHEAD,
+        waits: Waits[T] = Future.result,
+        end_waits: Callable[[], None] | None = None,
     ):
+        """`waits` is how the caller of `next` waits. `end_waits` ends the waits of the threads, when a block ends with an error."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
         self.look_ahead = LookAhead(reader, order, span=look_ahead)
+        self._waits, self._end_waits = waits, end_waits
         self._requests = iter(requests)
         self._num_threads = num_threads
         self._pool = lone_threads(num_threads, pin=pin)
@@ -80,7 +86,9 @@ class Batches(Generic[T]):
     def __enter__(self) -> "Batches[T]":
         return self
 
-    def __exit__(self, *unused: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        if kind is not None and self._end_waits is not None:
+            self._end_waits()  # or closing would last as long as a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -89,7 +97,7 @@ class Batches(Generic[T]):
     def __next__(self) -> T:
         if not self._ahead:
             raise StopIteration
-        batch = self._ahead.popleft().result()
+        batch = self._waits(self._ahead.popleft())
         self._request()
         return batch
 
@@ -196,6 +204,7 @@ def training_batches(
     pin: bool,
     finish: Callable[[Batch], T],
     bad_samples: BadSamples | None = None,
+    waits: Waits[T] = Future.result,
 ) -> Batches[T]:
     """The micro-batches of a rank from `consumed` samples on, without end."""
     return Batches(
@@ -208,11 +217,19 @@ def training_batches(
         prefetch=prefetch,
         pin=pin,
         look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
+        waits=waits,
     )
 
 
 def evaluation_batches(
-    reader: ShardReader, *, local_batch_size: int, world: World, num_threads: int = 1, pin: bool = False
+    reader: ShardReader,
+    *,
+    local_batch_size: int,
+    world: World,
+    num_threads: int = 1,
+    pin: bool = False,
+    waits: Waits[Batch] = Future.result,
+    end_waits: Callable[[], None] | None = None,
 ) -> Batches[Batch]:
     """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
     slices = evaluation_slices(
@@ -230,6 +247,8 @@ def evaluation_batches(
         num_threads=num_threads,
         prefetch=2,
         pin=pin,
+        waits=waits,
+        end_waits=end_waits,
     )
 
 

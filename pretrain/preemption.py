@@ -2,19 +2,25 @@
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once.
 
-A wait that may never end (for data of a server that is gone) is done within `waiting`. A rank that is alone gives it up at once,
-and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself: how
-long it waits in vain is what `waits_in_vain_s` says, and the heartbeat ends them all.
+A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A rank that is alone gives it
+up at once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by
+itself: how long it waits in vain is what `waits_in_vain_s` says, and the heartbeat ends them all.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
+T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+LAST_WRITE_S = 30.0
+"""How long a run that ends early, or with an error, waits for the checkpoint that is being written. Our launcher waits longer."""
+_LOOK_S = 0.2
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -27,6 +33,7 @@ class StopFlag:
         self.is_alone = False
         """World size 1."""
         self._waits_since_s: float | None = None
+        self._raised_at_s = 0.0
 
     def install(self) -> "StopFlag":
         """The flag of this process: the one that is installed already, as what it has seen counts, or else this one."""
@@ -44,20 +51,35 @@ class StopFlag:
     def waiting(self) -> Iterator[None]:
         self._waits_since_s = time.monotonic()
         try:
-            if self.is_alone and self.raised_by is not None:
-                raise Interrupted
+            self._heed()
             yield
         finally:
             self._waits_since_s = None
 
     def waits_in_vain_s(self) -> float:
-        """How long a wait has lasted, if training is to stop; else 0."""
+        """How long a wait has lasted since training is to stop; 0 if it is not."""
         since_s = self._waits_since_s
-        return time.monotonic() - since_s if self.raised_by is not None and since_s is not None else 0.0
+        if self.raised_by is None or since_s is None:
+            return 0.0
+        return time.monotonic() - max(since_s, self._raised_at_s)
+
+    def result(self, future: "Future[T]") -> T:
+        """What it comes to. The flag is looked at between short waits: a handler that raised could leave the future's lock held."""
+        while not future.done():
+            self._heed()
+            try:
+                return future.result(timeout=_LOOK_S)
+            except TimeoutError:  # ours, or the future's own, which is raised below
+                continue
+        return future.result()
+
+    def _heed(self) -> None:
+        if self.is_alone and self.raised_by is not None and self._waits_since_s is not None:
+            raise Interrupted
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
         if self.raised_by == "SIGINT" and number == signal.SIGINT:
             os._exit(130)
+        if self.raised_by is None:
+            self._raised_at_s = time.monotonic()
         self.raised_by = signal.Signals(number).name
-        if self.is_alone and self._waits_since_s is not None:
-            raise Interrupted

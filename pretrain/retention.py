@@ -1,7 +1,8 @@
 """Which checkpoints stay: the last ones, the best by evaluation, and those at multiples of a length, for ever.
 
 Which one is the best is part of the training state (trainer.json holds it), so a run that goes on knows it as an undisturbed one
-would; `RUN/checkpoints/best.json` repeats it for people and scripts. Nothing is removed before a newer checkpoint is published.
+would; `RUN/checkpoints/best.json` repeats it for people and scripts, and names only one that is there. Nothing is removed before a
+newer checkpoint is published, and the best that is published stays until a better one is.
 """
 
 import json
@@ -57,15 +58,25 @@ def prune(run_dir: Path, *, newest: Path, retention: Retention, best: Best | Non
         shutil.rmtree(condemned)
 
 
+def published_best(run_dir: Path, best: Best | None, *, newest_step: int) -> Best | None:
+    """This one, or, where its checkpoint never came to be, the one that best.json names."""
+    named = _read(checkpoints_dir(run_dir) / BEST)
+    published = {step_of(path) for path in list_checkpoints(run_dir) if step_of(path) <= newest_step}
+    return next((each for each in (best, named) if each is not None and each.step in published), None)
+
+
 def write_best(run_dir: Path, best: Best | None) -> None:
-    """Does nothing where it is known already."""
+    """Of a published one. Does nothing where it is known already."""
     path = checkpoints_dir(run_dir) / BEST
-    if best is not None and _read(path) != asdict(best):
+    if best is None:
+        path.unlink(missing_ok=True)
+    elif _read(path) != best:
         write_json(path, asdict(best))
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Best | None:
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        found: Any = json.loads(path.read_text())
+        return Best(int(found["step"]), float(found["score"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -41,30 +41,48 @@ class SkippedSteps:
     ):
         self._samples_of, self._reader, self._log = samples_of, reader, log
         self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
-        self._in_a_row = 0
-        self.total = 0
+        self.total = self.in_a_row = 0
+        self._num_written = 0
+        self._are_named = False
+        """Whether samples of the last ones in a row were written, by whichever rank."""
+
+    def go_on(self, *, total: int, in_a_row: int) -> None:
+        """From a checkpoint."""
+        self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed, *, applied: bool) -> None:
         """`step`: how many steps are done with this one, as on the progress line."""
         if applied:
-            self._in_a_row = 0
+            self.in_a_row, self._are_named = 0, False
             return
         self.total += 1
-        self._in_a_row += 1
+        self.in_a_row += 1
         if not np.isfinite(agreed.loss):
             self._write(step, agreed.own_loss, mine=not np.isfinite(agreed.own_loss))
         elif not self._scales_loss:
             self._write(step, agreed.own_loss, mine=True)
-        if self._in_a_row >= self._max_in_a_row:
+        self._are_named = self._are_named or not np.isfinite(agreed.loss) or not self._scales_loss
+        if self.in_a_row >= self._max_in_a_row:
             raise TooManySkippedSteps(
-                f"{self._in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
-                f"{agreed.loss}), as many as train.max_skipped_steps allows; their samples are in {self._log.parent}. Lower "
-                "optimizer.lr or set engine.gradient_clip_norm=1, in another run_dir, or look at those samples"
+                f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
+                f"{agreed.loss}), as many as train.max_skipped_steps allows; {self._remedy()}"
             )
 
+    def _remedy(self) -> str:
+        if self._are_named:
+            return (
+                f"their samples are in {self._log.parent}. Lower optimizer.lr or set engine.gradient_clip_norm=1, in another "
+                "run_dir, or look at those samples"
+            )
+        return (
+            "the gradients overflow in fp16 though the loss scale was lowered on the way, and no sample is to blame. Set "
+            "engine.precision=bf16, which has the range of fp32 (or fp32 itself), or lower optimizer.lr, in another run_dir"
+        )
+
     def _write(self, step: int, loss: float, *, mine: bool) -> None:
-        if not mine or self.total > MAX_WRITTEN:
+        if not mine or self._num_written >= MAX_WRITTEN:
             return
+        self._num_written += 1
         samples = self._samples_of(step - 1)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "a", encoding="utf-8") as file:

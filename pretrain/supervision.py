@@ -14,14 +14,12 @@ from pretrain.card import CheckpointError, checkpoints_dir, parse_card
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_all_ranks
 from pretrain.heartbeat import Heartbeat
+from pretrain.preemption import LAST_WRITE_S
 from pretrain.retention import step_of
 from pretrain.run import save_result
 from pretrain.system_metrics import node_teller
 from pretrain.trainer import Outcome, Trainer
 from pretrain.world import World
-
-LAST_WRITE_S = 30.0
-"""How long a run that fails waits for the checkpoint that is being written."""
 
 
 @contextmanager

@@ -6,7 +6,9 @@ tell=node_teller(world, run_dir)            # on another node's first rank: with
 """
 
 import platform
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,17 +73,27 @@ def node_name(world: World) -> str | None:
 
 
 def node_teller(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
-    """What this rank says with its beats: now and then the figures of its node, if it is the one to say them."""
+    """What this rank says with its beats: now and then the figures of its node, if it is the one to say them.
+
+    They come from a thread of its own: a file system or a driver that hangs must not make a rank look frozen.
+    """
     if world.is_one_node or world.is_first or world.local_rank:
         return dict
-    sampler, said_s = NodeSampler(run_dir), [time.monotonic()]
+    fresh: deque[dict[str, Any]] = deque(maxlen=1)
+
+    def sample() -> None:
+        sampler = NodeSampler(run_dir)
+        while True:
+            time.sleep(EVERY_S)
+            fresh.append({"node": platform.node(), "values": sampler.sample()})
 
     def tell() -> dict[str, Any]:
-        if time.monotonic() - said_s[0] < EVERY_S:
+        try:
+            return fresh.pop()
+        except IndexError:
             return {}
-        said_s[0] = time.monotonic()
-        return {"node": platform.node(), "values": sampler.sample()}
 
+    threading.Thread(target=sample, name="system-metrics", daemon=True).start()
     return tell
 
 

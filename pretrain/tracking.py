@@ -15,9 +15,11 @@ import json
 import os
 import select
 import signal
+import struct
 import sys
 import tempfile
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from uuid import UUID, uuid5
@@ -142,17 +144,24 @@ class Delivery:
             event = self._owed[0]
             if Path(event["path"]).exists():
                 if event["event"] == "image":
-                    self._send_image(event)
+                    self._send_image(event, Path(event["path"]).read_bytes())
                 else:
                     self._store().log_artifact(self.run_id, event["path"], event["folder"] or None)
             del self._owed[0]
             self._keep_position()
 
-    def _send_image(self, event: dict[str, Any]) -> None:
-        """As `log_image` does, but under a name that is the same each time, so that what is sent again stands once."""
+    def _send_image(self, event: dict[str, Any], data: bytes) -> None:
+        """As `log_image` does, but under a name that is the same each time, so that what is sent again stands once. A picture that
+        is damaged would be so for ever: it is left out."""
         key, step, time_ms = event["key"].replace("/", "~"), event["step"], event["time_ms"]
         unique = uuid5(UUID(self.identity.run_key), f"{key} {step}")
-        with tempfile.TemporaryDirectory() as folder, Image.open(event["path"]) as image:
+        try:
+            image = Image.open(BytesIO(data))
+            image.load()
+        except (OSError, SyntaxError, ValueError, struct.error) as error:
+            print(f"{event['path']}: is damaged ({error}); it is left out", file=sys.stderr, flush=True)
+            return
+        with tempfile.TemporaryDirectory() as folder:
             stem = f"{key}+step+{step}+timestamp+{time_ms}+{unique}"
             image.save(Path(folder) / f"{stem}.png")
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))

@@ -83,6 +83,7 @@ class Trainer:
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, began_s = start.step, None, time.monotonic()
+        self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         saver = self._saver(start)
         with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
             ledger = self._ledger(line, start_step=step)
@@ -125,6 +126,7 @@ class Trainer:
             plan=self.saving,
             card_at=self.card_at,
             tracker=self.tracker,
+            skipped=self.skipped,
             world=self.world,
             global_batch_size=self.plan.global_batch_size,
             saved_step=start.step,

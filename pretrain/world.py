@@ -1,9 +1,12 @@
 """Rank facts, read once from torchrun's, our launcher's or SLURM's environment. No torch here."""
 
 import os
+import re
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,18 @@ def _from_slurm(environment: MutableMapping[str, str]) -> None:
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
     environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
-    environment.setdefault("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", environment["SLURM_NTASKS"]))
+    environment.setdefault("LOCAL_WORLD_SIZE", str(_tasks_of_this_node(environment)))
+
+
+def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
+    """From what SLURM says of each node: the step's list, or the job's where it is of as many tasks; "4(x3),2" is 4, 4, 4, 2."""
+    num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]
+        counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+        if all(parts) and sum(counts) == num_tasks and node < len(counts):
+            return counts[node]
+    return int(environment.get("SLURM_NTASKS_PER_NODE", num_tasks))
 
 
 def free_port() -> int:

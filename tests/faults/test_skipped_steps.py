@@ -37,11 +37,15 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
     assert all(torch.isfinite(tensor).all() for tensor in final_state(tmp_path / "run").values())
 
 
-def of_rank(rank: int, shapes: Path, log: Path) -> SkippedSteps:
+def of_rank(rank: int, shapes: Path, log: Path, *, scales_loss: bool = False) -> SkippedSteps:
     reader = open_split(shapes, load_manifest(shapes), "train")
     plan, order = BatchPlan(8, 2, 2), Order(reader.num_samples, 3)
     return SkippedSteps(
-        lambda step: samples_of_rank(order, plan, step=step, rank=rank), reader, log=log, max_in_a_row=3
+        lambda step: samples_of_rank(order, plan, step=step, rank=rank),
+        reader,
+        log=log,
+        max_in_a_row=3,
+        scales_loss=scales_loss,
     )
 
 
@@ -63,3 +67,15 @@ def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tm
     assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 12
     with pytest.raises(TooManySkippedSteps, match="3 steps in a row, to step 6"):
         mine.note(6, FINE, applied=False)
+
+
+def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(shapes: Path, tmp_path: Path) -> None:
+    mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl", scales_loss=True)
+    mine.go_on(total=7, in_a_row=1)
+    mine.note(11, FINE, applied=False)
+    assert (mine.total, mine.in_a_row) == (8, 2)
+    with pytest.raises(
+        TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16"
+    ) as found:
+        mine.note(12, FINE, applied=False)
+    assert str(tmp_path) not in str(found.value) and not (tmp_path / "rank-0.jsonl").exists()

@@ -1,12 +1,16 @@
 """A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never loaded."""
 
+import errno
 import hashlib
 import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +22,14 @@ from pretrain import checkpoint
 from pretrain.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
 from pretrain.checkpoint import Snapshot, TrainerState
 from pretrain.checkpoint_writer import CheckpointWriter, Patience
+from pretrain.evaluate import Scores
 from pretrain.models.spec import MlpSpec
 from pretrain.retention import Best, Retention, step_of
+from pretrain.saving import Saver, SavingPlan
 from pretrain.step import EngineState
+from pretrain.tracker import Tracker
+from pretrain.world import World
+from tests.ranks import run_ranks
 
 CARD = ModelCard(
     model=MlpSpec(kind="mlp", depth=1, width=4),
@@ -149,6 +158,121 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     assert writer.news()["checkpoint/gb"] > 0
 
 
+@dataclass
+class Rank:
+    """The one rank of a training that is judged and saved, with a disk that fails, or is slow, at chosen steps."""
+
+    run_dir: Path
+    monkeypatch: pytest.MonkeyPatch
+    refused: tuple[int, ...] = ()
+    slow: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.go_on, publish_really = threading.Event(), checkpoint.publish
+
+        def publish(run_dir: Path, snapshot: Snapshot) -> int:
+            if snapshot.trainer.step in self.refused:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if snapshot.trainer.step in self.slow:
+                self.go_on.wait(20)
+            return publish_really(run_dir, snapshot)
+
+        self.monkeypatch.setattr("pretrain.checkpoint_writer.publish", publish)
+        plan = SavingPlan(every=10, num_steps=999, keep_best=True, longest_wait_s=0.05)
+        engine = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
+        skipped = SimpleNamespace(total=5, in_a_row=2)
+        self.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), patience=Patience(first_pause_s=60))
+        tracker, card_at = Tracker(None, params={}, tags={}), lambda step: CARD
+        facts: Any = (engine, self.writer, plan, card_at, tracker, skipped, World(0, 0, 1), 16)
+        self.saver = Saver(*facts, saved_step=0)
+
+    def judge_and_save(self, step: int, score: float, *, waits: bool = True) -> None:
+        self.saver.judged(step, Scores(score, score, 1.0, 10))
+        self.saver.save(step)
+        if waits:
+            assert self.writer.make_room(timeout_s=20)
+
+    def ends_with(self, steps: list[int], best: Best) -> None:
+        self.saver.finish(999)
+        assert [step_of(path) for path in list_checkpoints(self.run_dir)] == steps
+        assert json.loads((self.run_dir / "checkpoints" / "best.json").read_text()) == asdict(best)
+        restored = checkpoint.restore(self.run_dir)
+        assert restored is not None and restored.trainer.best == best == self.saver.best
+        assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
+
+
+def test_the_best_that_was_never_written_costs_nothing_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 and 30 would have been better, and fail; 40 makes room by nothing but being saved."""
+    rank = Rank(tmp_path, monkeypatch, refused=(20, 30))
+    for step, score in ((10, 0.5), (20, 0.6), (30, 0.7), (40, 0.4)):
+        rank.judge_and_save(step, score)
+    rank.ends_with([10, 40], Best(10, 0.5))
+
+
+def test_the_best_of_those_that_are_there_follows_one_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch, refused=(20,))
+    for step, score in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.1)):
+        rank.judge_and_save(step, score)
+    rank.ends_with([30, 40], Best(30, 0.6))
+
+
+def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch, slow=(20,))
+    rank.judge_and_save(10, 0.5)
+    rank.judge_and_save(20, 0.6, waits=False)
+    rank.judge_and_save(30, 0.9, waits=False)
+    rank.go_on.set()
+    assert rank.writer.make_room(timeout_s=20)
+    rank.judge_and_save(40, 0.7)
+    rank.judge_and_save(50, 0.1)
+    rank.ends_with([40, 50], Best(40, 0.7))
+
+
+def last_ones(world: World) -> list[str]:
+    """What `finish` says on this rank: of a disk that takes longer than any collective may, and of one that refuses."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    waits, plan = [0.5] * 8, SavingPlan(every=1, num_steps=1)
+
+    def slow(best: Best | None, *, timeout_s: float) -> bool:
+        time.sleep(waits.pop())
+        return not waits
+
+    def refuses(best: Best | None, *, timeout_s: float) -> bool:
+        raise CheckpointError("no space")
+
+    said = []
+    for finish in (slow, refuses):
+        writer = SimpleNamespace(finish=finish, news=dict)
+        facts: Any = (SimpleNamespace(device=torch.device("cpu")), writer, plan, None, None, None, world, 16)
+        try:
+            Saver(*facts, saved_step=1).finish(1)
+            said.append("done")
+        except CheckpointError as error:
+            said.append(f"{error}; of all ranks: {error.of_all_ranks}")
+    return said
+
+
+def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
+    first, second = run_ranks(last_ones, num_ranks=2)
+    assert first == ["done", "no space; of all ranks: False"]
+    lost = "the last checkpoint could not be written; see what the first rank says"
+    assert second == ["done", f"{lost}; of all ranks: True"]
+
+
+def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
+    save(tmp_path, 10, best=Best(10, 0.5))
+    save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [10, 30]
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
+
+
 def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +301,7 @@ def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> 
     writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, final_s=0.2))
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
+    assert not writer.finish(None, timeout_s=0.0)  # who waits has other things to do meanwhile
     with pytest.raises(
         CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(Not a directory\); put"
     ):

@@ -1,6 +1,8 @@
 """Exact scores on any number of ranks, against a plain loop over the pictures; ReaL labels where a split has them."""
 
 import shutil
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
 from pretrain.datasets import Part
 from pretrain.evaluate import Scores, evaluate, scores_of, tally
-from pretrain.shards import ShardReader
+from pretrain.preemption import Interrupted, StopFlag
+from pretrain.shards import ShardReader, Unreadable
 from pretrain.world import World
 from tests.data_prep.test_verify import change_manifest
 
@@ -86,6 +89,32 @@ def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(annotated: Path
         found = scores_of(sums, num_samples=72)
         assert (found.top1, found.top5, found.num_samples) == (expected.top1, expected.top5, 72)
         assert found.real == expected.real and found.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a server that is gone: without `end_waits` the thread would be waited for."""
+    reader, arrives, stop = reader_of(shapes), threading.Event(), StopFlag()
+    stop.is_alone = True
+    waited: list[bool] = []
+
+    def read(*unused: object) -> list[Unreadable]:
+        stop._raise(signal.SIGTERM, None)
+        waited.append(arrives.wait(20))
+        return []
+
+    monkeypatch.setattr(reader, "read", read)
+    with pytest.raises(Interrupted):
+        evaluate(
+            classifier(),
+            reader,
+            AUGMENTATION,
+            local_batch_size=40,
+            world=World(0, 0, 1),
+            stop=stop,
+            end_waits=arrives.set,
+        )
+    assert waited and all(waited)
 
 
 @torch.no_grad()

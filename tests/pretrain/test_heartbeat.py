@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from pretrain.heartbeat import Heartbeat
 from pretrain.heartbeat_wire import LONGEST_LINE, Peer, Wire, listen
+from pretrain.preemption import Interrupted, StopFlag
 from pretrain.world import read_world
 from tests.forked import begin, environments, wait
 
@@ -65,7 +67,12 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
             print("a traceback that nobody wants to see", flush=True)
             os._exit(1)
         case "holds Python's lock":
-            ctypes.PyDLL(None).usleep(700_000)
+            ctypes.PyDLL(None).usleep(1_200_000)
+            heartbeat.stop()
+            os._exit(0)
+        case "ends when told":
+            while not (place / "end").exists():
+                time.sleep(0.01)
             heartbeat.stop()
             os._exit(0)
     time.sleep(LATE_S)
@@ -129,8 +136,19 @@ def test_ranks_that_fail_alike_end_in_their_own_way(tmp_path: Path) -> None:
 
 def test_goodbyes_are_no_alarm_and_neither_is_a_rank_that_computes(tmp_path: Path) -> None:
     plans = {"rank_0": "holds Python's lock", "rank_1": "ends", "rank_2": "holds Python's lock"}
-    assert wait(started(tmp_path, 3, timeout_s=1, **plans), timeout_s=20) == [0, 0, 0]
+    assert wait(started(tmp_path, 3, timeout_s=3, **plans), timeout_s=20) == [0, 0, 0]
     assert said(tmp_path) == []
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody listened."""
+    ranks = started(tmp_path, 2, timeout_s=2, rank_0="ends when told", rank_1="ends when told")
+    for number, pause_s in ((signal.SIGSTOP, 3), (signal.SIGCONT, 1)):
+        for each in ranks:
+            os.kill(each.pid or 0, number)
+        time.sleep(pause_s)
+    (tmp_path / "end").write_text("")
+    assert wait(ranks, timeout_s=20) == [0, 0] and said(tmp_path) == []
 
 
 def test_a_stop_that_cannot_wait_for_data_ends_all_with_nothing_to_mend(tmp_path: Path) -> None:
@@ -138,6 +156,35 @@ def test_a_stop_that_cannot_wait_for_data_ends_all_with_nothing_to_mend(tmp_path
     ends = [f"rank {rank} ends, stopped True" for rank in range(2)]
     stopped = f"rank 1 (NODE) waits for data, and all were told to stop; {GOES_ON}"
     assert said(tmp_path) == sorted([stopped, *ends])
+
+
+def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began long before the stop: whoever gets data a second later saves."""
+    stop, clock = StopFlag(), [100.0]
+    monkeypatch.setattr("pretrain.preemption.time.monotonic", lambda: clock[0])
+    with stop.waiting():
+        clock[0] = 500.0
+        assert stop.waits_in_vain_s() == 0
+        stop._raise(signal.SIGTERM, None)
+        clock[0] = 507.0
+        stop._raise(signal.SIGUSR2, None)  # a second one changes nothing
+        clock[0] = 510.0
+        assert stop.waits_in_vain_s() == 10
+    assert stop.waits_in_vain_s() == 0
+    with stop.waiting():
+        clock[0] = 512.0
+        assert stop.waits_in_vain_s() == 2
+
+
+def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_no_end_of_ours() -> None:
+    stop, never, late = StopFlag(), Future[int](), Future[int]()
+    threading.Timer(0.3, lambda: late.set_exception(TimeoutError("of the store"))).start()
+    with stop.waiting(), pytest.raises(TimeoutError, match="of the store"):
+        stop.result(late)
+    stop.is_alone = True
+    threading.Timer(0.3, lambda: stop._raise(signal.SIGTERM, None)).start()
+    with pytest.raises(Interrupted), stop.waiting():
+        stop.result(never)
 
 
 def test_strangers_are_ignored(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from pretrain import launch
+from pretrain.preemption import LAST_WRITE_S
 from pretrain.world import World, read_world
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -41,6 +43,18 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
     done = start(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
     assert done.returncode == code
     assert f"rank 1 ended with {words}; ending the others" in done.stderr
+
+
+def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not() -> None:
+    assert launch.GRACE_S > LAST_WRITE_S
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    tell = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os.write(1, b'written'), os._exit(0)))"
+    rank = f"import os, signal, sys, time\nrank = os.environ['RANK']\nif rank == '0': {tell}\nif rank == '2': {deaf}\n"
+    rank += "time.sleep(1)\nif rank == '1': sys.exit(7)\ntime.sleep(50)"
+    short = "import pretrain.launch as launch; launch.LAST_WORDS_S = 0.1; launch.GRACE_S = 3; "
+    words = [sys.executable, "-c", short + START, rank]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=40, check=False)
+    assert done.returncode == 7 and done.stdout == "written"
 
 
 def sum_of_ranks(world: World, offset: int) -> float:
@@ -90,6 +104,27 @@ def test_srun_is_understood() -> None:
     assert two_nodes.num_local_ranks == 4 and not two_nodes.is_one_node
     read_world(facts)
     assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1"}, 7),
+        (
+            {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"},
+            5,
+        ),  # the job's, not the step's
+        ({"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"}, 7),  # 8 is but a limit
+        ({"SLURM_STEP_TASKS_PER_NODE": "what is this", "SLURM_NODEID": "1"}, 14),
+    ],
+)
+def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: int) -> None:
+    facts = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "14", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    world = read_world(facts | more)
+    assert world.num_local_ranks == expected and world.is_one_node == (expected == 14)
 
 
 def test_half_an_environment_is_one_clear_error() -> None:

@@ -1,13 +1,17 @@
 """A node's figures bear MLflow's names; those of GPUs come from the driver's library, here from one made for the test."""
 
+import queue
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pretrain.nvml import GpuReading, open_nvml
-from pretrain.system_metrics import NodeSampler, gpu_values
+from pretrain.system_metrics import NodeSampler, gpu_values, node_teller
+from pretrain.world import World
 
 DRIVER = r"""
 #include <string.h>
@@ -43,6 +47,29 @@ def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> None:
     values = NodeSampler(tmp_path / "gone").sample()
     assert "cpu_utilization_percentage" in values and not [name for name in values if name.startswith("disk")]
+
+
+def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, has_begun = queue.Queue[dict[str, float]](), threading.Event()
+
+    class Hangs:
+        def __init__(self, _run_dir: Path):
+            has_begun.set()
+
+        def sample(self) -> dict[str, float]:
+            return answers.get()
+
+    monkeypatch.setattr("pretrain.system_metrics.NodeSampler", Hangs)
+    monkeypatch.setattr("pretrain.system_metrics.EVERY_S", 0.01)
+    tell = node_teller(World(2, 0, 4, num_local_ranks=2), tmp_path)
+    assert has_begun.wait(20) and tell() == {}
+    answers.put({"cpu": 1.0})
+    said = [{}]
+    deadline_s = time.monotonic() + 20
+    while not said[-1] and time.monotonic() < deadline_s:
+        said.append(tell())
+        time.sleep(0.01)
+    assert said[-1]["values"] == {"cpu": 1.0} and tell() == {}
 
 
 def test_gpus_tell_what_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

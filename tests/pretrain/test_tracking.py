@@ -297,6 +297,24 @@ def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path
         assert image.size == (128, 256)
 
 
+def test_a_damaged_picture_holds_up_no_file_behind_it(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    cut, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
+    data = Path(whole["path"]).read_bytes()
+    Path(cut["path"]).write_bytes(data[: len(data) // 2])
+    Path(torn["path"]).write_bytes(b"no picture")
+    write_journal(run_dir, START, cut, torn, whole)
+    assert sync(run_dir) > 0 and sync(run_dir) == 0
+    assert json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+    said = capsys.readouterr().err
+    assert all(f"{event['path']}: is damaged" in said for event in (cut, torn)) and whole["path"] not in said
+    assert len(list(tmp_path.rglob("pictures~first+step+20+*"))) == 2
+    assert not list(tmp_path.rglob("pictures~first+step+10+*"))
+
+
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, {"event": "metrics", "step": 6, "values": {"system/cpu": 1.0}}, end("KILLED"))
