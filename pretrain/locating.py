@@ -30,11 +30,13 @@ class Group:
     def __init__(self, reader: ShardReader, order: Line, requests: Iterator[Request]):
         self._reader, self._order = reader, order
         self._requests: list[Request] = []
-        while sum(len(request.positions) for request in self._requests) < LOCATED_TOGETHER:
+        num_samples = 0
+        while num_samples < LOCATED_TOGETHER:
             request = next(requests, None)
             if request is None:
                 break
             self._requests.append(request)
+            num_samples += len(request.positions)
         self._lock = threading.Lock()
         self._located: tuple[Ids, Places] | None = None
 
