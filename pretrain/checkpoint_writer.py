@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pretrain.card import CheckpointError, checkpoints_dir
 from pretrain.checkpoint import Snapshot, publish, settle
-from pretrain.retention import Best, Retention, write_best
+from pretrain.retention import Best, Retention, published_best, write_best
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there",
@@ -119,7 +119,7 @@ class CheckpointWriter:
                     )
             self._raise_defect()
         if best is not None:
-            write_best(self._run_dir, best)  # of a checkpoint that is there: see saving.py
+            write_best(self._run_dir, published_best(self._run_dir, best))
         return True
 
     def _has_room(self) -> bool:

@@ -6,6 +6,7 @@ newer checkpoint is published, and the best that is published stays until a bett
 """
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -58,8 +59,8 @@ def prune(run_dir: Path, *, newest: Path, retention: Retention, best: Best | Non
         shutil.rmtree(condemned)
 
 
-def published_best(run_dir: Path, best: Best | None, *, newest_step: int) -> Best | None:
-    """This one, or, where its checkpoint never came to be, the one that best.json names."""
+def published_best(run_dir: Path, best: Best | None, *, newest_step: float = math.inf) -> Best | None:
+    """This one, or, where its checkpoint never came to be, the one that best.json names. What is newer than `newest_step` goes."""
     named = _read(checkpoints_dir(run_dir) / BEST)
     published = {step_of(path) for path in list_checkpoints(run_dir) if step_of(path) <= newest_step}
     return next((each for each in (best, named) if each is not None and each.step in published), None)

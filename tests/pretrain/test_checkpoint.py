@@ -269,6 +269,7 @@ def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
     save(tmp_path, 10, best=Best(10, 0.5))
     save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
+    CheckpointWriter(tmp_path, Retention(1)).finish(Best(20, 0.6))
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [10, 30]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
 
