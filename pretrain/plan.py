@@ -75,9 +75,9 @@ def rows(plan: Plan) -> list[Row]:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """A line for each number of nodes; the four stages stand side by side within a column."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     stages = "/".join(map(str, STAGES))
-    for word in ("nodes", "ranks", "batch of a rank", "compute ms", f"GB held, {stages}", f"MB sent, {stages}"):
+    for word in ("nodes", "ranks", "batch/rank", "compute ms", f"GB held, {stages}", f"MB sent, {stages}"):
         table.add_column(word, justify="right", no_wrap=True)
     if len(plan.num_nodes) > 1 or plan.num_nodes[0] > 1:
         table.add_column(f"network ms, {stages}", justify="right", no_wrap=True)
@@ -87,7 +87,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             str(row.num_ranks),
             f"{row.local_batch_size:,.0f}",
             f"{row.compute_ms:.1f}",
-            " ".join(f"{value:5.2f}" for value in row.held_gb),
+            " ".join(f"{value:4.2f}" for value in row.held_gb),
             " ".join(f"{value:5,.0f}" for value in row.sent_mb),
             " ".join(f"{value:4.1f}" for value in row.network_ms),
         )
