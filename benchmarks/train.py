@@ -63,7 +63,8 @@ def cases(*, on_gpu: bool, quick: bool) -> dict[str, Case]:
         }
     mlp, channels = MlpSpec(kind="mlp", depth=6, width=256 if quick else 512), 64 if quick else 128
     mixer = MixerSpec(kind="mixer", patch_size=4, num_channels=channels, depth=4)
-    return {"mlp": Case(mlp, 64, 1024, 4, 60 if quick else 200), "mixer": Case(mixer, 32, 256, 2, 60)}
+    steps = 4 if quick else 10
+    return {"mlp": Case(mlp, 64, 1024, steps, 60), "mixer": Case(mixer, 32, 256, steps, 60)}
 
 
 @dataclass
@@ -117,7 +118,7 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     for name, case in cases(on_gpu=on_gpu, quick=options.quick).items():
         if name in options.only.split(","):
-            run(case, world, device, is_compiled=on_gpu or options.compile, rounds=3 if options.quick else 9)
+            run(case, world, device, is_compiled=on_gpu or options.compile, rounds=3 if options.quick else 5)
 
 
 def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int) -> None:

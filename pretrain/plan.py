@@ -75,7 +75,7 @@ def rows(plan: Plan) -> list[Row]:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """A line for each number of nodes; the four stages stand side by side within a column."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     stages = "/".join(map(str, STAGES))
     for word in ("nodes", "ranks", "batch/rank", "compute ms", f"GB held, {stages}", f"MB sent, {stages}"):
         table.add_column(word, justify="right", no_wrap=True)
