@@ -134,14 +134,12 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
 
 
 def rank_count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; give 1 or more")
-    return int(text)
+    return positive(text, complaint="is not a number of ranks; give 1 or more")
 
 
-def positive(text: str) -> int:
+def positive(text: str, *, complaint: str = "will not do; give a whole number from 1 on") -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
     return int(text)
 
 

@@ -104,11 +104,7 @@ def barrier() -> None:
 
 
 def lowest_over_ranks(value: int, *, device: torch.device) -> int:
-    if not is_distributed():
-        return value
-    bound = torch.tensor(value, device=device)
-    dist.all_reduce(bound, op=dist.ReduceOp.MIN)
-    return int(bound)
+    return -highest(-value, device=device)
 
 
 def of_first_rank(value: int, *, device: torch.device) -> int:

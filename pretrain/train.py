@@ -8,7 +8,7 @@ import torch
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.collectives import any_rank
-from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.config import PretrainSettings
 from pretrain.datasets import TrainingData, load_training_data
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.logs import log_to
@@ -29,7 +29,6 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
     stop = StopFlag().install()
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
         data = load_training_data(settings.data)
-        check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         device = start_distributed(world, timeout_s=settings.engine.timeout_s)
         with watched(world, timeout_s=settings.engine.heartbeat_timeout_s, device=device) as heartbeat:
