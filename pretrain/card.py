@@ -142,3 +142,12 @@ def resolve(path: Path) -> Path:
         if fault is None:
             return directory
     raise CheckpointError(f"{path}: no checkpoint there is whole ({fault}); copy it again, or use another")
+
+
+def weights_hash(path: Path) -> str:
+    """The sha256 of the weights that a user means by `path`."""
+    directory = resolve(path)
+    try:
+        return str(json.loads((directory / HASHES).read_text())[MODEL])  # `resolve` has held the file to it
+    except FileNotFoundError:
+        return sha256_of(directory / MODEL)

@@ -170,8 +170,9 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
 
 
 def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False) -> Any:
-    from finetune.config import TuneEngineSettings
-    from finetune.engine import AccelerateEngine, start_accelerator
+    from finetune.accelerator import start_accelerator
+    from finetune.tuning.config import TuneEngineSettings
+    from finetune.tuning.engine import AccelerateEngine
 
     return AccelerateEngine(
         make_model(spec),

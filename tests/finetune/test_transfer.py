@@ -9,8 +9,8 @@ import torch
 
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.config import ProbeSettings
-from finetune.probe import accuracies, choose_and_test, train_heads, with_bias
+from finetune.probing.config import ProbeSettings
+from finetune.probing.probe import accuracies, choose_and_test, train_heads, with_bias
 from pretrain.card import list_checkpoints, read_card
 from pretrain.checkpoint import load_weights
 from pretrain.models.build import build_model

@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
-from finetune.config import EvaluateSettings, ProbeSettings
-from finetune.evaluate import evaluate_checkpoint
-from finetune.probe import probe
+from finetune.judging.config import EvaluateSettings
+from finetune.judging.evaluate import evaluate_checkpoint
+from finetune.probing.config import ProbeSettings
+from finetune.probing.probe import probe
 from pretrain.__main__ import main
 from pretrain.card import read_card
 from pretrain.config import TrackingSettings

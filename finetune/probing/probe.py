@@ -4,7 +4,6 @@ The learning rate is chosen on a held-out share of the training split; then one 
 split, once.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,106 +13,57 @@ from torch.nn.functional import cross_entropy
 
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.progress import progress
-from finetune.config import ProbeSettings
-from finetune.engine import start_accelerator
-from finetune.features import Extract, pixels, split_features
-from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.settings import AugmentSettings
-from pretrain.folder import load_folder
-from pretrain.models.build import pooled_features
-from pretrain.run import claim, flatten, save_result
+from finetune.accelerator import start_accelerator
+from finetune.backbone import Backbone, open_backbone
+from finetune.probing.config import ProbeSettings
+from finetune.probing.features import split_features
+from finetune.recording import recorded
+from pretrain.run import save_result
 from pretrain.shards import open_split
-from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import World
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """What turns pictures into vectors, with what it expects of the pictures."""
-
-    extract: Extract
-    image_size: int
-    normalisation: Normalisation
-    run_key: str | None
 
 
 def probe(settings: ProbeSettings, world: World) -> dict[str, float] | None:
     """The result, on the first rank."""
-    accelerator = start_accelerator(world, precision="fp32", timeout_s=600.0)
+    accelerator = start_accelerator(world)
     manifest = load_manifest(settings.dataset)
-    backbone = open_backbone(settings, manifest, device=accelerator.device)
-    train, test = (
-        _features(settings, manifest, backbone, split, world, accelerator.device)
-        for split in (settings.train_split, settings.test_split)
-    )
-    if not world.is_first:
-        return None  # nothing is collective from here on, so nobody waits for the heads
-    with claim(Path(settings.run_dir), settings, is_first=True):
-        return _probe_and_record(settings, manifest, backbone, train, test)
-
-
-def open_backbone(settings: ProbeSettings, manifest: Manifest, *, device: torch.device) -> Backbone:
-    if settings.pretrained is None:
-        size = settings.image_size or manifest.image_size
-        return Backbone(pixels, size, Normalisation(manifest.channel_mean, manifest.channel_std), None)
-    card, model = load_folder(Path(settings.pretrained))
-    if settings.image_size not in (None, card.image_size):
-        raise ValueError(
-            f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
+    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=accelerator.device)
+    run_dir = Path(settings.run_dir)
+    with recorded(
+        settings,
+        run_dir=run_dir,
+        tracking=settings.tracking,
+        world=world,
+        manifest=manifest,
+        parent_key=backbone.card.run_key if backbone.card else None,
+        tags={"task": "probe", "model": backbone.card.model.label if backbone.card else "pixels"},
+    ) as tracker:
+        train, test = (
+            _features(settings, manifest, backbone, split, world, accelerator.device)
+            for split in (settings.train_split, settings.test_split)
         )
-    model.to(device).eval()
-    return Backbone(
-        lambda images: pooled_features(model, images),
-        card.image_size,
-        Normalisation(card.channel_mean, card.channel_std),
-        card.run_key,
-    )
+        if not world.is_first:
+            return None  # nothing is collective from here on, so nobody waits for the heads
+        result = choose_and_test(train, test, settings=settings, num_classes=len(manifest.classes))
+        for number, lr in enumerate(settings.lrs):
+            tracker.metrics({"probe/holdout_top1": result[f"holdout_top1_lr_{lr:g}"], "probe/lr": lr}, step=number)
+        chosen = {"probe/test_top1": result["test_top1"], "probe/chosen_lr": result["chosen_lr"]}
+        tracker.metrics(chosen, step=settings.epochs)
+        save_result(run_dir, result)
+        return result
 
 
 def _features(
     settings: ProbeSettings, manifest: Manifest, backbone: Backbone, split: str, world: World, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     reader = open_split(settings.dataset, manifest, split, image_size=backbone.image_size)
-    augmentation = Augmentation(
-        AugmentSettings(),
-        seed=0,
-        image_size=backbone.image_size,
-        normalisation=backbone.normalisation,
-        device=device,
-        dtype=torch.float32,
-    )
     return split_features(
-        backbone.extract, reader, augmentation, local_batch_size=settings.feature_batch_size, world=world
+        backbone.extract,
+        reader,
+        backbone.augmentation(device=device),
+        local_batch_size=settings.feature_batch_size,
+        world=world,
     )
-
-
-def _probe_and_record(
-    settings: ProbeSettings,
-    manifest: Manifest,
-    backbone: Backbone,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-) -> dict[str, float]:
-    run_dir = Path(settings.run_dir)
-    tracking = settings.tracking
-    RunIdentity.of(run_dir, experiment=tracking.experiment, uri=tracking.uri, parent_key=backbone.run_key)
-    params = flatten(settings.model_dump(mode="json")) | {"manifest_hash": manifest.hash}
-    tracker = Tracker(
-        run_dir if tracking.enabled else None, params=params, tags={"dataset": manifest.name, "task": "probe"}
-    )
-    try:
-        result = choose_and_test(train, test, settings=settings, num_classes=len(manifest.classes))
-    except BaseException as error:
-        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    for number, lr in enumerate(settings.lrs):
-        tracker.metrics({"probe/holdout_top1": result[f"holdout_top1_lr_{lr:g}"], "probe/lr": lr}, step=number)
-    tracker.metrics(
-        {"probe/test_top1": result["test_top1"], "probe/chosen_lr": result["chosen_lr"]}, step=settings.epochs
-    )
-    save_result(run_dir, result)
-    tracker.close("FINISHED")
-    return result
 
 
 def choose_and_test(

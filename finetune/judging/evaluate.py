@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
-from finetune.config import EvaluateSettings, class_numbers
-from finetune.engine import start_accelerator
+from finetune.accelerator import start_accelerator
+from finetune.classes import class_numbers
+from finetune.judging.config import EvaluateSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
 from pretrain.datasets import Part
@@ -18,7 +19,7 @@ from pretrain.world import World
 
 
 def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> Scores:
-    accelerator = start_accelerator(world, precision="fp32", timeout_s=600.0)
+    accelerator = start_accelerator(world)
     manifest = load_manifest(settings.dataset)
     card, model = load_folder(Path(settings.pretrained))
     numbers = class_numbers(card, manifest, dataset=settings.dataset)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from finetune.config import TuneSettings
-from finetune.engine import AccelerateEngine, start_accelerator
+from finetune.accelerator import start_accelerator
+from finetune.tuning.config import TuneSettings
+from finetune.tuning.engine import AccelerateEngine
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
 from pretrain.card import ModelCard, read_card

@@ -1,40 +1,20 @@
 """accelerate behind the `Engine` contract: plain data parallelism over fp32 weights, for models that fit on every rank."""
 
-import datetime
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from finetune.config import TuneEngineSettings
+from finetune.tuning.config import TuneEngineSettings
 from pretrain.augment.augmentation import Prepared
 from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import counts_steps, set_lr
 from pretrain.step import EngineState, StepResult, checkpoint_activations, loss_of
 from pretrain.world import World
-
-
-def start_accelerator(world: World, *, precision: str, timeout_s: float) -> Accelerator:
-    """Joins the ranks. Without a GPU accelerate must be told so, or each rank would silently train alone."""
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
-            # or every forward pass would send all permutations and masks; `average_over_ranks` does what is needed
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-        ],
-    )
-    if accelerator.num_processes != world.num_ranks:
-        raise RuntimeError(
-            f"accelerate sees {accelerator.num_processes} processes of {world.num_ranks}; unset ACCELERATE_* variables"
-        )
-    return accelerator
 
 
 class AccelerateEngine:

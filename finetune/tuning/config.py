@@ -1,11 +1,9 @@
-"""Settings of `finetune probe | tune | evaluate`. No torch here."""
+"""Settings of `finetune tune`. No torch here."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.manifest import Manifest
 from data_prep.settings import Settings
 from pretrain.augment.settings import AugmentSettings
 from pretrain.card import ModelCard
@@ -87,52 +85,3 @@ class TuneSettings(Settings):
             checkpoint=self.checkpoint,
             tracking=self.tracking,
         )
-
-
-class ProbeSettings(Settings):
-    run_dir: str
-    pretrained: str | None = None
-    """The checkpoint whose features are probed; null probes the pixels themselves, as the linear baseline."""
-    dataset: str
-    train_split: str = "train"
-    test_split: str = "val"
-    image_size: int | None = Field(None, ge=8, le=1024)
-    lrs: tuple[float, ...] = Field((1e-4, 3e-4, 1e-3, 3e-3), min_length=1)
-    """All are trained in one pass over the features; the best on the held-out share is kept."""
-    weight_decay: float = Field(1e-2, ge=0)
-    epochs: int = Field(50, ge=1)
-    batch_size: int = Field(256, ge=1)
-    feature_batch_size: int = Field(512, ge=1)
-    holdout_share: float = Field(0.2, gt=0, lt=1)
-    """Of the training split, to choose the learning rate with; the test split is never chosen on."""
-    seed: int = Field(0, ge=0)
-    tracking: TrackingSettings = TrackingSettings()
-
-    @model_validator(mode="after")
-    def _test_is_kept_apart(self) -> "ProbeSettings":
-        if self.train_split == self.test_split:
-            raise ValueError(f"test_split: {self.test_split!r} is the training split too; test on another")
-        if any(lr <= 0 for lr in self.lrs):
-            raise ValueError(f"lrs: {list(self.lrs)} will not do; every learning rate must be above 0")
-        return self
-
-
-class EvaluateSettings(Settings):
-    pretrained: str
-    dataset: str
-    split: str = "val"
-    local_batch_size: int = Field(512, ge=1)
-
-
-def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
-    """The number that the checkpoint gives each class of the dataset: a classifier can only be judged on its own classes. It may
-    have more, having been trained on a mixture; they stay among its answers."""
-    number_of = {name: number for number, name in enumerate(card.classes)}
-    if all(name in number_of for name in manifest.classes):
-        return tuple(number_of[name] for name in manifest.classes)
-    if len(card.classes) != len(manifest.classes):
-        detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
-    else:
-        number = next(i for i, (a, b) in enumerate(zip(card.classes, manifest.classes, strict=True)) if a != b)
-        detail = f"class {number} is {card.classes[number]!r} against {manifest.classes[number]!r}"
-    raise ValueError(f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it first")

@@ -1,0 +1,1 @@
+"""A checkpoint in the formats of others: `finetune export`."""

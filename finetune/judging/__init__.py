@@ -1,0 +1,1 @@
+"""What a classifier answers on a split and how good that is: `finetune evaluate`."""

@@ -1,0 +1,1 @@
+"""Frozen features and what is learned from them: a grid of linear heads (`finetune probe`), nearest neighbours (`finetune knn`)."""

@@ -1,0 +1,1 @@
+"""Fine-tuning, `finetune tune`: another task for the one training loop."""

@@ -1,0 +1,46 @@
+"""`finetune tune` on the command line. No torch until the settings are known to be good."""
+
+import argparse
+from pathlib import Path
+
+from data_prep.settings import load_settings
+from finetune.tuning.config import TuneSettings
+from finetune.verbs import add_common, finished_before, launch_ranks, show
+from pretrain.__main__ import OK, leave, world_of
+from pretrain.card import read_card
+from pretrain.config import check_against_ranks
+from pretrain.datasets import check_against_data, load_training_data
+from pretrain.preemption import StopFlag
+from pretrain.run import check_resume, check_settings
+
+
+def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tune = verbs.add_parser(
+        "tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)"
+    )
+    tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
+    add_common(tune, _tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    if not options.ranks:
+        StopFlag().install()  # before the long imports: what comes while they last counts
+    settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
+    if options.show:
+        return show(settings)
+    world = world_of(options)
+    run_dir = Path(settings.run_dir)
+    if finished_before(run_dir, world):
+        return OK
+    training = settings.as_training(read_card(Path(settings.pretrained)))
+    data = load_training_data(training.data)
+    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    check_settings(run_dir, settings)
+    check_resume(run_dir, settings.resume)
+    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    if options.ranks:
+        return launch_ranks("tune", [options.config], options, heed_signals=True)
+    options.started = True
+    from finetune.tuning.tune import tune
+
+    return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)

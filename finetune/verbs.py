@@ -1,0 +1,49 @@
+"""What the verbs of `finetune` have in common: options, `--ranks`, signals, a run that has been finished before. No torch here."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from data_prep.settings import Settings, dump
+from pretrain.__main__ import OK, rank_count
+from pretrain.run import finished_result
+from pretrain.world import World
+
+
+def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    verb.add_argument("overrides", nargs="*", help="key.path=value")
+    verb.add_argument("--ranks", type=rank_count, help="start this many local ranks")
+    verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
+    verb.set_defaults(run=run)
+
+
+def show(settings: Settings) -> int:
+    print(dump(settings), end="")
+    return OK
+
+
+def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, heed_signals: bool = False) -> int:
+    from pretrain.launch import launch
+
+    command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides]
+    return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)
+
+
+def finished_before(run_dir: Path, world: World) -> bool:
+    is_finished = finished_result(run_dir) is not None
+    if is_finished and world.is_first:
+        print(f"{run_dir}: finished before; name another run_dir to do it anew")
+    return is_finished
+
+
+def end_on_signals() -> None:
+    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
