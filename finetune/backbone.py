@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data_prep.manifest import Manifest
+from finetune.recording import Weights
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.card import ModelCard, weights_hash
 from pretrain.folder import load_folder
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
@@ -22,10 +21,13 @@ class Backbone:
     """Normalised (B, 3, H, W) to (B, features)."""
     image_size: int
     normalisation: Normalisation
-    weights_sha256: str
-    """Of model.safetensors; `pixels` where there is no model."""
-    card: ModelCard | None = None
+    weights: Weights | None = None
     model: ImageModel | None = None
+    """None, both, where there is no model."""
+
+    @property
+    def weights_sha256(self) -> str:
+        return self.weights.sha256 if self.weights else "pixels"
 
     def augmentation(
         self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
@@ -51,8 +53,9 @@ def open_backbone(
     """Of a run or checkpoint; of the pixels themselves, normalised as the dataset says, for None."""
     if pretrained is None:
         normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
-        return Backbone(pixels, image_size or manifest.image_size, normalisation, "pixels")
-    card, model = load_folder(Path(pretrained))
+        return Backbone(pixels, image_size or manifest.image_size, normalisation)
+    weights = Weights.at(pretrained)
+    card, model = load_folder(weights.checkpoint)
     if image_size not in (None, card.image_size):
         raise ValueError(f"image_size: {image_size}, but {pretrained} was trained at {card.image_size}; leave it out")
     model.to(device).eval()
@@ -60,7 +63,6 @@ def open_backbone(
         lambda images: pooled_features(model, images),
         card.image_size,
         Normalisation(card.channel_mean, card.channel_std),
-        weights_hash(Path(pretrained)),
-        card,
+        weights,
         model,
     )

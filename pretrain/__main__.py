@@ -297,7 +297,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    from pretrain.tracking import sync
+    from pretrain.delivery import sync
 
     if not (options.run_dir / "tracking" / "identity.json").exists():
         raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")

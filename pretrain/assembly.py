@@ -223,13 +223,16 @@ def open_tracker(
     *,
     num_weights: int,
     parent_key: str | None = None,
+    parent_dir: Path | None = None,
     extra_tags: dict[str, str] | None = None,
 ) -> tuple[str, Tracker]:
     """(run key, tracker): the first rank's tracker is real, the others' say nothing."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
     run_dir, tracking = Path(settings.run_dir), settings.tracking
-    identity = RunIdentity.of(run_dir, experiment=tracking.experiment, uri=tracking.uri, parent_key=parent_key)
+    identity = RunIdentity.of(
+        run_dir, experiment=tracking.experiment, uri=tracking.uri, parent_key=parent_key, parent_dir=parent_dir
+    )
     params = flatten(settings.model_dump(mode="json")) | {
         "num_ranks": world.num_ranks,
         "num_weights": num_weights,

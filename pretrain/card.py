@@ -144,10 +144,9 @@ def resolve(path: Path) -> Path:
     raise CheckpointError(f"{path}: no checkpoint there is whole ({fault}); copy it again, or use another")
 
 
-def weights_hash(path: Path) -> str:
-    """The sha256 of the weights that a user means by `path`."""
-    directory = resolve(path)
+def hash_of_weights(checkpoint: Path) -> str:
+    """The sha256 of a resolved checkpoint's weights."""
     try:
-        return str(json.loads((directory / HASHES).read_text())[MODEL])  # `resolve` has held the file to it
+        return str(json.loads((checkpoint / HASHES).read_text())[MODEL])  # `resolve` has held the file to it
     except FileNotFoundError:
-        return sha256_of(directory / MODEL)
+        return sha256_of(checkpoint / MODEL)

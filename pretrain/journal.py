@@ -4,8 +4,8 @@ Lines leave in the order in which they came, from whatever thread. Where the dis
 wait in memory and go out when it is back: a write that stopped in the middle of a line goes on from there, so no line is ever half
 but the last, and that one only until the disk is back. A half line that a kill has left is removed by the next start.
 
-The events: start (params, tags, datasets), params, metrics, artifact, image, end. Each has the time at which it happened, which is
-what makes a second delivery harmless.
+The events: start (params, tags, datasets), params, metrics, artifact, image, version, end. Each has the time at which it happened,
+which is what makes a second delivery harmless.
 """
 
 import atexit

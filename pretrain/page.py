@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from data_prep.manifest import Manifest
 from pretrain.config import PretrainSettings
 from pretrain.datasets import Part, TrainingData
 from pretrain.launch import LAUNCHED_WITH
@@ -25,8 +26,15 @@ def tags_of(
         "mlflow.source.git.commit": commit,
         "mlflow.note.content": note(settings, data, command=command, commit=commit, num_weights=num_weights),
         "dataset": data.name,
+        "target": "+".join(target_of(part.manifest) for part in data.parts),
         "model": settings.model.label,
     }
+
+
+def target_of(manifest: Manifest) -> str:
+    """Which known dataset it is, whatever it was named: cifar10, stl10, imagenet1k; else the kind of its source."""
+    kind = str(manifest.source.get("kind", "unknown"))
+    return f"{kind}{len(manifest.classes)}" if kind == "cifar" else kind
 
 
 def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int) -> str:

@@ -59,6 +59,13 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> None:
     write_json(run_dir / RESULT, result)
 
 
+def owner_of(weights: Path) -> Path | None:
+    """The run that a run directory or one of its checkpoints belongs to; None for a bare folder of weights."""
+    place = weights.absolute()
+    run_dir = place.parent.parent if place.parent.name == "checkpoints" else place
+    return run_dir if (run_dir / CONFIG_FILE).is_file() and list_checkpoints(run_dir) else None
+
+
 def check_settings(run_dir: Path, settings: Settings) -> None:
     """Refuses a directory that another config has begun to fill."""
     path = run_dir / CONFIG_FILE

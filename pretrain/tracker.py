@@ -3,7 +3,7 @@
     RUN/tracking/identity.json      who the run is, in any store
     RUN/tracking/journal.jsonl      see journal.py
     RUN/tracking/pictures/          what was drawn
-    RUN/tracking/delivered.json     see tracking.py, which runs in a process of its own and carries the journal to MLflow
+    RUN/tracking/delivered.json     see delivery.py, which runs in a process of its own and carries the journal to MLflow
     RUN/tracking/delivery.log       what went wrong on the way
 
 The deliverer lives as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED.
@@ -23,11 +23,13 @@ from PIL import Image
 from data_prep.images.sheet import save_sheet
 from data_prep.publish import write_json
 from data_prep.settings import Settings
+from pretrain.card import CONFIG
 from pretrain.journal import Journal, image_name
 from pretrain.system_metrics import EVERY_S
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
+IDENTITY = Path("tracking") / "identity.json"
 STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
@@ -44,17 +46,37 @@ class RunIdentity(Settings):
     parent_key: str | None = None
 
     @staticmethod
-    def of(run_dir: Path, *, experiment: str, uri: str | None, parent_key: str | None = None) -> "RunIdentity":
-        path = run_dir / "tracking" / "identity.json"
-        if path.exists():
-            return RunIdentity.model_validate_json(path.read_text())
-        store = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir.parent / 'mlflow.db').resolve()}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def of(
+        run_dir: Path,
+        *,
+        experiment: str,
+        uri: str | None,
+        parent_key: str | None = None,
+        parent_dir: Path | None = None,
+    ) -> "RunIdentity":
+        """A child without a store of its own goes to that of `parent_dir`, or nobody would see it under its parent."""
+        known = RunIdentity.known(run_dir)
+        if known is not None:
+            return known
+        parent = RunIdentity.known(parent_dir) if parent_dir else None
+        store = uri or os.environ.get("MLFLOW_TRACKING_URI") or (parent.uri if parent else None)
         identity = RunIdentity(
-            run_key=uuid4().hex, name=run_dir.name, experiment=experiment, uri=store, parent_key=parent_key
+            run_key=uuid4().hex,
+            name=run_dir.name,
+            experiment=experiment,
+            uri=store or f"sqlite:///{(run_dir.parent / 'mlflow.db').resolve()}",
+            parent_key=parent_key,
         )
+        path = run_dir / IDENTITY
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, identity.model_dump(mode="json"))
         return identity
+
+    @staticmethod
+    def known(run_dir: Path) -> "RunIdentity | None":
+        """That of a run that has been begun."""
+        path = run_dir / IDENTITY
+        return RunIdentity.model_validate_json(path.read_text()) if path.exists() else None
 
 
 class Tracker:
@@ -77,7 +99,7 @@ class Tracker:
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
         self._deliverer = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.tracking", str(run_dir), str(close_timeout_s)],
+            [sys.executable, "-m", "pretrain.delivery", str(run_dir), str(close_timeout_s)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
@@ -132,6 +154,15 @@ class Tracker:
                 self._say({"event": "image", "path": str(path.resolve()), "key": key, "step": step})
 
         self._start(draw_and_tell)
+
+    def version(
+        self, model: str, *, checkpoint: Path, weights_sha256: str, parent_key: str, tags: dict[str, str]
+    ) -> None:
+        """What has been found out about a checkpoint: it becomes a version of the registered model of that name."""
+        event = {"model": model, "path": str((checkpoint / CONFIG).resolve()), "checkpoint": str(checkpoint.resolve())}
+        self._say(
+            {"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event
+        )
 
     def close(self, status: Status) -> None:
         """Says how the run ended and gives delivery a while to finish."""

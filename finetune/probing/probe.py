@@ -18,6 +18,7 @@ from finetune.backbone import Backbone, open_backbone
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import split_features
 from finetune.recording import recorded
+from pretrain.page import target_of
 from pretrain.run import save_result
 from pretrain.shards import open_split
 from pretrain.world import World
@@ -35,8 +36,8 @@ def probe(settings: ProbeSettings, world: World) -> dict[str, float] | None:
         tracking=settings.tracking,
         world=world,
         manifest=manifest,
-        parent_key=backbone.card.run_key if backbone.card else None,
-        tags={"task": "probe", "model": backbone.card.model.label if backbone.card else "pixels"},
+        weights=backbone.weights,
+        tags={"task": "probe"},
     ) as tracker:
         train, test = (
             _features(settings, manifest, backbone, split, world, accelerator.device)
@@ -50,6 +51,8 @@ def probe(settings: ProbeSettings, world: World) -> dict[str, float] | None:
         chosen = {"probe/test_top1": result["test_top1"], "probe/chosen_lr": result["chosen_lr"]}
         tracker.metrics(chosen, step=settings.epochs)
         save_result(run_dir, result)
+        if backbone.weights is not None:
+            backbone.weights.tell(tracker, {"probe/top1": result["test_top1"]}, target=target_of(manifest))
         return result
 
 

@@ -16,9 +16,9 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from data_prep.publish import sole_writer
+from pretrain.delivery import Delivery, deliver_while_training, sync
 from pretrain.journal import Journal
 from pretrain.tracker import RunIdentity, Tracker
-from pretrain.tracking import Delivery, deliver_while_training, sync
 from tests.ranks import REPOSITORY
 
 MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
