@@ -16,6 +16,7 @@ from data_prep.settings import Settings
 from pretrain.card import ModelCard, hash_of_weights, parse_card, resolve
 from pretrain.config import TrackingSettings
 from pretrain.page import git_commit, shown_command, target_of
+from pretrain.preemption import Interrupted
 from pretrain.run import CONFIG_FILE, claim, flatten, owner_of
 from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import World
@@ -77,7 +78,7 @@ def recorded(
         try:
             yield tracker
         except BaseException as error:
-            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED")
             raise
         tracker.close("FINISHED")
 

@@ -226,7 +226,8 @@ def open_tracker(
     parent_dir: Path | None = None,
     extra_tags: dict[str, str] | None = None,
 ) -> tuple[str, Tracker]:
-    """(run key, tracker): the first rank's tracker is real, the others' say nothing."""
+    """(run key, tracker): the first rank's tracker is real, the others' say nothing. `parent_key` serves where no run is in
+    `parent_dir`."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
     run_dir, tracking = Path(settings.run_dir), settings.tracking

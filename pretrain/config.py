@@ -29,6 +29,8 @@ class DataSettings(Settings):
     """A directory that `data_prep build` or `index` has finished."""
     train_split: str = "train"
     eval_split: str | None = "val"
+    fold: int | None = Field(None, ge=0)
+    """Train on this fold alone of a split that has folds (STL-10's `train` has ten of 1,000)."""
     also: tuple[MixedDataset, ...] = ()
     """Further datasets to train on; evaluation stays with the first."""
     weight: float | None = Field(None, ge=1e-6, le=1000)
@@ -60,6 +62,8 @@ class DataSettings(Settings):
             raise ValueError("data.weight: stands alone; it weighs `dataset` against those of data.also")
         if None in weights and any(weight is not None for weight in weights):
             raise ValueError("data.weight: give one to `dataset` and to each of data.also, or to none")
+        if self.also and self.fold is not None:
+            raise ValueError(f"data.fold: {self.fold} will not do with data.also; train on one dataset's fold alone")
         if self.also and self.last_batch != "carry":
             raise ValueError(
                 f"data.last_batch: {self.last_batch!r} will not do with data.also, whose datasets end at different times"
@@ -78,6 +82,8 @@ class OptimizerSettings(Settings):
     """Nesterov momentum, for sgd alone."""
     head_lr_scale: float = Field(1.0, gt=0)
     """Learning rate of the classifier as a multiple of the body's."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Each layer's learning rate as a multiple of that of the layer above it, from the last block down to the stem; 1 is off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":

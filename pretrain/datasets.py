@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.manifest import DatasetError, Manifest, Split, load_manifest
+from data_prep.manifest import DatasetError, Manifest, Split, load_annotation, load_manifest
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings
 from pretrain.counter import hash64, hex_key
 from pretrain.durations import parse_length
 from pretrain.mixture import Mixture, mixture_weights
 from pretrain.models.spec import ModelSpec
-from pretrain.order import Line, Order, epoch_length
+from pretrain.order import Chosen, Ids, Line, Order, epoch_length
 
+FOLDS = "folds"
 Statistic = tuple[float, float, float]
 
 
@@ -32,6 +33,21 @@ class Part:
     split: str
     classes: tuple[int, ...] | None = None
     """None: they keep their numbers."""
+    fold: int | None = None
+    """Trained on alone, of a split with the annotation `folds`."""
+
+    @property
+    def num_samples(self) -> int:
+        """That are trained on."""
+        return self.content.num_samples if self.chosen is None else len(self.chosen)
+
+    @cached_property
+    def chosen(self) -> Ids | None:
+        """The fold's samples, by their number in the split; None: all."""
+        if self.fold is None:
+            return None
+        bits = load_annotation(self.directory, self.content, FOLDS)
+        return np.flatnonzero(bits[:, self.fold])
 
     @property
     def content(self) -> Split:
@@ -57,7 +73,7 @@ class TrainingData:
 
     @property
     def num_samples(self) -> int:
-        return sum(part.content.num_samples for part in self.parts)
+        return sum(part.num_samples for part in self.parts)
 
     @property
     def image_size(self) -> int:
@@ -92,7 +108,10 @@ class TrainingData:
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
         orders = [self._order(number, seed=seed, batch=global_batch_size) for number in range(len(self.parts))]
-        return orders[0] if len(orders) == 1 else Mixture(tuple(orders), self.weights)
+        if len(orders) > 1:
+            return Mixture(tuple(orders), self.weights)
+        chosen = self.parts[0].chosen
+        return orders[0] if chosen is None else Chosen(orders[0], chosen)
 
     def epoch_size(self, *, global_batch_size: int) -> int:
         """The positions of one epoch, by which durations are counted."""
@@ -105,7 +124,7 @@ class TrainingData:
 
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]
-        num_samples = part.content.num_samples
+        num_samples = part.num_samples
         differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
         key = int(hash64(hex_key(part.manifest.hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
@@ -118,7 +137,8 @@ def load_training_data(data: DataSettings) -> TrainingData:
     _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
     if data.eval_split is not None:
         _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
-    found = [Part(Path(data.dataset), manifest, data.train_split)]
+    found = [Part(Path(data.dataset), manifest, data.train_split, fold=data.fold)]
+    _check_fold(found[0])
     for number, other in enumerate(data.also):
         also = load_manifest(other.dataset)
         _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
@@ -169,6 +189,19 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
         raise ValueError(f"{field}: {error}") from None
     if content.num_samples == 0:
         raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
+
+
+def num_folds(part: Part) -> int:
+    """How many folds the split has."""
+    annotation = part.content.annotations.get(FOLDS)
+    return annotation.num_columns if annotation else 0
+
+
+def _check_fold(part: Part) -> None:
+    count = num_folds(part)
+    if part.fold is not None and part.fold >= count:
+        has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
+        raise ValueError(f"data.fold: {part.fold} will not do, split {part.split!r} of {part.directory} {has}")
 
 
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:

@@ -133,6 +133,18 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """An order of some samples of a split: `of` orders their places among `samples`."""
+
+    of: Line
+    samples: Ids
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        epochs, places = self.of.locate(positions)
+        return epochs, self.samples[places]
+
+
+@dataclass(frozen=True)
 class InSequence:
     """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the last sample."""
 

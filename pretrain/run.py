@@ -25,6 +25,7 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 
 MAY_CHANGE = (
     "resume",
+    "seeds",
     "tracking.enabled",
     "tracking.peak_teraflops",
     "engine.zero_stage",

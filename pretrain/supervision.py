@@ -3,7 +3,7 @@
 The status is said last: a run is FINISHED when its last checkpoint is on disk and result.json says so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +35,10 @@ def watched(world: World, *, timeout_s: float, device: torch.device) -> Iterator
     heartbeat.stop()
 
 
-def supervise(trainer: Trainer, heartbeat: Heartbeat) -> Outcome:
-    """Restores, fits, and closes the tracker with the status that is true."""
+def supervise(
+    trainer: Trainer, heartbeat: Heartbeat, *, on_result: Callable[[dict[str, float]], None] | None = None
+) -> Outcome:
+    """Restores, fits, and closes the tracker with the status that is true. `on_result`: the first rank's, once it is saved."""
     trainer.stop.is_alone = trainer.world.num_ranks == 1
 
     def at_end(stopped: bool) -> None:
@@ -51,7 +53,7 @@ def supervise(trainer: Trainer, heartbeat: Heartbeat) -> Outcome:
         heard=lambda _rank, said: trainer.tracker.system(said["values"], node=said["node"]),
     )
     try:
-        return _fitted(trainer)
+        return _fitted(trainer, on_result or (lambda result: None))
     except BaseException as error:
         heartbeat.blame(error)  # before anything that takes its time
         trainer.writer.wait(LAST_WRITE_S)
@@ -59,7 +61,7 @@ def supervise(trainer: Trainer, heartbeat: Heartbeat) -> Outcome:
         raise
 
 
-def _fitted(trainer: Trainer) -> Outcome:
+def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> Outcome:
     outcome = trainer.fit(restore(trainer))
     if trainer.world.is_first and outcome.finished:
         scores = outcome.scores
@@ -67,6 +69,7 @@ def _fitted(trainer: Trainer) -> Outcome:
         if scores is not None:
             result |= scores.metrics("eval")
         save_result(trainer.run_dir, result)
+        on_result(result)
     trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
     return outcome
 

@@ -54,7 +54,8 @@ class RunIdentity(Settings):
         parent_key: str | None = None,
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
-        """A child without a store of its own goes to that of `parent_dir`, or nobody would see it under its parent."""
+        """The parent is the run in `parent_dir`, else whoever has `parent_key`. A child that is given no store goes to that
+        of its parent, or nobody would see it there."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
@@ -65,7 +66,7 @@ class RunIdentity(Settings):
             name=run_dir.name,
             experiment=experiment,
             uri=store or f"sqlite:///{(run_dir.parent / 'mlflow.db').resolve()}",
-            parent_key=parent_key,
+            parent_key=parent.run_key if parent else parent_key,
         )
         path = run_dir / IDENTITY
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """A training run small enough for tests, in processes of its own: forked ones by default, or by the real command."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -37,12 +38,12 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 class Run:
     """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
 
-    def __init__(self, words: list[str], *, ranks: int):
+    def __init__(self, words: list[str], *, ranks: int, program: str = "pretrain"):
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         self.ranks = [
-            begin("tests.training:main", words, environment=environment, output=self._output)
+            begin("tests.training:main", program, words, environment=environment, output=self._output)
             for environment in environments(ranks)
         ]
 
@@ -68,15 +69,18 @@ class Run:
         return self.output, None
 
 
-def main(words: list[str]) -> int:
-    from pretrain.__main__ import main as pretrain
-
-    sys.argv = ["pretrain", *words]
-    return pretrain(words)
+def main(program: str, words: list[str]) -> int:
+    """`program`: pretrain or finetune."""
+    sys.argv = [program, *words]
+    return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
 def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> Run:
     return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks)
+
+
+def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> Run:
+    return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune")
 
 
 def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:

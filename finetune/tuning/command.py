@@ -5,13 +5,14 @@ from pathlib import Path
 
 from data_prep.settings import load_settings
 from finetune.tuning.config import TuneSettings
-from finetune.verbs import add_common, finished_before, launch_ranks, show
+from finetune.tuning.repeats import in_words, is_finished, repeats_of
+from finetune.verbs import add_common, launch_ranks, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
 from pretrain.config import check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
 from pretrain.preemption import StopFlag
-from pretrain.run import check_resume, check_settings
+from pretrain.run import check_resume, check_settings, finished_result
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,19 +29,31 @@ def _tune(options: argparse.Namespace) -> int:
     settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
-    world = world_of(options)
-    run_dir = Path(settings.run_dir)
-    if finished_before(run_dir, world):
-        return OK
-    training = settings.as_training(read_card(Path(settings.pretrained)))
-    data = load_training_data(training.data)
-    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
-    check_resume(run_dir, settings.resume)
-    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    if is_finished(settings):
+        if world.is_first:
+            print(f"{run_dir}: finished before; name another run_dir to do it anew")
+        return OK
+    repeats = repeats_of(settings)
+    for each in repeats:
+        _check(each, num_ranks=world.num_ranks)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True
-    from finetune.tuning.tune import tune
+    from finetune.tuning.tune import tune, tune_repeatedly
 
-    return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+    finished = tune(settings, world).finished if repeats == [settings] else tune_repeatedly(settings, world)
+    if finished and world.is_first and repeats != [settings]:
+        print(f"{run_dir}: {in_words(finished_result(run_dir) or {})}")
+    return leave(finished, run_dir=run_dir, is_first=world.is_first)
+
+
+def _check(settings: TuneSettings, *, num_ranks: int) -> None:
+    """What can be told of one run before torch is imported."""
+    training = settings.as_training(read_card(Path(settings.pretrained)))
+    data = load_training_data(training.data)
+    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    check_settings(Path(settings.run_dir), settings)
+    check_resume(Path(settings.run_dir), settings.resume)
+    check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

@@ -44,6 +44,10 @@ class TuneSettings(Settings):
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """scratch: the same architecture from random weights, as the baseline that transfer has to beat."""
+    seeds: tuple[int, ...] | None = None
+    """Repeat with each of them as train.seed; result.json has the mean and the standard deviation. More can be added later."""
+    folds: bool = False
+    """Repeat on each fold of the training split alone, STL-10's protocol."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings(name="sgd", lr=1e-3, head_lr_scale=10.0, weight_decay=1e-4)
@@ -59,6 +63,7 @@ class TuneSettings(Settings):
         check_batches(self.train, self.augment)
         check_schedule(self.schedule, self.optimizer)
         check_best(self.checkpoint, self.data)
+        check_repeats(self)
         if self.train.ema_decay is not None:
             raise ValueError(
                 f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out"
@@ -84,4 +89,14 @@ class TuneSettings(Settings):
             engine=EngineSettings(zero_stage=0, **self.engine.model_dump()),
             checkpoint=self.checkpoint,
             tracking=self.tracking,
+        )
+
+
+def check_repeats(settings: TuneSettings) -> None:
+    seeds = settings.seeds
+    if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
+        raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
+    if settings.folds and settings.data.fold is not None:
+        raise ValueError(
+            f"folds: true repeats on every fold, but data.fold is {settings.data.fold}; leave one of them out"
         )

@@ -1,15 +1,20 @@
 """`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new head (or from scratch)."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate import Accelerator
 
+from data_prep.manifest import load_manifest
 from finetune.accelerator import start_accelerator
+from finetune.recording import Weights, recorded
 from finetune.tuning.config import TuneSettings
 from finetune.tuning.engine import AccelerateEngine
+from finetune.tuning.repeats import repeats_of, summary
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
-from pretrain.card import ModelCard, read_card
+from pretrain.collectives import barrier
 from pretrain.config import PretrainSettings
 from pretrain.datasets import load_training_data
 from pretrain.folder import load_folder
@@ -20,31 +25,84 @@ from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
-from pretrain.preemption import StopFlag
-from pretrain.run import claim
+from pretrain.page import target_of
+from pretrain.preemption import Interrupted, StopFlag
+from pretrain.run import claim, finished_result, save_result
 from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
 from pretrain.world import World
 
 
-def tune(settings: TuneSettings, world: World) -> Outcome:
+def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> Outcome:
+    """Runs, or goes on with, one run; `group`: the run directory of what it is a repetition of."""
     stop, engine = StopFlag().install(), settings.engine
     with claim(Path(settings.run_dir), settings, is_first=world.is_first):
-        training = settings.as_training(read_card(Path(settings.pretrained)))
+        weights = Weights.at(settings.pretrained)
+        training = settings.as_training(weights.card)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
         timeout_s = training.engine.heartbeat_timeout_s
         with watched(world, timeout_s=timeout_s, device=accelerator.device) as heartbeat:
-            return supervise(
-                prepare(settings, training, world, accelerator=accelerator, stop=stop).trainer(), heartbeat
-            )
+            task = prepare(settings, training, world, weights=weights, accelerator=accelerator, stop=stop, group=group)
+
+            def tell(result: dict[str, float]) -> None:
+                if group is None and settings.init == "pretrained":
+                    weights.tell(task.tracker, _scores(result), target=target_of(task.data.parts[0].manifest))
+
+            return supervise(task.trainer(), heartbeat, on_result=tell)
+
+
+def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
+    """Whether all repetitions have been finished."""
+    run_dir, repeats = Path(settings.run_dir), repeats_of(settings)
+    weights, manifest = Weights.at(settings.pretrained), load_manifest(settings.data.dataset)
+    start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
+    with suppress(Interrupted):
+        with recorded(
+            settings,
+            run_dir=run_dir,
+            tracking=settings.tracking,
+            world=world,
+            manifest=manifest,
+            weights=weights,
+            tags={"task": "tune_seeds", "init": settings.init},
+        ) as tracker:
+            for each in repeats:
+                if finished_result(Path(each.run_dir)) is not None:
+                    continue
+                if not tune(each, world, group=run_dir).finished:
+                    raise Interrupted
+                barrier()  # its result is there for all to see before they look for the next
+            if world.is_first:
+                result = summary(repeats)
+                tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))
+                save_result(run_dir, result)
+                if settings.init == "pretrained":
+                    weights.tell(tracker, _scores(result), target=target_of(manifest))
+        return True
+    return False
+
+
+FIGURES = {"eval/top1": "eval/top1_mean", "eval/top1_std": "eval/top1_std", "eval/loss": "eval/loss_mean"}
+REGISTERED = {"eval/top1": "tune/top1", "eval/top1_std": "tune/top1_std"}
+
+
+def _scores(result: Mapping[str, float], *, names: Mapping[str, str] = REGISTERED) -> dict[str, float]:
+    return {name: float(result[key]) for key, name in names.items() if key in result}
 
 
 def prepare(
-    settings: TuneSettings, training: PretrainSettings, world: World, *, accelerator: Accelerator, stop: StopFlag
+    settings: TuneSettings,
+    training: PretrainSettings,
+    world: World,
+    *,
+    weights: Weights,
+    accelerator: Accelerator,
+    stop: StopFlag,
+    group: Path | None,
 ) -> Task:
     data = load_training_data(training.data)
-    card, model = starting_model(settings, num_classes=len(data.classes))
+    card, model = weights.card, starting_model(settings, weights, num_classes=len(data.classes))
     more_memory = "take devices with more memory"
     recompute = "" if settings.engine.activation_checkpointing else "set engine.activation_checkpointing=true, or "
     local_batch_size = micro_batch_size(
@@ -69,8 +127,9 @@ def prepare(
         data,
         world,
         num_weights=num_parameters(model),
-        parent_key=card.run_key,
-        extra_tags={"task": "tune", "init": settings.init},
+        parent_key=card.run_key or None,
+        parent_dir=group or weights.run_dir,
+        extra_tags={"task": "tune", "init": settings.init, "origin": card.origin},
     )
     return Task(
         settings=training,
@@ -85,12 +144,11 @@ def prepare(
     )
 
 
-def starting_model(settings: TuneSettings, *, num_classes: int) -> tuple[ModelCard, ImageModel]:
-    path = Path(settings.pretrained)
+def starting_model(settings: TuneSettings, weights: Weights, *, num_classes: int) -> ImageModel:
+    card = weights.card
     if settings.init == "scratch":
-        card = read_card(path)
         seed = settings.train.seed
-        return card, build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
-    card, model = load_folder(path)
+        return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
+    _, model = load_folder(weights.checkpoint)
     model.reset_classifier(num_classes)
-    return card, model
+    return model

@@ -1,27 +1,54 @@
 """Groups of parameters that an optimizer treats alike. Weight decay falls on matrices only, sparse ones included."""
 
+import re
 from typing import Any
 
 from torch import nn
 
+from data_prep.settings import UserError
 from pretrain.config import OptimizerSettings
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Groups by (decayed or not) x (head or body); `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a
-    decay of 0, too."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a decay of
+    0, too."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    num_layers = 1 + max((_layer(name) for name, _ in model.named_parameters() if _is_block(name)), default=0)
+    if num_layers == 1 and settings.layer_decay < 1:
+        raise UserError(
+            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in a row; leave it out"
+        )
     for name, parameter in model.named_parameters():
-        groups.setdefault((_is_decayed(model, name, parameter), name.startswith("head.")), []).append(parameter)
+        scale = _lr_scale(name, settings, num_layers=num_layers)
+        groups.setdefault((_is_decayed(model, name, parameter), scale), []).append(parameter)
     return [
         {
             "params": parameters,
             "weight_decay": settings.weight_decay if decayed else 0.0,
             "is_decayed": decayed,
-            "lr_scale": settings.head_lr_scale if is_head else 1.0,
+            "lr_scale": scale,
         }
-        for (decayed, is_head), parameters in sorted(groups.items())
+        for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
+
+
+def _lr_scale(name: str, settings: OptimizerSettings, *, num_layers: int) -> float:
+    """The head has its own; below it the last block has the body's whole rate, and each layer a share of the one above it."""
+    if name.startswith("head."):
+        return settings.head_lr_scale
+    layer = _layer(name) if _is_block(name) else (num_layers - 1 if name.startswith("norm") else 0)
+    return float(settings.layer_decay ** (num_layers - 1 - layer))
+
+
+def _is_block(name: str) -> bool:
+    return re.search(r"(?:^|\.)blocks\.\d+\.", name) is not None
+
+
+def _layer(name: str) -> int:
+    """Of a block, from 1; what comes before the blocks is layer 0."""
+    found = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
+    assert found is not None
+    return int(found[1]) + 1
 
 
 def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -1,0 +1,142 @@
+"""Fine-tuning over seeds and folds: runs of their own, the samples of a fold alone, mean and spread, their place in MLflow."""
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from data_prep.building.merge import write_annotation
+from data_prep.manifest import load_manifest
+from pretrain.config import DataSettings, OptimizerSettings
+from pretrain.datasets import load_training_data
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.optim import parameter_groups
+from tests.data_prep.test_verify import change_manifest
+from tests.training import final_state, finish, start, start_tuning, write_config
+
+TUNE = """
+augment: {crop_scale: [0.7, 1.0]}
+optimizer: {name: sgd, lr: 1e-2, head_lr_scale: 5.0, weight_decay: 1e-4, layer_decay: 0.5}
+train: {duration: 6 steps, global_batch_size: 8, eval_every: 6 steps}
+checkpoint: {every: 6 steps}
+"""
+
+
+@pytest.fixture(scope="module")
+def pretrained(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    overrides = ["train.duration=6 steps", "schedule.warmup=0 steps", "tracking.enabled=true"]
+    finish(start(write_config(folder, dataset=shapes), folder / "maker", *overrides, ranks=1))
+    return folder / "maker"
+
+
+@pytest.fixture(scope="module")
+def folded(other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A dataset whose 60 training pictures lie in three folds, which overlap as STL-10's do; some in none."""
+    directory = shutil.copytree(other_shapes, tmp_path_factory.mktemp("folds") / "shapes")
+    bits = np.random.default_rng(0).random((60, 3)) < 0.4
+    fact = write_annotation(directory, "train-folds", bits).model_dump()
+    change_manifest(directory, lambda manifest: manifest["splits"]["train"]["annotations"].update(folds=fact))
+    return directory, bits
+
+
+def tune_config(folder: Path, pretrained: Path, dataset: Path) -> Path:
+    path = folder / "tune.yaml"
+    path.write_text(f"pretrained: {pretrained}\ndata: {{dataset: {dataset}}}\n{TUNE}")
+    return path
+
+
+def result_of(run_dir: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads((run_dir / "result.json").read_text())
+    return found
+
+
+def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
+    pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
+    output = finish(start_tuning(config, group, "seeds=[0,5]", ranks=2))
+    alone = tmp_path / "alone"
+    finish(start_tuning(config, alone, "train.seed=5", "tracking.enabled=false", ranks=2))
+    one, two, by_itself = (final_state(path) for path in (group / "seed-0", group / "seed-5", alone))
+    assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
+    assert not torch.equal(one["head.weight"], two["head.weight"])
+    # a third seed is added; what is finished is not done again
+    times = {path: path.stat().st_mtime_ns for path in group.glob("seed-*/checkpoints/*/model.safetensors")}
+    assert len(times) == 2
+    finish(start_tuning(config, group, "seeds=[0,5,6]"))
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    top1 = [result_of(group / f"seed-{seed}")["eval/top1"] for seed in (0, 5, 6)]
+    result = result_of(group)
+    assert result["num_runs"] == 3 and result["eval/top1"] == pytest.approx(statistics.fmean(top1))
+    assert result["eval/top1_std"] == pytest.approx(float(np.std(top1, ddof=1)))
+    assert "over 2 runs" in output
+    check_books(pretrained, other_shapes, group)
+
+
+def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
+    """In the store of the run that made the weights: it, the group below it, the seeds below the group, and the model's version."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{pretrained.parent}/mlflow.db")
+    runs = {run.info.run_name: run for run in client.search_runs([client.search_experiments()[0].experiment_id])}
+    assert sorted(runs) == ["group", "maker", "seed-0", "seed-5", "seed-6"]
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in runs.items()}
+    maker, group_id = runs["maker"].info.run_id, runs["group"].info.run_id
+    assert parents == {"maker": None, "group": maker} | dict.fromkeys(("seed-0", "seed-5", "seed-6"), group_id)
+    (version,) = client.search_model_versions("name = 'maker'")
+    assert float(version.tags["tune/top1/synthetic"]) == pytest.approx(result_of(group)["eval/top1"], abs=1e-4)
+    assert runs["group"].data.tags["task"] == "tune_seeds" and runs["seed-0"].data.tags["target"] == "synthetic"
+    assert runs["seed-0"].data.tags["dataset"] == load_manifest(dataset).name
+
+
+def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    dataset, bits = folded
+    config = tune_config(tmp_path, pretrained, dataset)
+    untracked = ["tracking.enabled=false", "train.duration=1 steps", "seeds=[1]"]
+    finish(start_tuning(config, tmp_path / "run", "folds=true", *untracked))
+    names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
+    assert names == [f"fold-{fold}-seed-1" for fold in range(3)]
+    for fold in range(3):
+        data = load_training_data(DataSettings(dataset=str(dataset), fold=fold))
+        members = np.flatnonzero(bits[:, fold])
+        assert data.num_samples == len(members) > 9
+        epochs, samples = data.order(seed=0, global_batch_size=8).locate(np.arange(2 * len(members)))
+        for epoch in range(2):
+            np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)
+
+
+def test_folds_that_are_not_there_are_refused(
+    pretrained: Path, other_shapes: Path, folded: tuple[Path, np.ndarray], tmp_path: Path
+) -> None:
+    for dataset, words, complaint in (
+        (other_shapes, ["folds=true"], "folds: split 'train' of"),
+        (folded[0], ["data.fold=3"], "has 3 folds, numbered from 0"),
+        (folded[0], ["data.fold=1", "folds=true"], "leave one of them out"),
+        (other_shapes, ["seeds=[1,1]"], "seeds: [1, 1] will not do"),
+    ):
+        config = tune_config(tmp_path, pretrained, dataset)
+        run = start_tuning(config, tmp_path / "run", *words)
+        output, _ = run.communicate()
+        assert run.returncode == 2 and complaint in output and len(output.splitlines()) == 1, output
+
+
+def test_layers_further_from_the_head_learn_slower() -> None:
+    model = build_model(MlpSpec(kind="mlp", depth=3, width=4), num_classes=3, image_size=8)
+    settings = OptimizerSettings(lr=1.0, layer_decay=0.5, head_lr_scale=10.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scales = {
+        names[id(parameter)]: group["lr_scale"]
+        for group in parameter_groups(model, settings)
+        for parameter in group["params"]
+    }
+    assert scales.keys() == set(names.values())
+    expected = {"stem": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "blocks.2": 1.0, "head": 10.0}
+    assert {name: scales[f"{name}.weight"] for name in ("stem", "head")} == {"stem": 0.125, "head": 10.0}
+    for name, scale in scales.items():
+        assert scale == next(value for prefix, value in expected.items() if name.startswith(prefix)), name
