@@ -36,6 +36,16 @@ class Run:
         return self.result.get("test_top1", self.result.get("eval/top1"))
 
     @property
+    def top1_std(self) -> float | None:
+        """Of a run that is the mean of several."""
+        return self.result.get("eval/top1_std")
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its figures are those of repetitions, which are runs below it."""
+        return self.settings.get("seeds") is not None or bool(self.settings.get("folds"))
+
+    @property
     def chance(self) -> float | None:
         try:
             return 1 / len(load_manifest(self.dataset).classes)
@@ -73,13 +83,15 @@ class Run:
 
 
 def collect(root: Path) -> list[Run]:
-    """Every run below `root`, sorted by task and name."""
+    """Every run below `root`, sorted by task and name; repetitions are in the figures of their group."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such directory of runs; give the folder that holds them, such as runs/demo")
     # the store keeps copies of config files among its artifacts; a run also has a journal
     runs = [read_run(path.parent) for path in sorted(root.rglob(CONFIG_FILE)) if (path.parent / "tracking").is_dir()]
     if not runs:
         raise ValueError(f"{root}: holds no runs (no {CONFIG_FILE} below it)")
+    groups = {run.directory for run in runs if run.is_group}
+    runs = [run for run in runs if run.directory.parent not in groups]
     order: list[Task] = ["pretrain", "probe", "tune", "scratch"]
     return sorted(runs, key=lambda run: (order.index(run.task), run.directory.name))
 

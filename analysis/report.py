@@ -29,7 +29,7 @@ def print_table(runs: list[Run], console: Console) -> None:
     for run in runs:
         rate = run.result.get("images_per_s")
         cells = (
-            f"{run.top1:.1%}" if run.top1 is not None else "unfinished",
+            f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished",
             f"{run.chance:.1%}" if run.chance else "?",
         )
         task = "linear on pixels" if run.model_name == "pixels" else TASK_WORDS[run.task]
@@ -37,6 +37,11 @@ def print_table(runs: list[Run], console: Console) -> None:
             run.directory.name, task, run.model_name, Path(run.dataset).name, *cells, f"{rate:,.0f}" if rate else ""
         )
     console.print(table)
+
+
+def spread_of(run: Run) -> str:
+    """In percent points, of a run that is the mean of several."""
+    return "" if run.top1_std is None else f" ± {100 * run.top1_std:.1f}"
 
 
 def draw(runs: list[Run], path: Path) -> None:
@@ -81,11 +86,12 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     axes.barh(
         range(len(runs)),
         [run.top1 or 0.0 for run in runs],
+        xerr=[run.top1_std or 0.0 for run in runs],
         color=["#ddaa44" if run.model_name == "pixels" else TASK_COLOURS[run.task] for run in runs],
     )
     axes.set_yticks(range(len(runs)), names)
     for row, run in enumerate(runs):
-        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}", va="center", fontsize=8)
+        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}{spread_of(run)}", va="center", fontsize=8)
     chances = {row: run.chance for row, run in enumerate(runs) if run.chance}
     for row, chance in chances.items():
         axes.vlines(chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)

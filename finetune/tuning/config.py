@@ -31,6 +31,8 @@ class TuneEngineSettings(Settings):
     """0 is off."""
     activation_checkpointing: bool = False
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
+    compile: bool = False
+    """torch.compile the model: minutes at the first step, faster steps afterwards."""
     timeout_s: float = Field(600.0, gt=0)
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)

@@ -34,10 +34,13 @@ class AccelerateEngine:
             world,
             label_smoothing,
         )
-        self.device, self.input_dtype = accelerator.device, torch.float32
+        self.device = accelerator.device
+        self.input_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         self.module = model.to(self.device)
         if settings.activation_checkpointing:
             checkpoint_activations(self.module)
+        if settings.compile:
+            self.module.compile()  # in place: a wrapper would rename the weights
         self._optimizer = make_optimizer(self.module)
         self._num_updates = 0
         self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)
