@@ -55,7 +55,7 @@ class Run:
     @property
     def model_name(self) -> str:
         """A short name such as B-4/Wi-256, or `pixels` for the linear baseline."""
-        source = self.directory if self.task != "probe" else self.pretrained
+        source = self.pretrained if self.task == "probe" or self.is_group else self.directory
         if source is None:
             return "pixels"
         try:

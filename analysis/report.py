@@ -86,12 +86,13 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     axes.barh(
         range(len(runs)),
         [run.top1 or 0.0 for run in runs],
-        xerr=[run.top1_std or 0.0 for run in runs],
         color=["#ddaa44" if run.model_name == "pixels" else TASK_COLOURS[run.task] for run in runs],
     )
     axes.set_yticks(range(len(runs)), names)
     for row, run in enumerate(runs):
         axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}{spread_of(run)}", va="center", fontsize=8)
+        if run.top1_std is not None:
+            axes.errorbar(run.top1 or 0.0, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
     chances = {row: run.chance for row, run in enumerate(runs) if run.chance}
     for row, chance in chances.items():
         axes.vlines(chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)

@@ -60,6 +60,20 @@ def test_the_table_has_a_row_with_task_result_and_chance_for_every_run(runs: Pat
     assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20.0%"
 
 
+def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
+    of = tuning(shapes, write_run("mlp", pretraining(shapes), spec=MLP))
+    write_run("tuned", of | {"seeds": [0, 1]}, result={"eval/top1": 0.5, "eval/top1_std": 0.0123, "num_runs": 2})
+    write_run("tuned/seed-0", of, result={"eval/top1": 0.4913})
+    write_run("tuned/seed-1", of, result={"eval/top1": 0.5087})
+    found = collect(tmp_path / "runs")
+    console, axes = Console(file=io.StringIO(), width=160), Figure().subplots()
+    print_table(found, console)
+    rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert rows[-1] == "tuned fine-tuned B-2/Wi-6 shapes-a 50.0% ± 1.2 12.5%" and len(found) == 2
+    draw_accuracies(found[1:], axes)
+    assert axes.texts[0].get_text() == "50.0% ± 1.2"
+
+
 def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
