@@ -1,9 +1,13 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate`, started by --ranks N, accelerate, torchrun or srun."""
+"""Command line of the third floor: `finetune probe | tune | evaluate | export`.
+
+Started by --ranks N, accelerate, torchrun or srun.
+"""
 
 import argparse
 import sys
 
 from data_prep.settings import parse_command_line
+from finetune.exporting import command as exporting
 from finetune.judging import command as judging
 from finetune.probing import command as probing
 from finetune.tuning import command as tuning
@@ -19,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for room in (probing, tuning, judging):
+    for room in (probing, tuning, judging, exporting):
         room.add_verbs(verbs)
     return parser
 
