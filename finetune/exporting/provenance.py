@@ -95,8 +95,8 @@ def config_at(run_dir: Path) -> dict[str, Any]:
 def task_of(config: dict[str, Any]) -> str:
     if "train" in config:
         return "tune" if "pretrained" in config else "pretrain"
-    if "lrs" in config or "train_split" in config:
-        return "probe"
+    if "train_split" in config:
+        return "probe" if "lrs" in config else "knn"
     return "evaluate"
 
 
