@@ -1,4 +1,4 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | export`.
+"""Command line of the third floor: `finetune probe | tune | evaluate | export | table`.
 
 Started by --ranks N, accelerate, torchrun or srun.
 """
@@ -10,6 +10,7 @@ from data_prep.settings import parse_command_line
 from finetune.exporting import command as exporting
 from finetune.judging import command as judging
 from finetune.probing import command as probing
+from finetune.tables import command as tables
 from finetune.tuning import command as tuning
 from pretrain.__main__ import guarded
 
@@ -23,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for room in (probing, tuning, judging, exporting):
+    for room in (probing, tuning, judging, exporting, tables):
         room.add_verbs(verbs)
     return parser
 

@@ -17,7 +17,13 @@ from pretrain.models.cost import cost_of
 
 NUM_NAMED = 10
 UNKNOWN = "not stated"
-TASKS = {"pretrain": "training", "tune": "fine-tuning", "probe": "linear probe", "knn": "nearest neighbours", "evaluate": "evaluation"}
+TASKS = {
+    "pretrain": "training",
+    "tune": "fine-tuning",
+    "probe": "linear probe",
+    "knn": "nearest neighbours",
+    "evaluate": "evaluation",
+}
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,11 @@ def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=2))
     for name, settings, result in (
         ("judged", {"pretrained": str(folder / "run"), "split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
-        ("probed", {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"}, {"test_top1": 0.5}),
+        (
+            "probed",
+            {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"},
+            {"test_top1": 0.5},
+        ),
         ("strange", {"pretrained": str(folder / "other"), "split": "val"}, {"eval/top1": 0.99}),
         ("unfinished", {"pretrained": str(folder / "run"), "split": "val"}, None),
     ):
