@@ -4,6 +4,7 @@
     tuning/      the one training loop over accelerate
     judging/     evaluation: scores, pictures, predictions, test-time augmentation
     exporting/   what others can use without us
+    tables/      what was reached, beside the published numbers
 
 A verb is a `command.py` (what it asks for and checks before torch is imported) and a `config.py` in its room.
 """

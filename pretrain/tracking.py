@@ -7,8 +7,7 @@ version is found by the hash of its weights. Every method raises what the store 
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +16,7 @@ from uuid import UUID, uuid5
 
 from PIL import Image
 
+from pretrain.stored_run import StoredRun
 from pretrain.tracker import RunIdentity
 
 if TYPE_CHECKING:
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _RUNS_AT_ONCE, _THUMBNAIL = 1000, 100, 1000, 256
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """A run as the store knows it."""
-
-    run_key: str
-    name: str
-    status: str
-    parent_key: str | None
-    params: Mapping[str, str]
-    tags: Mapping[str, str]
-    metrics: Mapping[str, float]
-    """The last value of each."""
 
 
 class Store:

@@ -1,0 +1,36 @@
+"""Settings of `finetune export`. No torch here."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from data_prep.settings import Settings
+
+Format = Literal["timm", "onnx", "torch"]
+
+
+class ExportSettings(Settings):
+    pretrained: str
+    """A run, one of its checkpoints, an imported folder, or an export."""
+    out: str
+    """The directory to write. It appears whole; one that exists and is something else is left alone."""
+    formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
+    """timm: model.safetensors, config.json and a model card, which are always there; onnx: model.onnx; torch: model.pt2."""
+    with_preprocessing: bool = False
+    """The graphs take pictures as they are decoded (uint8, batch x height x width x colours) and normalise them; by default they
+    take normalised float32 images (batch x colours x height x width)."""
+    license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """For the model card, as the Hugging Face hub spells it, such as apache-2.0. We do not guess it."""
+    results_from: str | None = None
+    """Where to look for evaluations, probes and tunings of these weights, for the model card; by default in the folder that the run
+    lies in."""
+
+    @model_validator(mode="after")
+    def _graphs_are_asked_for(self) -> "ExportSettings":
+        if self.with_preprocessing and not self.graphs:
+            raise ValueError("with_preprocessing: true changes nothing without a graph; add onnx or torch to formats")
+        return self
+
+    @property
+    def graphs(self) -> tuple[Format, ...]:
+        return tuple(each for each in ("onnx", "torch") if each in self.formats)

@@ -1,0 +1,1 @@
+"""What our runs reached beside what the papers print: `finetune table`."""

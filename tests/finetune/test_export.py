@@ -1,0 +1,328 @@
+"""Exports: the same answers from every format, a card with true facts, and nothing half-way."""
+
+import copy
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+import yaml
+from torch import Tensor, nn
+
+import pretrain.models.timm_names  # noqa: F401  (registers the names)
+from data_prep.publish import sha256_of
+from data_prep.settings import UserError
+from finetune.__main__ import main as finetune
+from finetune.exporting import graphs
+from finetune.exporting.config import ExportSettings
+from finetune.exporting.export import export
+from finetune.exporting.model_card import Facts, readme
+from finetune.exporting.provenance import provenance_of
+from pretrain.card import ModelCard, list_checkpoints
+from pretrain.folder import load_folder, save_folder
+from pretrain.models.build import build_model
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
+from tests.forked import begin, new_output, wait
+from tests.training import finish, start, write_config
+
+FAMILIES: dict[str, AnySpec] = {
+    "standard mlp, batch norm": MlpSpec(kind="mlp", depth=1, width=12, bottleneck="none", norm="batch"),
+    "mixer": MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=1),
+    "permuted s-mixer": MixerSpec(
+        kind="mixer", patch_size=4, num_channels=6, depth=1, layers_per_mixing=1, num_tokens=5, permuted_blocks="all"
+    ),
+    "masked": SparseMlpSpec(kind="sw_mlp", num_channels=2, depth=1, density=0.3, storage="masked"),
+    "sparse": SparseMlpSpec(
+        kind="sw_mlp", num_channels=2, width=24, depth=1, density=0.3, storage="sparse", expansion=2.0
+    ),
+    "monarch": StructuredMlpSpec(kind="structured", form="monarch", num_rows=3, num_columns=4),
+    "kronecker": StructuredMlpSpec(kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False),
+}
+BY_ONNX = ("standard mlp, batch norm", "permuted s-mixer", "sparse")
+"""The slow one; tests/pretrain/models/test_every_model.py has the others."""
+MLP = MlpSpec(kind="mlp", depth=1, width=12)
+
+
+def folder_of(spec: AnySpec, path: Path) -> ImageModel:
+    """A folder of random weights, written as imports are."""
+    card = ModelCard(
+        model=spec,
+        image_size=16,
+        classes=("ant", "bee", "cat"),
+        channel_mean=(0.4, 0.5, 0.6),
+        channel_std=(0.1, 0.2, 0.3),
+        dataset="imagenet21",
+        origin="scaling_mlps: B_weights, sha256 0, read as chw",
+    )
+    model = build_model(spec, num_classes=3, image_size=16, seed=1).eval()
+    save_folder(
+        path, card=card, weights={k: v + 0.1 if k.endswith("bias") else v for k, v in model.state_dict().items()}
+    )
+    return load_folder(path)[1].eval()
+
+
+def export_of(source: Path, out: Path, **settings: object) -> Path:
+    export(ExportSettings.model_validate({"pretrained": str(source), "out": str(out)} | settings))
+    return out
+
+
+def onnx_answers(out: Path, x: Tensor) -> Tensor:
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"))
+    (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    return torch.from_numpy(logits)
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    assert float(wanted.abs().max()) > 0.05  # or zeros would do
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two ranks at ZeRO 3, with runs beside it as an evaluation and a probe leave them."""
+    folder = tmp_path_factory.mktemp("exporting")
+    config = write_config(folder, dataset=shapes)
+    short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
+    finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=2))
+    for name, settings, result in (
+        ("judged", {"pretrained": str(folder / "run"), "split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
+        (
+            "probed",
+            {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"},
+            {"test_top1": 0.5},
+        ),
+        ("strange", {"pretrained": str(folder / "other"), "split": "val"}, {"eval/top1": 0.99}),
+        ("unfinished", {"pretrained": str(folder / "run"), "split": "val"}, None),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(settings | {"dataset": str(shapes)}))
+        if result is not None:
+            (folder / name / "result.json").write_text(json.dumps(result))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    return export_of(run, run.parent / "out")
+
+
+def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path, exported: Path) -> None:
+    _, model = load_folder(list_checkpoints(run)[-1])
+    theirs = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    program = torch.export.load(exported / "model.pt2").module()
+    for batch in (1, 7):
+        x = torch.randn(batch, 3, 16, 16)
+        with torch.no_grad():
+            wanted = model.eval()(x)
+            assert torch.equal(theirs(x), wanted)
+        near(onnx_answers(exported, x), wanted)
+        near(program(x), wanted)
+
+
+def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:
+    newest = list_checkpoints(run)[-1]
+    assert (exported / "model.safetensors").read_bytes() == (newest / "model.safetensors").read_bytes()
+    hashes = json.loads((exported / "sha256.json").read_text())
+    assert set(hashes) == {path.name for path in exported.iterdir()} - {"sha256.json"}
+    assert all(sha256_of(exported / name) == value for name, value in hashes.items())
+    record = json.loads((exported / "export.json").read_text())
+    assert record["request"]["weights_sha256"] == sha256_of(newest / "model.safetensors")
+    assert record["versions"]["onnxruntime"] == onnxruntime.__version__
+    for graph in ("onnx", "torch"):
+        assert record["checks"][graph]["batch_sizes"] == [1, 2, 5]
+        assert 0 <= record["checks"][graph]["max_rel"] < 1e-5
+    loaded = onnx.load(exported / "model.onnx")
+    onnx.checker.check_model(loaded)
+    metadata = {entry.key: entry.value for entry in loaded.metadata_props}
+    card = load_folder(newest)[0]
+    assert json.loads(metadata["mean"]) == list(card.channel_mean) and len(json.loads(metadata["classes"])) == 8
+    assert metadata["image_size"] == "16" and metadata["input"] == "images"
+
+
+def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
+    text = (exported / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["library_name"] == "timm" and front["license"] == "unknown" and front["datasets"] == ["shapes-a"]
+    metrics = {(each["metrics"][0]["name"], each["metrics"][0]["value"]) for each in front["model-index"][0]["results"]}
+    trained = json.loads((exported.parent / "run" / "result.json").read_text())
+    # the probe's head is not among these weights, `strange` is of others, `unfinished` has no result
+    assert metrics == {
+        ("top-1", 0.25),
+        ("top-1", round(trained["eval/top1"], 6)),
+        ("top-5", round(trained["eval/top5"], 6)),
+    }
+    # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
+    for fact in (
+        "| Parameters | 33,384 |",
+        "| Multiply-adds | 33,024 for one image |",
+        "| Architecture | B-2/Wi-32 (kind mlp, depth 2, width 32, expansion 2.0,",
+        "| Data | shapes-a, 240 images, manifest `",
+        "| Started from | random weights |",
+        "| Step | 6 |",
+        "| Code | not stated |",  # tracking was off
+        "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.05",
+        "| evaluation | shapes-a | val | top-1 | 25.0% | judged |",
+        "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",
+        'timm.create_model("hf-hub:OWNER/NAME", pretrained=True)',
+        "what the pictures show: not stated",
+    ):
+        assert fact in text, fact
+    assert str(exported.parent) not in text + (exported / "export.json").read_text()  # no path of this machine
+
+
+def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
+    older, newest = list_checkpoints(run)[-2:]
+    for checkpoint, expected in ((older, False), (newest, True)):
+        known = provenance_of(checkpoint, load_folder(checkpoint)[0], results_from=None)
+        assert {each.is_of_these_weights for each in known.results if each.task in ("pretrain", "evaluate")} == {
+            expected
+        }
+
+
+def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
+    folder_of(MLP, tmp_path / "imported")
+    card, _ = load_folder(tmp_path / "imported")
+    known = provenance_of(tmp_path / "imported", card, results_from=None)
+    settings = ExportSettings(pretrained="imported", out="out", formats=("timm",), license="apache-2.0")
+    text = readme(Facts(card, known, 1, "0", settings))
+    assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
+    assert "Imported from a public file (scaling_mlps: B_weights" in text
+    for unknown in (
+        "number of images not stated",
+        "| Step | not stated |",
+        "Recipe: not stated",
+        "Not stated: no finished",
+    ):
+        assert unknown in text
+    assert "apache-2.0, as stated by whoever" in text and "model.onnx" not in text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
+    model, formats = folder_of(FAMILIES[name], tmp_path / "folder"), ["torch", "onnx"][: 1 + (name in BY_ONNX)]
+    out = export_of(tmp_path / "folder", tmp_path / "out", formats=tuple(formats))
+    x = torch.randn(3, 3, 16, 16)
+    with torch.no_grad():
+        wanted = model(x)
+    program = torch.export.load(out / "model.pt2")
+    assert not any("wide_mlps" in str(node.target) for node in program.graph.nodes)  # needs nothing of ours
+    near(program.module()(x), wanted)
+    if "onnx" in formats:
+        near(onnx_answers(out, x), wanted)
+
+
+def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
+    model = folder_of(MLP, tmp_path / "folder")
+    out = export_of(tmp_path / "folder", tmp_path / "out", with_preprocessing=True)
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    images = (pictures / 255 - [0.4, 0.5, 0.6]) / [0.1, 0.2, 0.3]
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(images.transpose(0, 3, 1, 2)).float())
+    near(onnx_answers(out, torch.from_numpy(pictures)), wanted)
+    near(torch.export.load(out / "model.pt2").module()(torch.from_numpy(pictures)), wanted)
+
+
+def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(MLP, tmp_path / "folder")
+
+    def off(model: ImageModel, **_: object) -> nn.Module:
+        other = copy.deepcopy(model)
+        other.get_classifier().bias.data[0] += 1e-3
+        return other
+
+    monkeypatch.setattr(graphs, "dense", off)
+    with pytest.raises(UserError, match=r"torch: its answers are off by 0.001, .* nothing is published"):
+        export_of(tmp_path / "folder", tmp_path / "out", formats=("torch",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    wanted = [torch.tensor([[1.0, 2.0, 4.0]])]
+    found = graphs.agreement(wanted, lambda x: x, [torch.tensor([[1.0, 2.0001, 4.0]])], graph="onnx")
+    assert found.max_abs == pytest.approx(1e-4, rel=0.01) and found.max_rel == pytest.approx(2.5e-5, rel=0.01)
+    for wrong in (torch.tensor([[1.0, 2.0, 4.001]]), torch.tensor([[1.0, 2.0, math.nan]]), torch.ones(1, 2)):
+        with pytest.raises(UserError, match="onnx: "):
+            graphs.agreement(wanted, lambda x: x, [wrong], graph="onnx")
+
+
+def test_nothing_is_overwritten_and_the_same_export_is_done_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(MLP, tmp_path / "folder")
+    words = ["export", str(tmp_path / "folder"), str(tmp_path / "out"), "--formats", "timm"]
+    assert finetune(words) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert set(before) == {"README.md", "config.json", "export.json", "model.safetensors", "sha256.json"}
+    assert finetune(words) == 0
+    assert "exported before, and whole" in capsys.readouterr().out
+    assert finetune([*words, "license=mit"]) == 2
+    assert "holds an export of other settings (license); name another directory" in capsys.readouterr().err
+    folder_of(MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1), tmp_path / "other")
+    assert finetune(["export", str(tmp_path / "other"), *words[2:]]) == 2
+    assert "holds an export of other weights" in capsys.readouterr().err
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / "README.md").write_text("mine")
+    assert finetune(words) == 2
+    assert "README.md has changed since; name another" in capsys.readouterr().err
+    assert finetune(["export", str(tmp_path / "out"), str(tmp_path / "folder")]) == 2
+    assert "folder exists and is no export; name another directory, or remove it" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_message_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(MLP, tmp_path / "folder")
+
+    def said(*words: str) -> str:
+        assert finetune(["export", *words]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and len(error.splitlines()) == 1
+        return error
+
+    here = (str(tmp_path / "folder"), str(tmp_path / "out"))
+    assert "formats.1: 'onxx' is not one of its values; did you mean 'onnx'" in said(*here, "--formats", "timm,onxx")
+    assert "with_preprocessing: true changes nothing" in said(*here, "--formats", "timm", "--with-preprocessing")
+    assert "holds no checkpoint; give a run directory" in said(str(tmp_path), here[1])
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
+        assert (
+            "formats: onnx needs onnxruntime, which is not installed; install it, or take --formats timm,torch"
+            in said(*here)
+        )
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+        assert "0.00 GB are free; free some" in said(*here)
+    weights = tmp_path / "folder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "no checkpoint there is whole (model.safetensors has changed); copy it again" in said(*here)
+    (tmp_path / "folder" / "sha256.json").unlink()
+    assert finetune(["export", *here]) == 1
+    assert "model.safetensors: cannot be read" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: signal.Signals) -> None:
+    folder_of(MLP, tmp_path / "folder")
+    out, output = tmp_path / "out", new_output()
+    words = ["export", str(tmp_path / "folder"), str(out)]
+    process = begin("finetune.__main__:main", words, environment=os.environ, output=output)
+    deadline_s = time.monotonic() + 60
+    while "writing model.onnx" not in output.read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    assert wait([process], timeout_s=60) == [130 if number == signal.SIGTERM else -9]
+    assert not out.exists()
+    if number == signal.SIGTERM:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    else:  # the next one clears away what this one left
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-out", "folder"]
+        export_of(tmp_path / "folder", out, formats=("timm",))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out"]

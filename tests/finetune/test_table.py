@@ -1,0 +1,184 @@
+"""The papers' tables with our numbers: by hand-made runs, against literals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from finetune.__main__ import main as finetune
+from finetune.tables.cells import Cell, Filled, fill
+from finetune.tables.published import TABLES
+from finetune.tables.words import markdown
+from pretrain.stored_run import StoredRun
+from pretrain.tracking import Store
+
+FLIPPED = {"augment.flip_probability": "0.5", "augment.crop_scale": "None"}
+PLAIN = {"augment.flip_probability": "0.0", "augment.crop_scale": "None", "augment.mixup_alpha": "0.0"}
+
+
+def run(key: str, task: str, top1: float | None, *, metric: str = "eval/top1", **more: Any) -> StoredRun:
+    parts: dict[str, Any] = {"name": key, "status": "FINISHED", "params": {}, "tags": {}, "parent_key": None} | more
+    parts["tags"] = {"task": task, "model": "B-12/Wi-1024"} | parts["tags"]
+    return StoredRun(run_key=key, metrics={} if top1 is None else {metric: top1}, **parts)
+
+
+BODY = run("body", "pretrain", 0.4, tags={"target": "imagenet21k", "dataset": "imagenet21k-64"})
+
+
+def tuned(key: str, top1: float, *, seed: int = 0, target: str = "cifar10", **more: Any) -> StoredRun:
+    params = FLIPPED | {"train.seed": str(seed), "run_dir": f"runs/{key}", "optimizer.lr": "0.001"}
+    words: dict[str, Any] = {"parent_key": "body", "params": params | more.pop("params", {})}
+    tags = {"target": target, "dataset": f"{target}-64", "init": "pretrained"} | more.pop("tags", {})
+    return run(key, "tune", top1, tags=tags, **words | more)
+
+
+def cell(tables: list[Filled], row: str, column: str) -> Cell:
+    """Of the only row of that name."""
+    ((table, line),) = [(table, line) for table in tables for line in table.lines if line.name == row]
+    return line.cells[table.columns.index(column)]
+
+
+ROW = "fine-tune B-12/Wi-1024 + DA"
+
+
+def test_without_runs_every_cell_is_the_papers_number_and_not_run() -> None:
+    tables = fill(TABLES, [])
+    assert [len(table.lines) for table in tables] == [5, 7]
+    cells = [cell for table in tables for line in table.lines for cell in line.cells]
+    assert len(cells) == 5 * 4 + 7 * 5 and all(each.mean is None and each.gap is None for each in cells)
+    assert cell(tables, "MLP-Inv + DA, 5000 epochs", "ImageNet").paper == 31.7
+    assert cell(tables, "MLP, 100 epochs", "CIFAR-10").paper == 47.1
+    assert cell(tables, "linear probe B-6/Wi-1024 + DA", "STL-10").paper == 85.2
+    assert cell(tables, "fine-tune B-12/Wi-1024 + DA + TTA, public checkpoint", "TinyImageNet").paper == 73.1
+    assert markdown(tables).count("not run / ") == 55
+
+
+def test_the_gap_is_ours_less_the_papers_and_unfinished_runs_do_not_count() -> None:
+    found = cell(fill(TABLES, [BODY, tuned("a", 0.9125)]), ROW, "CIFAR-10")
+    assert (found.mean, found.num_seeds, found.std, found.num_left_out) == (pytest.approx(91.25), 1, None, 0)
+    assert found.gap == pytest.approx(-2.35)  # 91.25 - 93.6
+    for status in ("FAILED", "KILLED", "RUNNING"):
+        tables = fill(TABLES, [BODY, tuned("a", 0.99, status=status)])
+        assert cell(tables, ROW, "CIFAR-10").mean is None and "not run / 93.6" in markdown(tables)
+
+
+def test_seeds_make_a_mean_and_a_deviation() -> None:
+    """0.90, 0.92, 0.97: mean 0.93, deviation sqrt((9 + 1 + 16) / 2) = 3.6056 points."""
+    three = [tuned(f"s{seed}", top1, seed=seed) for seed, top1 in enumerate((0.90, 0.92, 0.97))]
+    parent = run("seeds", "tune_seeds", 0.93, metric="eval/top1_mean", parent_key="body", tags={"target": "cifar10"})
+    below = [tuned(f"s{seed}", top1, seed=seed, parent_key="seeds") for seed, top1 in enumerate((0.90, 0.92, 0.97))]
+    for found in ([BODY, *three], [BODY, parent, *below]):
+        tables = fill(TABLES, found)
+        assert cell(tables, ROW, "CIFAR-10").mean == pytest.approx(93.0)
+        assert cell(tables, ROW, "CIFAR-10").std == pytest.approx(3.6056, abs=1e-3)
+        assert "93.0 ± 3.6 (n=3) / 93.6 / -0.6" in markdown(tables)
+
+
+def test_the_last_recipe_stands_not_the_best_and_a_seed_counts_once() -> None:
+    old = tuned("old", 0.99, params={"optimizer.lr": "0.1"})
+    again = [tuned("first", 0.5, seed=1), tuned("second", 0.8, seed=1), tuned("third", 0.9, seed=2)]
+    found = cell(fill(TABLES, [BODY, old, *again]), ROW, "CIFAR-10")
+    assert (found.mean, found.num_seeds, found.num_left_out) == (pytest.approx(85.0), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"params": PLAIN, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024, no DA"),
+        ({"params": PLAIN | {"augment.mixup_alpha": "0.8"}, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024 + DA"),
+        (
+            {"parent_key": None, "tags": {"origin": "scaling_mlps: B-12_Wi-1024_res_64_imagenet21_epochs_800_weights, sha256 0"}},
+            "fine-tune B-12/Wi-1024 + DA, public checkpoint",
+        ),
+        ({"parent_key": None, "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_400"}}, ROW),
+        (
+            {"tags": {"init": "scratch", "model": "B-6/Wi-1024"}, "params": {"train.duration": "1000 epochs"}},
+            "MLP-Inv + DA, 1000 epochs",
+        ),
+        (
+            {"tags": {"init": "scratch", "model": "MLP-6/1024"}, "params": PLAIN | {"train.duration": "100 epochs"}},
+            "MLP, 100 epochs",
+        ),
+        # what the papers have no row for
+        ({"params": PLAIN}, "fine-tune B-12/Wi-1024, no DA, of imagenet21k"),
+        ({"tags": {"model": "Mixer P4 C24 L2"}}, "fine-tune Mixer P4 C24 L2 + DA, of imagenet21k"),
+        ({"parent_key": None}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
+        (
+            {"tags": {"init": "scratch", "model": "B-6/Wi-1024"}, "params": {"train.duration": "300 epochs"}},
+            "from scratch B-6/Wi-1024 + DA, 300 epochs",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_stands_in_the_row_of_its_model_augmentation_and_weights(changes: dict[str, Any], row: str) -> None:
+    tables = fill(TABLES, [BODY, tuned("a", 0.5, **changes)])
+    filled = [line.name for table in tables for line in table.lines if line.cells[0].mean == 50.0]
+    assert filled == [row]
+
+
+def test_probes_neighbours_and_other_datasets() -> None:
+    common: dict[str, Any] = {"parent_key": "body", "tags": {"target": "stl10", "dataset": "stl"}}
+    synthetic = run("s", "pretrain", 0.3, tags={"target": "synthetic", "dataset": "shapes-a"}, params=FLIPPED)
+    tables = fill(
+        TABLES,
+        [
+            BODY,
+            synthetic,
+            run("p", "probe", 0.883, metric="probe/test_top1", params={"views": "8"}, **common),
+            run("q", "probe", 0.7, metric="probe/test_top1", params={"views": "0"}, **common),
+            run("k", "knn", 0.6, metric="knn/top1_k20", **common),
+            tuned("t", 0.2, parent_key="s", target="synthetic", tags={"dataset": "shapes-b"}),
+        ],
+    )
+    assert cell(tables, "linear probe B-12/Wi-1024 + DA", "STL-10").gap == pytest.approx(0.0)
+    assert cell(tables, "linear probe B-12/Wi-1024, no DA, of imagenet21k", "STL-10").mean == pytest.approx(70)
+    assert cell(tables, "k-NN B-12/Wi-1024, k = 20, of imagenet21k", "STL-10").mean == pytest.approx(60)
+    assert cell(tables, "fine-tune B-12/Wi-1024 + DA, of shapes-a", "shapes-b").mean == pytest.approx(20)
+    assert cell(tables, "from scratch B-12/Wi-1024 + DA", "shapes-a").mean == pytest.approx(30)
+    assert tables[-1].columns == ("STL-10", "imagenet21k", "shapes-a", "shapes-b")
+
+
+def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> None:
+    origin = {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_800"}
+    body = [tuned(f"t{seed}", 0.9, seed=seed, parent_key=None, tags=origin) for seed in (0, 1)]
+    seen = [
+        run(f"e{seed}", "evaluate", top1, parent_key=f"t{seed}", params={"views": "100", "pretrained": f"runs/t{seed}"},
+            tags={"target": "cifar10"} | origin)
+        for seed, top1 in ((0, 0.95), (1, 0.97))
+    ]  # fmt: skip
+    plain = run("e", "evaluate", 0.1, parent_key="t0", params={"views": "0"}, tags={"target": "cifar10"})
+    tables = fill(TABLES, [*body, *seen, plain])
+    found = cell(tables, "fine-tune B-12/Wi-1024 + DA + TTA, public checkpoint", "CIFAR-10")
+    assert (found.mean, found.num_seeds) == (pytest.approx(96.0), 2) and found.gap == pytest.approx(0.5)
+    assert cell(tables, "fine-tune B-12/Wi-1024 + DA, public checkpoint", "CIFAR-10").mean == pytest.approx(90.0)
+    assert len(tables) == 2
+
+
+def test_the_command_writes_both_files_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def read(store: Store) -> list[StoredRun]:
+        asked.append(store.uri)
+        return [BODY, tuned("a", 0.912), tuned("b", 0.5, status="KILLED"), tuned("c", 0.2, target="synthetic")]
+
+    monkeypatch.setattr(Store, "runs", read)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert finetune(["table", str(tmp_path)]) == 2
+    assert "holds no mlflow.db; name the folder of the runs, or give --store URI" in capsys.readouterr().err
+    (tmp_path / "mlflow.db").touch()
+    assert finetune(["table", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "of 3 finished runs among 4" in said and "91.2 / 93.6 / -2.4" in said
+    assert asked == [f"sqlite:///{tmp_path}/mlflow.db"]
+    rows = [
+        [word.strip() for word in line.strip("|").split(" | ")]
+        for line in (tmp_path / "out" / "transfer.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    assert {len(row) for row in rows[:7]} == {5} and {len(row) for row in rows[7:16]} == {6}
+    assert [row[1:3] for row in rows if row[0] == ROW] == [["91.2 / 93.6 / -2.4", "not run / 79.2"]]
+    with Image.open(tmp_path / "out" / "transfer.png") as picture:
+        assert picture.format == "PNG" and picture.width > 1000
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mlflow.db", "out", "transfer.md", "transfer.png"]
