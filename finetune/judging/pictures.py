@@ -36,12 +36,12 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     size = len(confusion.names)
     counts = confusion.matrix(num_blocks=None if size <= MOST_SHOWN else NUM_BLOCKS)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    side = float(np.clip(3.2 + 0.24 * min(size, MOST_NAMED), 4.5, 11.5))
+    side = float(np.clip(3.2 + 0.24 * size, 4.5, 12)) if size <= MOST_NAMED else 8.0
     figure = Figure(figsize=(side + 1.0, side), layout="constrained")
     axes = figure.add_subplot()
     # the square root shows what is rare; linear colours would show a white square with a diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, format=PercentFormatter(1, decimals=0))
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format=PercentFormatter(1, decimals=0))
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1])
     bar.set_label("share of the class's pictures", fontsize=8)
     bar.ax.tick_params(labelsize=8)
@@ -83,8 +83,10 @@ def _write_shares(axes: Axes, shares: Floats) -> None:
             axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=colour)
 
 
-def short(name: str, *, length: int = 18) -> str:
-    return name if len(name) <= length else name[: length - 1] + "…"
+def short(name: str, *, length: int = 20) -> str:
+    """Without its middle: names of one kind often begin alike, and end alike."""
+    half = length // 2
+    return name if len(name) <= length else f"{name[:half]}…{name[1 - half :]}"
 
 
 def draw_calibration(bins: Calibration, *, title: str) -> Figure:
@@ -117,6 +119,7 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
 def draw_views(moments: Sequence[Moment], *, title: str) -> Figure:
     figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     counts = [moment.num_views for moment in moments]
+    marked = [count for count in counts if count == counts[-1] or 1.3 * count < counts[-1]]
     panels = figure.subplots(1, 2)
     top1s, losses = [moment.top1 for moment in moments], [moment.loss for moment in moments]
     for axes, name, values, colour in zip(panels, ("top-1", "loss"), (top1s, losses), (BLUE, RED), strict=True):
@@ -124,13 +127,13 @@ def draw_views(moments: Sequence[Moment], *, title: str) -> Figure:
         axes.annotate(
             f"{values[-1]:.1%}" if name == "top-1" else f"{values[-1]:.3f}",
             (counts[-1], values[-1]),
-            xytext=(0, 7 if name == "loss" else -13),
+            xytext=(0, 7),
             textcoords="offset points",
             ha="center",
             fontsize=8,
         )
         axes.set_xscale("log")
-        axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.set_xticks(marked, [f"{count:,}" for count in marked])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("views", fontsize=9)
         axes.set_title(name, fontsize=9, loc="left")
