@@ -50,7 +50,7 @@ def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec, classes = MlpSpec(kind="mlp", depth=1, width=12), load_manifest(shapes).classes
     torch.manual_seed(0)
     model = build_model(spec, num_classes=len(classes), image_size=16)
-    weights = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
     card = ModelCard(
         model=spec,
         image_size=16,
