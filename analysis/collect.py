@@ -10,7 +10,7 @@ from data_prep.settings import read_yaml
 from pretrain.card import CheckpointError, read_card, resolve
 from pretrain.run import CONFIG_FILE, finished_result
 
-Task = Literal["pretrain", "probe", "tune", "scratch"]
+Task = Literal["pretrain", "probe", "tune", "scratch", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        return str(self.settings["dataset"] if self.task == "probe" else self.settings["data"]["dataset"])
+        return str(self.settings["dataset"] if "dataset" in self.settings else self.settings["data"]["dataset"])
 
     @property
     def pretrained(self) -> Path | None:
@@ -55,7 +55,7 @@ class Run:
     @property
     def model_name(self) -> str:
         """A short name such as B-4/Wi-256, or `pixels` for the linear baseline."""
-        source = self.pretrained if self.task == "probe" or self.is_group else self.directory
+        source = self.pretrained if self.task in ("probe", "evaluate") or self.is_group else self.directory
         if source is None:
             return "pixels"
         try:
@@ -92,7 +92,7 @@ def collect(root: Path) -> list[Run]:
         raise ValueError(f"{root}: holds no runs (no {CONFIG_FILE} below it)")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]
-    order: list[Task] = ["pretrain", "probe", "tune", "scratch"]
+    order: list[Task] = ["pretrain", "probe", "tune", "scratch", "evaluate"]
     return sorted(runs, key=lambda run: (order.index(run.task), run.directory.name))
 
 
@@ -101,6 +101,8 @@ def read_run(directory: Path) -> Run:
     task: Task = "pretrain"
     if "lrs" in settings:
         task = "probe"
+    elif "include_plain" in settings:
+        task = "evaluate"
     elif "init" in settings:
         task = "tune" if settings["init"] == "pretrained" else "scratch"
     return Run(directory, task, settings, finished_result(directory) or {})

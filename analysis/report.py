@@ -15,8 +15,20 @@ from analysis.collect import Run
 from data_prep.manifest import load_index, load_manifest
 
 matplotlib.use("Agg")
-TASK_WORDS = {"pretrain": "pretrained", "probe": "linear probe", "tune": "fine-tuned", "scratch": "from scratch"}
-TASK_COLOURS = {"pretrain": "#4477aa", "probe": "#66aa77", "tune": "#cc6677", "scratch": "#bbbbbb"}
+TASK_WORDS = {
+    "pretrain": "pretrained",
+    "probe": "linear probe",
+    "tune": "fine-tuned",
+    "scratch": "from scratch",
+    "evaluate": "evaluated",
+}
+TASK_COLOURS = {
+    "pretrain": "#4477aa",
+    "probe": "#66aa77",
+    "tune": "#cc6677",
+    "scratch": "#bbbbbb",
+    "evaluate": "#8877bb",
+}
 _NUM_PICTURES = 24
 
 
@@ -46,6 +58,8 @@ def spread_of(run: Run) -> str:
 
 def draw(runs: list[Run], path: Path) -> None:
     """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
+    # an evaluation is a figure of a run that has a bar of its own; the table tells it
+    runs = [run for run in runs if run.task != "evaluate"] or runs
     datasets = sorted({run.dataset for run in runs})
     figure = Figure(figsize=(11, 3.0 + 0.9 * len(datasets)), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=[0.9 * len(datasets), 3.0])

@@ -2,22 +2,30 @@
 
 import argparse
 import json
-from pathlib import Path
+import os
+import sys
+from typing import Any
 
-from data_prep.manifest import load_manifest
+from rich.console import Console
+
 from data_prep.settings import load_settings
 from finetune.classes import class_numbers
 from finetune.judging.config import EvaluateSettings
+from finetune.judging.console import say
+from finetune.judging.place import Evaluation
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show
-from pretrain.__main__ import leave, world_of
-from pretrain.card import read_card
+from pretrain.__main__ import OK, leave, world_of
+from pretrain.launch import LAUNCHED_WITH
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    evaluate = verbs.add_parser("evaluate", help="top-1, top-5 and loss of a checkpoint on a dataset with its classes")
+    evaluate = verbs.add_parser(
+        "evaluate",
+        help="scores, pictures and predictions of a checkpoint on a dataset with its classes; views=100 augments at test time",
+    )
     evaluate.add_argument("pretrained", help="a run directory, or one of its checkpoints")
     evaluate.add_argument("dataset")
-    evaluate.add_argument("--json", action="store_true")
+    evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_common(evaluate, _evaluate)
 
 
@@ -30,10 +38,17 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = load_settings(EvaluateSettings, path=None, overrides=overrides)
     if options.show:
         return show(settings)
-    manifest = load_manifest(settings.dataset)
-    manifest.labelled_split(settings.split, directory=settings.dataset)
-    class_numbers(read_card(Path(settings.pretrained)), manifest, dataset=settings.dataset)
+    evaluation = Evaluation.of(settings)
+    class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
+    stored = evaluation.stored_result()
     world = world_of(options)
+    warning = evaluation.warning()
+    if warning is not None and world.is_first and LAUNCHED_WITH not in os.environ:
+        print(f"finetune: {warning}", file=sys.stderr)
+    if stored is not None:
+        if world.is_first:
+            _print(stored, as_json=options.json, stored=True)
+        return OK
     if options.ranks:
         flags = ["--json"] if options.json else []
         return launch_ranks("evaluate", [options.pretrained, options.dataset, *flags], options)
@@ -41,11 +56,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     end_on_signals()  # before the long imports
     from finetune.judging.evaluate import evaluate_checkpoint
 
-    scores = evaluate_checkpoint(settings, world)
-    if world.is_first:
-        if options.json:
-            print(json.dumps(scores.metrics("eval") | {"num_samples": scores.num_samples}))
-        else:
-            top = f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}"
-            print(f"{settings.split}: {top}, loss {scores.loss:.4f}, {scores.num_samples:,} images")
-    return leave(True, run_dir=None, is_first=world.is_first)
+    result = evaluate_checkpoint(settings, world)
+    if result is not None:
+        _print(result, as_json=options.json)
+    return leave(True, run_dir=None, is_first=world.is_first, together=False)
+
+
+def _print(result: dict[str, Any], *, as_json: bool, stored: bool = False) -> None:
+    if as_json:
+        print(json.dumps(result))
+    else:
+        say(result, Console(width=None if sys.stdout.isatty() else 120), stored=stored)

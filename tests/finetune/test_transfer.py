@@ -1,20 +1,16 @@
-"""Probe, tune and evaluate from a real pretraining checkpoint: exact on any number of ranks, equal to plain computations."""
+"""Probe and tune from a real pretraining checkpoint: exact on any number of ranks, equal to plain computations."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from data_prep.__main__ import main as data_prep
-from data_prep.manifest import load_manifest
 from finetune.probing.config import ProbeSettings
 from finetune.probing.probe import accuracies, choose_and_test, train_heads, with_bias
 from pretrain.card import list_checkpoints, read_card
 from pretrain.checkpoint import load_weights
-from pretrain.models.build import build_model
-from pretrain.shards import open_split
 from tests.conftest import Command
 from tests.training import final_state, finish, start, write_config
 
@@ -39,64 +35,6 @@ def tune_config(pretrained: Path, other_shapes: Path, tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("tune") / "tune.yaml"
     path.write_text(f"pretrained: {pretrained}\ndata: {{dataset: {other_shapes}}}\n{TUNE}")
     return path
-
-
-def independent_top1(checkpoint: Path, dataset: Path) -> float:
-    """The whole validation split at once, normalised by hand."""
-    card, weights = load_weights(checkpoint)
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    model.load_state_dict(weights)
-    reader = open_split(dataset, load_manifest(dataset), "val")
-    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
-    with torch.no_grad():
-        predicted = model((images - mean) / std).argmax(dim=1)
-    return float((predicted.numpy() == reader.labels).mean())
-
-
-def test_evaluation_is_exact_on_one_and_on_three_ranks(command: Command, pretrained: Path, shapes: Path) -> None:
-    expected = independent_top1(pretrained, shapes)
-    for ranks in ([], ["--ranks", "3"]):
-        done = command("finetune", "evaluate", str(pretrained), str(shapes), "--json", "local_batch_size=7", *ranks)
-        assert done.returncode == 0, done.stderr
-        scores = json.loads(done.stdout)
-        assert scores["num_samples"] == 72 and scores["eval/top1"] == pytest.approx(expected, abs=1e-9)
-
-
-def test_evaluation_during_training_is_the_same_number(pretrained: Path, shapes: Path) -> None:
-    result = json.loads((pretrained / "result.json").read_text())
-    assert result["eval/top1"] == pytest.approx(independent_top1(pretrained, shapes), abs=1e-9)
-
-
-def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
-    command: Command, shapes: Path, other_shapes: Path, tmp_path: Path
-) -> None:
-    config, mixed = write_config(tmp_path, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
-    finish(start(config, tmp_path / "run", "train.duration=30 steps", mixed, ranks=1))
-    card, weights = load_weights(tmp_path / "run")
-    assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
-    trained = json.loads((tmp_path / "run" / "result.json").read_text())
-    model = build_model(card.model, num_classes=13, image_size=16)
-    model.load_state_dict(weights)
-    for dataset in (other_shapes, shapes):
-        done = command("finetune", "evaluate", str(tmp_path / "run"), str(dataset), "--json")
-        assert done.returncode == 0, done.stderr
-        reader = open_split(dataset, load_manifest(dataset), "val")
-        images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
-        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
-        with torch.no_grad():
-            answers = [card.classes[number] for number in model((images - mean) / std).argmax(dim=1).tolist()]
-        names = [load_manifest(dataset).classes[label] for label in reader.labels.tolist()]
-        expected = np.mean([answer == name for answer, name in zip(answers, names, strict=True)])
-        assert json.loads(done.stdout)["eval/top1"] == pytest.approx(expected, abs=1e-9)
-        if dataset == other_shapes:
-            assert trained["eval/top1"] == pytest.approx(expected, abs=1e-9)
-
-
-def test_a_checkpoint_is_not_judged_on_other_classes(command: Command, pretrained: Path, other_shapes: Path) -> None:
-    done = command("finetune", "evaluate", str(pretrained), str(other_shapes))
-    assert done.returncode == 2
-    assert "has other classes than the checkpoint (8 classes against 5); probe or tune on it first" in done.stderr
 
 
 def test_tuning_on_two_ranks_is_tuning_on_one(command: Command, tune_config: Path, tmp_path: Path) -> None:

@@ -69,19 +69,21 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     assert read_card(out).dataset == "imagenet21"
 
     world = World(rank=0, local_rank=0, num_ranks=1)
-    scores = evaluate_checkpoint(EvaluateSettings(pretrained=str(out), dataset=str(shapes)), world)
+    silent = TrackingSettings(enabled=False)
+    scores = evaluate_checkpoint(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent), world)
+    assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
     logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))
     labels = torch.from_numpy(reader.labels).long()
-    assert scores.loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
-    assert scores.top1 == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+    assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
+    assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
 
     result = probe(
         ProbeSettings(
             run_dir=str(tmp_path / "probe"),
             pretrained=str(out),
             dataset=str(other_shapes),
-            tracking=TrackingSettings(enabled=False),
+            tracking=silent,
             epochs=2,
         ),
         world,

@@ -1,0 +1,53 @@
+"""What an evaluation says on the console: made of its result alone, so a stored one says the same. No torch here."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def say(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
+    left_out = result["num_unreadable"]
+    missing = f", {left_out:,} more do not decode: {', '.join(result['unreadable'])}" if left_out else ""
+    if left_out > len(result["unreadable"]):
+        missing += ", ..."
+    views = f", {result['num_views']} views each" if result["views"] else ""
+    heading = f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,} images{views}"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(heading + missing, highlight=False, markup=False, soft_wrap=True)
+    console.print(table, highlight=False)
+    if stored:
+        console.print("asked before: the stored result; name another run_dir to do it anew", highlight=False)
+    place = Path(result["run_dir"])
+    console.print(f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("top-1", f"{result['eval/top1']:.2%}")]
+    if "eval/real" in result:
+        rows.append(("top-1, ReaL", f"{result['eval/real']:.2%}"))
+    rows += [
+        ("top-5", f"{result['eval/top5']:.2%}"),
+        ("loss", f"{result['eval/loss']:.4f}"),
+        ("ECE", f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}"),
+    ]
+    if result["curve"]:
+        shown = "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"])
+        rows.append(("top-1 by views", shown))
+    worst = ", ".join(f"{_plain(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+    rows.append(("class top-1", f"mean {result['eval/class_top1']:.2%}; worst: {worst}"))
+    if result["most_confused"]:
+        pairs = ", ".join(f"{_plain(a)} as {_plain(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
+        rows.append(("most confused", pairs))
+    rows.append(("speed", f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s"))
+    return rows
+
+
+def _plain(name: str) -> str:
+    """Rich takes [words] for its own."""
+    return name.replace("[", r"\[")

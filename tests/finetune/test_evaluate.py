@@ -1,0 +1,396 @@
+"""`finetune evaluate`: exact on any number of ranks, equal to plain computations one picture at a time, and never overwritten."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import sklearn.metrics as sk
+import torch
+import yaml
+from torch import Tensor
+
+from analysis.collect import collect
+from analysis.report import draw
+from data_prep.building.merge import write_annotation
+from data_prep.manifest import load_manifest
+from finetune.__main__ import main
+from finetune.judging import answering
+from finetune.judging.config import EvaluateSettings
+from finetune.judging.evaluate import evaluate_checkpoint
+from finetune.judging.place import Evaluation
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.settings import AugmentSettings
+from pretrain.card import ModelCard, read_card
+from pretrain.checkpoint import load_weights
+from pretrain.config import TrackingSettings
+from pretrain.evaluate import evaluate
+from pretrain.folder import load_folder, save_folder
+from pretrain.loader import Batch
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.shards import Places, ShardReader, Unreadable, open_split
+from pretrain.tracker import Tracker
+from pretrain.world import World
+from tests.conftest import Command
+from tests.data_prep.test_verify import change_manifest
+from tests.ranks import run_ranks
+from tests.training import finish, start, write_config
+
+ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
+MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
+
+
+@pytest.fixture(scope="module")
+def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that know nothing, yet are of very different opinions."""
+    spec, classes = MlpSpec(kind="mlp", depth=1, width=12), load_manifest(shapes).classes
+    torch.manual_seed(0)
+    model = build_model(spec, num_classes=len(classes), image_size=16)
+    weights = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    card = ModelCard(
+        model=spec,
+        image_size=16,
+        classes=classes,
+        channel_mean=MEAN,
+        channel_std=STD,
+        dataset="none",
+        manifest_hash="0",
+    )
+    path = tmp_path_factory.mktemp("weights") / "folder"
+    save_folder(path, card=card, weights=weights)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run trained on both datasets."""
+    place = tmp_path_factory.mktemp("mixed")
+    config, also = write_config(place, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
+    finish(start(config, place / "run", "train.duration=30 steps", also, ranks=1))
+    return place / "run"
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
+    monkeypatch.setattr("finetune.judging.evaluate._draw", lambda *unused: None)
+
+
+def settings_of(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> EvaluateSettings:
+    base = {"pretrained": str(pretrained), "dataset": str(dataset), "run_dir": str(run_dir) if run_dir else None}
+    return EvaluateSettings.model_validate(base | {"tracking": TrackingSettings(enabled=False)} | changes, strict=False)
+
+
+def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> dict[str, Any]:
+    result = evaluate_checkpoint(settings_of(pretrained, dataset, run_dir, **changes), ALONE)
+    assert result is not None
+    return result
+
+
+def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
+    """(logits, labels) of the whole validation split at once, normalised by hand."""
+    card, weights = load_weights(checkpoint)
+    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
+    model.load_state_dict(weights)
+    reader = open_split(dataset, load_manifest(dataset), "val")
+    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
+    with torch.no_grad():
+        return model((images - mean) / std), reader.labels
+
+
+def predictions(run_dir: Path) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = pq.read_table(run_dir / "predictions.parquet").to_pydict()
+    return columns
+
+
+def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
+    logits, labels = plain_logits(folder, shapes)
+    chances = logits.double().softmax(dim=1).numpy()
+    result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
+    assert result["num_samples"] == 72 and result["num_unreadable"] == 0
+    assert result["eval/top1"] == pytest.approx(sk.accuracy_score(labels, chances.argmax(1)), abs=1e-9)
+    assert result["eval/top5"] == pytest.approx(sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9)
+    assert result["eval/loss"] == pytest.approx(sk.log_loss(labels, chances), rel=1e-5)
+
+    _, model = load_folder(folder)
+    augmentation = views_of(AugmentSettings(), seed=0)
+    with torch.no_grad():
+        trained = evaluate(
+            model.eval(),
+            open_split(shapes, load_manifest(shapes), "val"),
+            augmentation,
+            local_batch_size=20,
+            world=ALONE,
+        )
+    assert (result["eval/top1"], result["eval/top5"]) == (trained.top1, trained.top5)
+    assert result["eval/loss"] == pytest.approx(trained.loss, rel=1e-6)
+
+
+def test_predictions_have_a_row_for_every_picture(folder: Path, shapes: Path, tmp_path: Path) -> None:
+    judge(folder, shapes, tmp_path / "run")
+    logits, labels = plain_logits(folder, shapes)
+    file = pq.ParquetFile(tmp_path / "run" / "predictions.parquet")
+    names = ["sample", "shard", "key", "label", "label_name", "answers", "answer_names", "probabilities", "loss"]
+    assert file.schema_arrow.names == [*names, "entropy", "right"]
+    assert file.schema_arrow.metadata[b"manifest_hash"].decode() == load_manifest(shapes).hash
+    assert len(file.schema_arrow.metadata[b"weights_sha256"]) == 64
+    rows, classes = predictions(tmp_path / "run"), load_manifest(shapes).classes
+    reader = open_split(shapes, load_manifest(shapes), "val")
+    assert rows["sample"] == list(range(72)) and rows["label"] == labels.tolist()
+    assert list(zip(rows["shard"], rows["key"], strict=True)) == reader.names(np.arange(72))
+    top = logits.softmax(dim=1).topk(5, dim=1)
+    assert rows["answers"] == top.indices.tolist() and len(set(map(tuple, rows["answers"]))) > 5
+    np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-4)
+    assert rows["label_name"] == [classes[label] for label in labels]
+    assert rows["answer_names"] == [[classes[number] for number in row] for row in rows["answers"]]
+    assert rows["right"] == [row[0] == label for row, label in zip(rows["answers"], labels, strict=True)]
+
+
+def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
+    normalisation, cpu = Normalisation(MEAN, STD), torch.device("cpu")
+    return Augmentation(
+        settings, seed=seed, image_size=16, normalisation=normalisation, device=cpu, dtype=torch.float32
+    )
+
+
+@torch.no_grad()
+def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
+    """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K) after each."""
+    _, model = load_folder(folder)
+    augmentation = views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed)
+    reader = open_split(dataset, load_manifest(dataset), "val")
+    sums, means = torch.zeros(reader.num_samples, 8, dtype=torch.float64), []
+    for view in range(-1, views):
+        for sample in range(reader.num_samples):
+            ids = np.array([sample])
+            batch = Batch(reader.images(ids), torch.zeros(1, dtype=torch.long), np.array([view]), ids, ids)
+            pictures = (augmentation.plain(batch) if view < 0 else augmentation.prepare(batch)).images_BCHW
+            sums[sample] += model.eval()(pictures)[0].double().softmax(dim=0)
+        means.append(sums / (view + 2))
+    return means
+
+
+def test_test_time_augmentation_is_the_mean_of_views_made_by_hand(folder: Path, shapes: Path, tmp_path: Path) -> None:
+    means = mean_over_views(folder, shapes, views=5, seed=3)
+    labels = torch.from_numpy(plain_logits(folder, shapes)[1])
+    for size in (7, 500):
+        result = judge(folder, shapes, tmp_path / str(size), views=5, include_plain=True, seed=3, local_batch_size=size)
+        top, rows = means[-1].topk(5, dim=1), predictions(tmp_path / str(size))
+        assert rows["answers"] == top.indices.tolist()
+        np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-3)
+        chosen = means[-1].gather(1, labels.unsqueeze(1)).squeeze(1)
+        np.testing.assert_allclose(rows["loss"], -chosen.log(), rtol=1e-3)
+        curve = {moment["num_views"]: moment["top1"] for moment in result["curve"]}
+        right = {count: float((means[count - 1].argmax(1) == labels).double().mean()) for count in (1, 2, 5, 6)}
+        assert curve == pytest.approx(right) and len(set(curve.values())) > 1
+        assert result["eval/top1"] == curve[6]
+
+
+def test_each_picture_is_read_once_for_all_views(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    read = ShardReader.read
+
+    def counting(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        seen.extend(places.ids.tolist())
+        return read(self, places, batch_BHWC)
+
+    monkeypatch.setattr(ShardReader, "read", counting)
+    judge(folder, shapes, tmp_path / "run", views=6, local_batch_size=24)
+    assert sorted(seen) == list(range(72))
+
+
+def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
+    answering.ROWS_AT_ONCE = 10  # several messages
+    changes = {"views": 2, "local_batch_size": 5}
+    result = evaluate_checkpoint(settings_of(Path(pretrained), Path(dataset), Path(run_dir), **changes), world)
+    return None if result is None else result["eval/top1"]
+
+
+def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
+    """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank, and none for the third."""
+    one = judge(folder, shapes, tmp_path / "one", views=2)
+    found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
+    assert found == [one["eval/top1"], None, None]
+    assert {path.stem for path in (tmp_path / "three").glob("*.png")} == {"calibration", "confusion", "views"}
+    alone, together = predictions(tmp_path / "one"), predictions(tmp_path / "three")
+    assert together["sample"] == list(range(72))
+    for name, column in alone.items():
+        if name in ("probabilities", "loss", "entropy"):
+            np.testing.assert_allclose(together[name], column, rtol=1e-4)
+        else:
+            assert together[name] == column, name
+
+
+def test_the_command_prints_its_result_and_then_the_stored_one(command: Command, folder: Path, shapes: Path) -> None:
+    place = Path(shutil.copytree(folder, folder.parent / "copy"))
+    words = ["finetune", "evaluate", str(place), str(shapes), "tracking.enabled=false", "local_batch_size=7"]
+    first = command(*words, "--json", "--ranks", "2")
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    expected = float((plain_logits(folder, shapes)[0].argmax(1).numpy() == plain_logits(folder, shapes)[1]).mean())
+    assert result["num_samples"] == 72 and result["eval/top1"] == pytest.approx(expected, abs=1e-9)
+    run_dir = Path(result["run_dir"])
+    assert run_dir.parent == place.parent / "copy-evaluations" and run_dir.name.startswith("shapes-a-val-")
+    before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*"))
+    again = command(*words[:-1])  # another batch size is the same evaluation
+    assert again.returncode == 0 and "the stored result" in again.stdout and f"{expected:.2%}" in again.stdout
+    assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*")) == before
+
+
+def test_other_settings_have_another_directory(folder: Path, shapes: Path, other_shapes: Path) -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"views": 2},
+        {"views": 3},
+        {"views": 2, "seed": 1},
+        {"views": 2, "include_plain": True},
+        {"views": 2, "augment": {"crop_scale": [0.5, 1.0]}},
+        {"split": "train"},
+        {"precision": "bf16"},
+    ]
+    places = {Evaluation.of(settings_of(folder, shapes, None, **changes)).run_dir for changes in variants}
+    assert len(places) == len(variants)
+    same = Evaluation.of(settings_of(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
+    assert same == Evaluation.of(settings_of(folder, shapes, None)).run_dir
+
+
+def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(shapes, tmp_path / "shapes"))
+    tops = plain_logits(folder, shapes)[0].argmax(dim=1).numpy()
+    bits = np.zeros((72, 8), np.bool_)
+    bits[0, tops[0]] = bits[1, (tops[1] + 1) % 8] = bits[71, tops[71]] = True
+    bits[2, :] = True
+    bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = (
+        True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
+    )
+    fact = write_annotation(directory, "val-real", bits).model_dump()
+    change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
+    assert judge(folder, directory, tmp_path / "run", local_batch_size=50)["eval/real"] == pytest.approx(3 / 5)
+
+
+def test_a_picture_that_does_not_decode_is_left_out_and_named(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ShardReader.read
+
+    def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        rows = np.flatnonzero(places.ids == 11).tolist()
+        return read(self, places, batch_BHWC) + [Unreadable(row, 11, "shard", "key", "cut") for row in rows]
+
+    with monkeypatch.context() as patches:
+        patches.setattr(ShardReader, "read", failing)
+        result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
+    logits, labels = plain_logits(folder, shapes)
+    kept = np.arange(72) != 11
+    right = logits.argmax(dim=1).numpy() == labels
+    assert (result["num_samples"], result["num_unreadable"]) == (71, 1)
+    assert result["eval/top1"] == pytest.approx(right[kept].mean(), abs=1e-9)
+    shard, key = open_split(shapes, load_manifest(shapes), "val").names(np.array([11]))[0]
+    assert result["unreadable"] == [f"{shard}/{key}"]
+    assert predictions(tmp_path / "run")["sample"] == np.arange(72)[kept].tolist()
+
+
+def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
+    mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    card = read_card(mixed)
+    assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
+    trained = json.loads((mixed / "result.json").read_text())
+    for dataset in (other_shapes, shapes):
+        result = judge(mixed, dataset, None)
+        logits, labels = plain_logits(mixed, dataset)
+        answers = [card.classes[number] for number in logits.argmax(dim=1).tolist()]
+        names = [load_manifest(dataset).classes[label] for label in labels.tolist()]
+        expected = np.mean([answer == name for answer, name in zip(answers, names, strict=True)])
+        assert result["eval/top1"] == pytest.approx(expected, abs=1e-9)
+        assert Path(result["run_dir"]).parent == mixed / "evaluations"
+        rows = predictions(Path(result["run_dir"]))
+        assert rows["label_name"] == names and [row[0] for row in rows["answer_names"]] == answers
+        counts = pq.read_table(Path(result["run_dir"]) / "confusion.parquet").to_pydict()
+        strangers = sum(answer not in load_manifest(dataset).classes for answer in answers)
+        assert strangers == sum(
+            count for answer, count in zip(counts["answer"], counts["count"], strict=True) if answer == "(other)"
+        )
+        if dataset == other_shapes:  # training evaluates on the first of the mixture
+            assert trained["eval/top1"] == pytest.approx(expected, abs=1e-9)
+    runs = collect(mixed.parent)
+    assert [run.task for run in runs] == ["pretrain", "evaluate", "evaluate"]
+    assert {run.dataset for run in runs[1:]} == {str(shapes), str(other_shapes)}
+    assert all(run.model_name == "B-2/Wi-32" and run.top1 is not None for run in runs[1:])
+    draw(runs, tmp_path / "all.png")
+    draw(runs[1:], tmp_path / "evaluations.png")
+
+
+def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+
+    def interrupted(*unused: object, **named: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
+        patches.setattr("finetune.judging.evaluate.save_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            judge(folder, shapes, tmp_path / "run")
+    assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
+    assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+def test_training_pictures_are_warned_of_and_other_results_kept(
+    mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge(mixed, shapes, tmp_path / "run", split="train")
+    words = ["evaluate", str(mixed), str(shapes), f"run_dir={tmp_path}/run", "tracking.enabled=false"]
+    assert main([*words, "split=train"]) == 0
+    assert "the model was trained on these very pictures" in capsys.readouterr().err
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"finetune: run_dir: {tmp_path}/run holds other results (of shapes-a, train); name another")
+    assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
+    assert Evaluation.of(settings_of(folder, shapes, None, split="train")).warning() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["split=test"], "has no split 'test'; "),
+        (["views=2", "augment.mixup_alpha=0.8"], "augment.mixup_alpha: 0.8 will not do (MixUp mixes two pictures"),
+        (["include_plain=true"], "include_plain: true, but views is 0"),
+        (["augment.flip_probability=0"], "augment: is set, but views is 0"),
+        (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
+        (["dataset=OTHER"], "has other classes than the checkpoint (8 classes against 5); probe or tune on it first"),
+        (["pretrained=/nowhere"], "/nowhere: holds no checkpoint; give a run directory"),
+        (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
+        (["viewss=3"], "did you mean"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_heavy(
+    folder: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str,
+) -> None:  # fmt: skip
+    cut = Path(shutil.copytree(folder, tmp_path / "cut"))
+    (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-10])
+    words = [word.replace("OTHER", str(other_shapes)).replace("CUT", str(cut)) for word in words]
+    assert main(["evaluate", str(folder), str(shapes), *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("finetune: ") and said.count("\n") == 1
+    assert not (folder.parent / "folder-evaluations").exists()
+
+
+def test_the_settings_that_are_shown_can_be_read_again(
+    folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(folder), str(shapes), "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
+    shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
+    assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)

@@ -1,0 +1,142 @@
+"""Scores of a table of answers, against scikit-learn, plain loops and counts by hand."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+
+from finetune.judging.answers import Answers, Layout, moments_up_to
+from finetune.judging.files import write_confusion, write_per_class
+from finetune.judging.pictures import draw_calibration, draw_confusion, draw_views, save
+from finetune.judging.scoring import Confusion, Moment, PerClass, calibration, overall
+
+NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
+NUMBERS = (4, 0, 7, 2, 6, 1)
+"""What the model, which has 9 classes, calls them; 3, 5 and 8 are not the dataset's."""
+
+
+def table(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Answers:
+    order = np.argsort(-probabilities_NK, axis=1)[:, :5]
+    size = len(labels_N)
+    return Answers(
+        samples_N=np.arange(size),
+        labels_N=labels_N,
+        answers_NA=order,
+        probabilities_NA=np.take_along_axis(probabilities_NK, order, axis=1),
+        losses_N=-np.log(probabilities_NK[np.arange(size), labels_N]),
+        entropies_N=-(probabilities_NK * np.log(probabilities_NK)).sum(axis=1),
+        squares_N=(probabilities_NK**2).sum(axis=1),
+        moments=(),
+        answers_NM=np.zeros((size, 0), np.int64),
+        losses_NM=np.zeros((size, 0)),
+    )
+
+
+def random_case(size: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    """Labels of all classes but one, and probabilities that know something of them."""
+    generator = np.random.default_rng(0)
+    labels = generator.choice(np.array(NUMBERS)[:5], size)
+    logits = generator.normal(size=(size, 9)) * 1.5
+    logits[np.arange(size), labels] += 1.5
+    probabilities = np.exp(logits)
+    return probabilities / probabilities.sum(axis=1, keepdims=True), labels
+
+
+def test_scores_are_those_of_scikit_learn() -> None:
+    probabilities, labels = random_case()
+    found = overall(table(probabilities, labels))
+    everything = list(range(9))
+    assert found.top1 == pytest.approx(sk.accuracy_score(labels, probabilities.argmax(axis=1)))
+    assert found.top5 == pytest.approx(sk.top_k_accuracy_score(labels, probabilities, k=5, labels=everything))
+    assert found.loss == pytest.approx(sk.log_loss(labels, probabilities, labels=everything))
+    truth = np.eye(9)[labels]
+    assert found.brier == pytest.approx(((probabilities - truth) ** 2).sum(axis=1).mean())
+
+
+def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn(tmp_path: Path) -> None:
+    probabilities, labels = random_case()
+    answers, tops = table(probabilities, labels), probabilities.argmax(axis=1)
+    confusion = Confusion.of(answers, names=NAMES, numbers=NUMBERS)
+    others = [3, 5, 8]
+    theirs = sk.confusion_matrix(labels, tops, labels=[*NUMBERS, *others])
+    expected = np.concatenate([theirs[:6, :6], theirs[:6, 6:].sum(axis=1, keepdims=True)], axis=1)
+    assert expected[:, 6].sum() > 10 and (confusion.matrix() == expected).all()
+    blocks = confusion.matrix(num_blocks=3)
+    assert blocks.shape == (3, 4) and blocks[0, 1] == expected[:2, 2:4].sum() and blocks[2, 3] == expected[4:, 6].sum()
+
+    found = PerClass.of(answers, confusion, numbers=NUMBERS)
+    assert found.counts_K.tolist()[5] == 0 and np.isnan(found.top1_K[5])
+    recall = sk.recall_score(labels, tops, labels=NUMBERS[:5], average=None)
+    precision = sk.precision_score(labels, tops, labels=NUMBERS, average=None, zero_division=np.nan)
+    assert found.top1_K[:5] == pytest.approx(recall) and found.precision_K == pytest.approx(precision, nan_ok=True)
+    assert found.mean_top1 == pytest.approx(recall.mean())
+    assert found.order().tolist() == np.argsort(recall).tolist()
+    wrong = expected.copy()
+    wrong[range(6), range(6)] = 0
+    assert found.taken_for_K.tolist() == [*wrong[:5].argmax(axis=1).tolist(), -1]
+    pairs = confusion.most_confused(3)
+    assert [count for _, _, count in pairs] == sorted(wrong.ravel().tolist(), reverse=True)[:3]
+    assert all(wrong[NAMES.index(a), [*NAMES, "(other)"].index(b)] == count for a, b, count in pairs)
+
+    write_per_class(tmp_path / "classes.csv", found, confusion, numbers=NUMBERS)
+    rows = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == [*(NAMES[i] for i in np.argsort(recall)), "fox"]
+    assert rows[-1]["top1"] == "" and float(rows[0]["top1"]) == pytest.approx(recall.min(), abs=1e-6)
+    write_confusion(tmp_path / "confusion.parquet", confusion)
+
+
+def test_calibration_is_counted_by_hand() -> None:
+    """Of 15 bins: 0.05 is in the first, 0.5 in the eighth, 0.95 and 1.0 in the last; 1/3 ends the fifth."""
+    confidences = np.array([0.05, 1 / 3, 0.5, 0.5, 0.95, 1.0])
+    right = np.array([False, True, True, False, True, False])
+    found = calibration(confidences, right)
+    assert found.counts.tolist() == [1, 0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 2]
+    gaps = [(1, 0.05), (1, 2 / 3), (2, 0.0), (2, 0.475)]
+    assert found.expected_error == pytest.approx(sum(count * gap for count, gap in gaps) / 6)
+    assert found.max_error == pytest.approx(2 / 3)
+
+
+def test_calibration_is_that_of_a_plain_loop() -> None:
+    probabilities, labels = random_case()
+    error = 0.0
+    for low in range(15):
+        held = [
+            (row.max(), row.argmax() == label)
+            for row, label in zip(probabilities, labels, strict=True)
+            if low / 15 < row.max() <= (low + 1) / 15
+        ]
+        error += abs(sum(confidence for confidence, _ in held) - sum(right for _, right in held)) / len(labels)
+    assert overall(table(probabilities, labels)).ece == pytest.approx(error)
+
+
+def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
+    layout = Layout.of(num_classes=3, num_views=0)
+    rows = np.zeros((5, layout.width))
+    rows[:, 0] = [3, 0, -1, 2, -1]
+    assert Answers.of_rows(rows, layout, num_samples=4, num_bad=1).left_out(num_samples=4).tolist() == [1]
+    with pytest.raises(AssertionError):
+        Answers.of_rows(rows, layout, num_samples=4, num_bad=0)
+    rows[2, 0] = 3
+    with pytest.raises(AssertionError, match="twice"):
+        Answers.of_rows(rows, layout, num_samples=4, num_bad=0)
+
+
+@pytest.mark.parametrize(("views", "expected"), [(1, (1,)), (4, (1, 2, 4)), (100, (1, 2, 5, 10, 20, 50, 100))])
+def test_the_moments_of_a_curve(views: int, expected: tuple[int, ...]) -> None:
+    assert moments_up_to(views) == expected
+
+
+@pytest.mark.parametrize("size", [6, 60, 1000])
+def test_pictures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int) -> None:
+    generator = np.random.default_rng(1)
+    labels = np.arange(size).repeat(3)
+    answers = np.where(generator.random(len(labels)) < 0.5, labels, generator.integers(0, size + 1, len(labels)))
+    names = tuple(f"class number {number:04d}" for number in range(size))
+    confusion = Confusion(names, labels, answers, np.ones(len(labels), np.int64))
+    save(draw_confusion(confusion, title=f"{size} classes"), tmp_path / "confusion.png")
+    save(draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"), tmp_path / "views.png")
+    bins = calibration(generator.random(300), generator.random(300) < 0.5)
+    save(draw_calibration(bins, title="calibration"), tmp_path / "calibration.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("confusion", "views", "calibration"))
