@@ -10,7 +10,7 @@ from data_prep.settings import read_yaml
 from pretrain.card import CheckpointError, read_card, resolve
 from pretrain.run import CONFIG_FILE, finished_result
 
-Task = Literal["pretrain", "probe", "tune", "scratch"]
+Task = Literal["pretrain", "probe", "knn", "tune", "scratch"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        return str(self.settings["dataset"] if self.task == "probe" else self.settings["data"]["dataset"])
+        return str(self.settings["dataset"] if self.task in ("probe", "knn") else self.settings["data"]["dataset"])
 
     @property
     def pretrained(self) -> Path | None:
@@ -45,7 +45,7 @@ class Run:
     @property
     def model_name(self) -> str:
         """A short name such as B-4/Wi-256, or `pixels` for the linear baseline."""
-        source = self.directory if self.task != "probe" else self.pretrained
+        source = self.pretrained if self.task in ("probe", "knn") else self.directory
         if source is None:
             return "pixels"
         try:
@@ -80,7 +80,7 @@ def collect(root: Path) -> list[Run]:
     runs = [read_run(path.parent) for path in sorted(root.rglob(CONFIG_FILE)) if (path.parent / "tracking").is_dir()]
     if not runs:
         raise ValueError(f"{root}: holds no runs (no {CONFIG_FILE} below it)")
-    order: list[Task] = ["pretrain", "probe", "tune", "scratch"]
+    order: list[Task] = ["pretrain", "probe", "knn", "tune", "scratch"]
     return sorted(runs, key=lambda run: (order.index(run.task), run.directory.name))
 
 
@@ -89,6 +89,8 @@ def read_run(directory: Path) -> Run:
     task: Task = "pretrain"
     if "lrs" in settings:
         task = "probe"
+    elif "neighbours" in settings:
+        task = "knn"
     elif "init" in settings:
         task = "tune" if settings["init"] == "pretrained" else "scratch"
     return Run(directory, task, settings, finished_result(directory) or {})

@@ -15,8 +15,14 @@ from analysis.collect import Run
 from data_prep.manifest import load_index, load_manifest
 
 matplotlib.use("Agg")
-TASK_WORDS = {"pretrain": "pretrained", "probe": "linear probe", "tune": "fine-tuned", "scratch": "from scratch"}
-TASK_COLOURS = {"pretrain": "#4477aa", "probe": "#66aa77", "tune": "#cc6677", "scratch": "#bbbbbb"}
+TASK_WORDS = {
+    "pretrain": "pretrained",
+    "probe": "linear probe",
+    "knn": "k-NN",
+    "tune": "fine-tuned",
+    "scratch": "from scratch",
+}
+TASK_COLOURS = {"pretrain": "#4477aa", "probe": "#66aa77", "knn": "#88ccee", "tune": "#cc6677", "scratch": "#bbbbbb"}
 _NUM_PICTURES = 24
 
 

@@ -82,7 +82,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
             pretrained=str(out),
             dataset=str(other_shapes),
             tracking=TrackingSettings(enabled=False),
-            epochs=2,
+            epochs=(2,),
         ),
         world,
     )
