@@ -26,8 +26,17 @@ _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 """What an optimizer is given where the config says nothing."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
+def _as_tuple(value: Any) -> Any:
+    """A lone number is a list of one. Behind a validator of ours pydantic takes no list for a tuple."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _with_tuples(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _with_tuples(value) for name, value in tree.items()}
+    return tuple(_with_tuples(value) for value in tree) if isinstance(tree, list) else tree
 
 
 class FeatureSettings(Settings):
@@ -64,13 +73,13 @@ class ProbeSettings(FeatureSettings):
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
-    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_list)] = Field(_GRIDS["lion"]["lrs"], min_length=1)
+    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = Field(_GRIDS["lion"]["lrs"], min_length=1)
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
     on held-out samples is kept. Left out, the three lists fit the optimizer."""
-    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_list)] = Field(
+    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = Field(
         _GRIDS["lion"]["weight_decays"], min_length=1
     )
-    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_list)] = Field((50,), min_length=1)
+    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((50,), min_length=1)
     """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
     batch_size: int = Field(256, ge=1)
     """Of the heads, over all cells; not for lbfgs."""
@@ -101,7 +110,7 @@ class ProbeSettings(FeatureSettings):
         if not isinstance(tree, dict):
             return tree
         name = tree.get("optimizer", "lion")
-        return {**_GRIDS.get(name, {}), **tree}
+        return {**_GRIDS.get(name, {}), **_with_tuples(tree)}
 
     @model_validator(mode="after")
     def _grid_makes_sense(self) -> "ProbeSettings":
@@ -148,7 +157,7 @@ class ProbeSettings(FeatureSettings):
 
 
 class KnnSettings(FeatureSettings):
-    neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_list)] = Field((10, 20, 100, 200), min_length=1)
+    neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((10, 20, 100, 200), min_length=1)
     """The numbers k of nearest training pictures that vote; each is judged, at the price of one."""
     weights: Weights = "softmax"
     """Of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
