@@ -8,7 +8,7 @@ from data_prep.images.sheet import INK, MARGIN, PAPER, QUIET
 from finetune.probing.grid import Judged
 from finetune.probing.heads import Cell
 
-_CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 96, 52, 110, 66
+_CELL_WIDTH, _CELL_HEIGHT, _LEFT, _TOP = 96, 52, 110, 78
 _LOW, _HIGH = (247, 251, 255), (8, 81, 156)
 
 
@@ -26,7 +26,8 @@ def print_grid(judged: list[Judged], best: Cell, console: Console) -> None:
         found = by_cell(judged, epochs)
         lrs = sorted({lr for _, lr in found})
         title = f"held-out top-1, {epochs} epochs" if len(lrs) > 1 else f"held-out top-1, at most {epochs} epochs"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        console.print(title)
+        table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("decay \\ lr", justify="right")
         for lr in lrs:
             table.add_column(f"{lr:g}", justify="right", no_wrap=True)
