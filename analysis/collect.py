@@ -10,7 +10,7 @@ from data_prep.settings import read_yaml
 from pretrain.card import CheckpointError, read_card, resolve
 from pretrain.run import CONFIG_FILE, finished_result
 
-Task = Literal["pretrain", "probe", "tune", "scratch", "evaluate"]
+Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Run:
     @property
     def model_name(self) -> str:
         """A short name such as B-4/Wi-256, or `pixels` for the linear baseline."""
-        source = self.pretrained if self.task in ("probe", "evaluate") or self.is_group else self.directory
+        from_source = self.task in ("probe", "knn", "evaluate") or self.is_group
+        source = self.pretrained if from_source else self.directory
         if source is None:
             return "pixels"
         try:
@@ -92,7 +93,7 @@ def collect(root: Path) -> list[Run]:
         raise ValueError(f"{root}: holds no runs (no {CONFIG_FILE} below it)")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]
-    order: list[Task] = ["pretrain", "probe", "tune", "scratch", "evaluate"]
+    order: list[Task] = ["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
     return sorted(runs, key=lambda run: (order.index(run.task), run.directory.name))
 
 
@@ -103,6 +104,8 @@ def read_run(directory: Path) -> Run:
         task = "probe"
     elif "include_plain" in settings:
         task = "evaluate"
+    elif "neighbours" in settings:
+        task = "knn"
     elif "init" in settings:
         task = "tune" if settings["init"] == "pretrained" else "scratch"
     return Run(directory, task, settings, finished_result(directory) or {})

@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 TASK_WORDS = {
     "pretrain": "pretrained",
     "probe": "linear probe",
+    "knn": "k-NN",
     "tune": "fine-tuned",
     "scratch": "from scratch",
     "evaluate": "evaluated",
@@ -25,6 +26,7 @@ TASK_WORDS = {
 TASK_COLOURS = {
     "pretrain": "#4477aa",
     "probe": "#66aa77",
+    "knn": "#88ccee",
     "tune": "#cc6677",
     "scratch": "#bbbbbb",
     "evaluate": "#8877bb",
@@ -44,7 +46,7 @@ def print_table(runs: list[Run], console: Console) -> None:
             f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished",
             f"{run.chance:.1%}" if run.chance else "?",
         )
-        task = "linear on pixels" if run.model_name == "pixels" else TASK_WORDS[run.task]
+        task = "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASK_WORDS[run.task]
         table.add_row(
             run.directory.name, task, run.model_name, Path(run.dataset).name, *cells, f"{rate:,.0f}" if rate else ""
         )
@@ -92,7 +94,9 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     runs = sorted(runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0))
     names = [
-        "linear on pixels" if run.model_name == "pixels" else f"{run.model_name}, {TASK_WORDS[run.task]}"
+        "linear on pixels"
+        if (run.model_name, run.task) == ("pixels", "probe")
+        else f"{run.model_name}, {TASK_WORDS[run.task]}"
         for run in runs
     ]
     if len({run.dataset for run in runs}) > 1:

@@ -1,11 +1,12 @@
-"""`finetune probe` on the command line. No torch until the settings are known to be good."""
+"""`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to be good."""
 
 import argparse
 from pathlib import Path
 
-from data_prep.manifest import load_manifest
-from data_prep.settings import load_settings
-from finetune.probing.config import ProbeSettings
+from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.settings import SettingsError, load_settings
+from finetune.probing.apart import check_apart
+from finetune.probing.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
@@ -14,26 +15,29 @@ from pretrain.run import check_settings
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     probe = verbs.add_parser(
-        "probe", help="train linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
+        "probe", help="train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
     )
     probe.add_argument("config", help="a YAML file, such as configs/probe/demo.yaml")
     add_common(probe, _probe)
+    knn = verbs.add_parser("knn", help="judge a checkpoint's features by the nearest training pictures")
+    knn.add_argument("config", help="a YAML file, such as configs/knn/demo.yaml")
+    add_common(knn, _knn)
 
 
 def _probe(options: argparse.Namespace) -> int:
     settings = load_settings(ProbeSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
-    world = world_of(options)
-    run_dir = Path(settings.run_dir)
+    world, run_dir = world_of(options), Path(settings.run_dir)
+    check_settings(run_dir, settings)
     if finished_before(run_dir, world):
         return OK
-    check_settings(run_dir, settings)
     manifest = load_manifest(settings.dataset)
-    for split in (settings.train_split, settings.test_split):
-        manifest.labelled_split(split, directory=settings.dataset)
-    if settings.pretrained is not None:
-        read_card(Path(settings.pretrained))
+    check_sources(settings, manifest, holdout=settings.holdout_split)
+    if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
+        raise DatasetError(
+            f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
+        )
     if options.ranks:
         return launch_ranks("probe", [options.config], options)
     options.started = True
@@ -42,5 +46,48 @@ def _probe(options: argparse.Namespace) -> int:
 
     result = probe(settings, world)
     if result is not None:
-        print(f"{run_dir}: top-1 {result['test_top1']:.1%} on {settings.test_split} at lr {result['chosen_lr']:g}")
+        where = f"lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
+        print(f"{run_dir}: top-1 {result['test_top1']:.1%} on {settings.test_split} at {where}")
     return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
+
+
+def _knn(options: argparse.Namespace) -> int:
+    settings = load_settings(KnnSettings, path=options.config, overrides=options.overrides)
+    if options.show:
+        return show(settings)
+    world, run_dir = world_of(options), Path(settings.run_dir)
+    check_settings(run_dir, settings)
+    if finished_before(run_dir, world):
+        return OK
+    manifest = load_manifest(settings.dataset)
+    check_sources(settings, manifest)
+    num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
+    if most > num_training:
+        raise DatasetError(
+            f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
+        )
+    if options.ranks:
+        return launch_ranks("knn", [options.config], options)
+    options.started = True
+    end_on_signals()  # before the long imports
+    from finetune.probing.knn import knn
+
+    result = knn(settings, world)
+    if result is not None:
+        shown = ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
+        print(f"{run_dir}: top-1 on {settings.test_split} {shown}")
+    return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
+
+
+def check_sources(settings: FeatureSettings, manifest: Manifest, *, holdout: str | None = None) -> None:
+    """The dataset and the checkpoint against the settings: told before any work."""
+    for split in (settings.train_split, settings.test_split, holdout):
+        if split is not None and not manifest.labelled_split(split, directory=settings.dataset).num_samples:
+            raise DatasetError(f"{settings.dataset}: its split {split!r} is empty; choose another")
+    check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
+    if settings.pretrained is not None:
+        card = read_card(Path(settings.pretrained))
+        if settings.image_size not in (None, card.image_size):
+            raise SettingsError(
+                f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
+            )

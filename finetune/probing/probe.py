@@ -1,120 +1,171 @@
-"""`finetune probe`: a grid of linear heads on features that are computed once. D features, K classes, G learning rates.
+"""`finetune probe`: a grid of linear heads on features that are computed once.
 
-The learning rate is chosen on a held-out share of the training split; then one head is trained on all of it and judged on the test
-split, once.
+1. Features of both splits, and views if there are any, are found or made (features.py).
+2. All ranks train their share of the grid on the kept samples and judge it on the held-out ones (grid.py).
+3. The first rank trains the best cell once more on all of the training split, judges it on the test split, once, and saves it with
+   its backbone as a checkpoint; result.json comes last.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from data_prep.manifest import Manifest, load_manifest
-from data_prep.progress import progress
+from data_prep.manifest import load_manifest
 from finetune.accelerator import start_accelerator
-from finetune.backbone import Backbone, open_backbone
+from finetune.backbone import open_backbone
+from finetune.probing.classifier import Classifier, save_classifier, test_scores
 from finetune.probing.config import ProbeSettings
-from finetune.probing.features import split_features
+from finetune.probing.features import FeatureMaker, Table, Views
+from finetune.probing.grid import Judged, best_of, edges, heads_of, judged_cells
+from finetune.probing.report import draw_grid, print_grid
+from finetune.probing.rows import Rows, Standard
 from finetune.recording import recorded
+from pretrain.__main__ import console
+from pretrain.counter import hash64
+from pretrain.order import permute
 from pretrain.page import target_of
 from pretrain.run import save_result
-from pretrain.shards import open_split
+from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import World
 
+_HOLDOUT = 0x686F6C64
+"""Part of the key of the held-out share."""
 
-def probe(settings: ProbeSettings, world: World) -> dict[str, float] | None:
+
+@dataclass(frozen=True)
+class Splits:
+    """The tables of a probe."""
+
+    train: list[Table]
+    """One for each view; the plain pictures where there are none."""
+    plain: Table
+    """Of the training split, or of `holdout_split`: where held-out samples are taken from."""
+    test: Table
+
+
+@dataclass(frozen=True)
+class Verdict:
+    judged: list[Judged]
+    best: Judged
+    classifier: Classifier
+    result: dict[str, Any]
+
+
+def probe(settings: ProbeSettings, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
     accelerator = start_accelerator(world)
     manifest = load_manifest(settings.dataset)
     backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=accelerator.device)
-    run_dir = Path(settings.run_dir)
+    run_dir, tracking = Path(settings.run_dir), settings.tracking
     with recorded(
         settings,
         run_dir=run_dir,
-        tracking=settings.tracking,
+        tracking=tracking,
         world=world,
         manifest=manifest,
         weights=backbone.weights,
         tags={"task": "probe"},
     ) as tracker:
-        train, test = (
-            _features(settings, manifest, backbone, split, world, accelerator.device)
-            for split in (settings.train_split, settings.test_split)
+        views = Views(settings.augment, settings.seed) if settings.augment is not None else None
+        maker = FeatureMaker(settings, manifest, backbone, world, accelerator.device, views)
+        splits = tables_of(settings, maker)
+        verdict = choose_and_test(
+            splits, settings=settings, num_classes=len(manifest.classes), device=accelerator.device, world=world
         )
-        if not world.is_first:
-            return None  # nothing is collective from here on, so nobody waits for the heads
-        result = choose_and_test(train, test, settings=settings, num_classes=len(manifest.classes))
-        for number, lr in enumerate(settings.lrs):
-            tracker.metrics({"probe/holdout_top1": result[f"holdout_top1_lr_{lr:g}"], "probe/lr": lr}, step=number)
-        chosen = {"probe/test_top1": result["test_top1"], "probe/chosen_lr": result["chosen_lr"]}
-        tracker.metrics(chosen, step=settings.epochs)
-        save_result(run_dir, result)
+        if verdict is None:
+            return None  # nothing is collective from here on, so nobody waits for the first rank
+        report(verdict, settings, tracker)
         if backbone.weights is not None:
-            backbone.weights.tell(tracker, {"probe/top1": result["test_top1"]}, target=target_of(manifest))
-        return result
+            identity = RunIdentity.of(run_dir, experiment=tracking.experiment, uri=tracking.uri)
+            step = verdict.result["steps"]
+            save_classifier(run_dir, verdict.classifier, backbone, manifest, step=step, run_key=identity.run_key)
+            backbone.weights.tell(tracker, {"probe/top1": verdict.result["test_top1"]}, target=target_of(manifest))
+        save_result(run_dir, verdict.result)
+        return verdict.result
 
 
-def _features(
-    settings: ProbeSettings, manifest: Manifest, backbone: Backbone, split: str, world: World, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    reader = open_split(settings.dataset, manifest, split, image_size=backbone.image_size)
-    return split_features(
-        backbone.extract,
-        reader,
-        backbone.augmentation(device=device),
-        local_batch_size=settings.feature_batch_size,
-        world=world,
-    )
+def tables_of(settings: ProbeSettings, maker: FeatureMaker) -> Splits:
+    (test,) = maker.tables(settings.test_split, [None])
+    (plain,) = maker.tables(settings.holdout_split or settings.train_split, [None])
+    if settings.views:
+        return Splits(maker.tables(settings.train_split, list(range(settings.views))), plain, test)
+    train = [plain] if settings.holdout_split is None else maker.tables(settings.train_split, [None])
+    return Splits(train, plain, test)
 
 
 def choose_and_test(
-    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, settings: ProbeSettings, num_classes: int
-) -> dict[str, float]:
-    mean, std = train[0].mean(dim=0), train[0].std(dim=0).clamp(min=1e-6)
-    features, test_features = (train[0] - mean) / std, (test[0] - mean) / std
-    shuffled = torch.from_numpy(np.random.Generator(np.random.Philox(settings.seed)).permutation(len(features)))
-    cut = max(1, round(len(features) * settings.holdout_share))
-    held, kept = shuffled[:cut], shuffled[cut:]
-    heads = train_heads(features[kept], train[1][kept], lrs=settings.lrs, settings=settings, num_classes=num_classes)
-    holdout = accuracies(heads, features[held], train[1][held])
-    best = settings.lrs[int(np.argmax(holdout))]
-    final = train_heads(features, train[1], lrs=(best,), settings=settings, num_classes=num_classes)
-    cells = {f"holdout_top1_lr_{lr:g}": top1 for lr, top1 in zip(settings.lrs, holdout, strict=True)}
-    return {"test_top1": accuracies(final, test_features, test[1])[0], "chosen_lr": best} | cells
+    splits: Splits, *, settings: ProbeSettings, num_classes: int, device: torch.device, world: World
+) -> Verdict | None:
+    """On the first rank; collective up to the choice."""
+    train, num_features = splits.train, splits.test.features_ND.shape[1]
+    standard = Standard.of(train[0].features_ND) if settings.standardise else Standard.none(num_features)
+    kept, held = held_out(len(train[0].labels_N), settings)
+    holdout = Rows([splits.plain], standard=standard, device=device, chosen_n=held)
+    kept_rows = Rows(train, standard=standard, device=device, chosen_n=kept)
+    judged, heads = judged_cells(kept_rows, holdout, settings=settings, num_classes=num_classes, world=world)
+    best = best_of(judged)
+    if not world.is_first:
+        return None
+    head, rows = heads.get(best.cell), kept_rows
+    if head is None or (settings.refit and settings.holdout_split is None):
+        if settings.refit:
+            rows = Rows(train, standard=standard, device=device)
+        head = heads_of(rows, [best.cell], settings=settings, num_classes=num_classes)[0]
+    classifier = Classifier.of(head, standard)
+    scores = test_scores(classifier, Rows([splits.test], standard=Standard.none(num_features), device=device))
+    per_epoch = 1 if settings.optimizer == "lbfgs" else -(-rows.num_rows // settings.batch_size)
+    result = {
+        "test_top1": scores.top1,
+        "test_top5": scores.top5,
+        "test_class_mean": scores.class_mean,
+        "chosen_lr": best.cell.lr,
+        "chosen_weight_decay": best.cell.weight_decay,
+        "chosen_epochs": best.cell.epochs,
+        "holdout_top1": best.score.top1,
+        "steps": best.cell.epochs * per_epoch,
+        "cells": [shown_cell(each) for each in judged],
+    }
+    return Verdict(judged, best, classifier, result)
 
 
-def train_heads(
-    features: Tensor, labels: Tensor, *, lrs: tuple[float, ...], settings: ProbeSettings, num_classes: int
-) -> Tensor:
-    """(G, D + 1, K) weights, bias last, one head per learning rate, all in one pass with AdamW and a cosine."""
-    heads = [torch.zeros(features.shape[1] + 1, num_classes, requires_grad=True) for _ in lrs]
-    groups = [{"params": [head], "lr": lr} for head, lr in zip(heads, lrs, strict=True)]
-    optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
-    rows = with_bias(features)
-    generator = torch.Generator().manual_seed(settings.seed)
-    steps = settings.epochs * -(-len(rows) // settings.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with progress("linear heads", total=settings.epochs, unit="epochs") as line:
-        for _ in range(settings.epochs):
-            for chosen in torch.split(torch.randperm(len(rows), generator=generator), settings.batch_size):
-                logits_GBK = torch.einsum("bd,gdk->gbk", rows[chosen], torch.stack(heads))
-                target = labels[chosen].expand(len(heads), -1).flatten()
-                loss = cross_entropy(logits_GBK.flatten(0, 1), target) * len(heads)
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
-                optimizer.step()
-                schedule.step()
-            line.advance()
-    return torch.stack(heads).detach()
+def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
+    """The numbers of the kept and of the held-out samples of the training split; with a holdout split, all of each."""
+    if settings.holdout_split is not None:
+        return None, None
+    key = int(hash64(_HOLDOUT, settings.seed))
+    shuffled = torch.from_numpy(permute(np.arange(num_samples), size=num_samples, key=key))
+    cut = min(num_samples - 1, max(1, round(num_samples * settings.holdout_share)))
+    return shuffled[cut:].sort().values, shuffled[:cut].sort().values
 
 
-def accuracies(heads_GDK: Tensor, features: Tensor, labels: Tensor) -> list[float]:
-    logits_GBK = torch.einsum("bd,gdk->gbk", with_bias(features), heads_GDK)
-    right: list[float] = (logits_GBK.argmax(dim=-1) == labels).double().mean(dim=1).tolist()
-    return right
+def shown_cell(each: Judged) -> dict[str, float | int | None]:
+    score = each.score
+    return {
+        "lr": each.cell.lr,
+        "weight_decay": each.cell.weight_decay,
+        "epochs": each.cell.epochs,
+        "holdout_top1": score.top1,
+        "holdout_loss": None if each.has_diverged else score.loss,
+    }
 
 
-def with_bias(features: Tensor) -> Tensor:
-    return torch.cat([features, torch.ones(len(features), 1)], dim=1)
+def report(verdict: Verdict, settings: ProbeSettings, tracker: Tracker) -> None:
+    best, result = verdict.best.cell, verdict.result
+    print_grid(verdict.judged, best, console())
+    for hint in edges(best, settings):
+        print(hint)
+    for number, each in enumerate(verdict.judged):
+        values = shown_cell(each)
+        tracker.metrics(
+            {f"probe/{name}": float(value) for name, value in values.items() if value is not None}, step=number
+        )
+    scores = {name: value for name, value in result.items() if name != "cells"}
+    tracker.metrics({f"probe/{name}": float(value) for name, value in scores.items()}, step=len(verdict.judged))
+    facts = f"{Path(settings.run_dir).name}: best {verdict.best.score.top1:.1%} at lr {best.lr:g}, decay {best.weight_decay:g}"
+    if len(settings.epochs) > 1:
+        facts += f", {best.epochs} epochs"
+    tracker.picture("probe/grid", lambda: draw_grid(verdict.judged, best, facts=facts), step=0)

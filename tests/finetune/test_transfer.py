@@ -1,14 +1,11 @@
-"""Probe and tune from a real pretraining checkpoint: exact on any number of ranks, equal to plain computations."""
+"""Tune from a real pretraining checkpoint: exact on any number of ranks, resumed = uninterrupted."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_prep.__main__ import main as data_prep
-from finetune.probing.config import ProbeSettings
-from finetune.probing.probe import accuracies, choose_and_test, train_heads, with_bias
 from pretrain.card import list_checkpoints, read_card
 from pretrain.checkpoint import load_weights
 from tests.conftest import Command
@@ -89,55 +86,3 @@ def test_an_interrupted_tuning_ends_at_the_same_bits(command: Command, tune_conf
     assert "going on from step-00000018" in resumed.stdout
     one, two = final_state(tmp_path / "straight"), final_state(tmp_path / "again")
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_probe_runs_on_two_ranks_and_on_pixels(
-    command: Command, pretrained: Path, other_shapes: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "probe.yaml"
-    config.write_text(f"pretrained: {pretrained}\ndataset: {other_shapes}\ntracking: {{enabled: false}}\nepochs: 5\n")
-    results = {}
-    for name, words in (("one", []), ("two", ["--ranks", "2"]), ("pixels", ["pretrained=null"])):
-        done = command("finetune", "probe", str(config), f"run_dir={tmp_path}/{name}", *words)
-        assert done.returncode == 0, done.stderr
-        results[name] = json.loads((tmp_path / name / "result.json").read_text())
-    assert results["one"] == pytest.approx(results["two"])
-    assert 0 <= results["pixels"]["test_top1"] <= 1
-
-
-def probe_settings(**changes: object) -> ProbeSettings:
-    return ProbeSettings.model_validate(
-        {"run_dir": "r", "dataset": "d", "lrs": (1e-3, 1e-2), "epochs": 20} | changes, strict=False
-    )
-
-
-def blobs(count: int, *, seed: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Well separated clusters, the same for every seed."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, 6, generator=torch.Generator().manual_seed(0)) * 3
-    labels = torch.randint(0, classes, (count,), generator=generator)
-    return centres[labels] + torch.randn(count, 6, generator=generator), labels
-
-
-def test_heads_of_a_grid_are_the_heads_trained_alone() -> None:
-    features, labels = blobs(100, seed=1)
-    settings = probe_settings()
-    together = train_heads(features, labels, lrs=(1e-3, 1e-2), settings=settings, num_classes=3)
-    for number, lr in enumerate((1e-3, 1e-2)):
-        alone = train_heads(features, labels, lrs=(lr,), settings=settings, num_classes=3)
-        torch.testing.assert_close(together[number], alone[0], rtol=1e-4, atol=1e-6)
-
-
-def test_a_probe_learns_what_is_there_and_nothing_from_shuffled_labels() -> None:
-    train, test = blobs(300, seed=1), blobs(300, seed=2)
-    assert choose_and_test(train, test, settings=probe_settings(), num_classes=3)["test_top1"] > 0.95
-    sham = (train[0], train[1][torch.randperm(300, generator=torch.Generator().manual_seed(3))])
-    assert choose_and_test(sham, test, settings=probe_settings(), num_classes=3)["test_top1"] < 0.6
-
-
-def test_accuracy_is_counted_by_hand() -> None:
-    heads = torch.zeros(1, 3, 2)
-    heads[0, 0] = torch.tensor([-1.0, 1.0])  # class 1 where the first feature is positive
-    features = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [2.0, 0.0]])
-    assert with_bias(features).shape == (3, 3)
-    assert accuracies(heads, features, torch.tensor([1, 1, 1])) == [pytest.approx(2 / 3)]

@@ -84,7 +84,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
             pretrained=str(out),
             dataset=str(other_shapes),
             tracking=silent,
-            epochs=2,
+            epochs=(2,),
         ),
         world,
     )

@@ -1,0 +1,261 @@
+"""What does a linear probe cost, against the public way, and a grid of 25 cells against one? All in one process, in turn.
+
+    .venv/bin/python benchmarks/transfer_probe.py [--quick]
+
+B-6/Wi-256 with random weights on synthetic pictures of 64 px, LION, batches of 256, 50 epochs, as many threads as
+OMP_NUM_THREADS says (all cores; 1 is fairer where others use them, too).
+  (a) the public way    every epoch: normalise the pictures (in memory: no loader), backbone forward, one nn.Linear with autograd
+      ours              features once, from shards through a file that is synced and hashed; then heads (one cell)
+      Same order, schedule and head: both accuracies are printed.
+  (b) one cell, 25      5 learning rates x 5 decays, heads of 10 and of 100 classes; the price has the features in it, of the plain
+      pictures or of 50 augmented views (the paper's protocol; computed: 50 times the time of the plain ones)
+  (c) matrix products   what the steps of (b) reach of the rate of their two products alone, on tensors made beforehand
+"""
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from frame import DATA, arguments, commit, machine
+from rich.console import Console
+from rich.table import Table as Shown
+from torch import Tensor
+
+from data_prep.__main__ import main as data_prep
+from data_prep.manifest import load_manifest
+from finetune.backbone import open_backbone
+from finetune.probing.config import ProbeSettings
+from finetune.probing.features import FeatureMaker, Table
+from finetune.probing.grid import cells_of
+from finetune.probing.heads import Cell, judge, order_of, train_heads
+from finetune.probing.rows import Rows, Standard, filled_width
+from pretrain.card import ModelCard
+from pretrain.folder import save_folder
+from pretrain.models.build import build_model, pooled_features
+from pretrain.models.spec import MlpSpec
+from pretrain.optim.lion import Lion
+from pretrain.schedule import Schedule
+from pretrain.shards import open_split
+from pretrain.world import World
+
+EPOCHS, BATCH, LR, VIEWS, CLASSES = 50, 256, 1e-3, 50, 48
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Bench:
+    settings: ProbeSettings
+    maker: FeatureMaker
+
+    def features(self, split: str = "train") -> Table:
+        return self.maker.tables(split, [None])[0]
+
+    def features_anew(self) -> Table:
+        shutil.rmtree(self.settings.features_place, ignore_errors=True)
+        return self.features()
+
+    def rows(self, table: Table, *, num_classes: int) -> Rows:
+        table = Table(table.features_ND, table.labels_N % num_classes)
+        return Rows([table], standard=Standard.none(table.features_ND.shape[1]), device=CPU)
+
+    def heads(self, table: Table, cells: list[Cell], *, num_classes: int) -> Tensor:
+        return train_heads(
+            self.rows(table, num_classes=num_classes), cells, settings=self.settings, num_classes=num_classes
+        )
+
+
+def prepare(place: Path, *, per_class: int) -> Bench:
+    dataset = DATA / f"probe-{per_class}"
+    if not (dataset / "manifest.json").exists():
+        source = [
+            f"num_classes={CLASSES}",
+            "class_set=a",
+            f"num_train_per_class={per_class}",
+            "num_val_per_class=10",
+            "image_size=64",
+        ]
+        words = [
+            "build",
+            "--source",
+            "synthetic",
+            "--out",
+            str(dataset),
+            "image_size=64",
+            *(f"source.{w}" for w in source),
+        ]
+        assert data_prep(words) == 0
+    manifest, spec = load_manifest(dataset), MlpSpec(kind="mlp", depth=6, width=256)
+    card = ModelCard(
+        model=spec,
+        image_size=64,
+        classes=manifest.classes,
+        channel_mean=manifest.channel_mean,
+        channel_std=manifest.channel_std,
+        dataset=manifest.name,
+    )
+    folder = place / "backbone"
+    save_folder(folder, card=card, weights=build_model(spec, num_classes=CLASSES, image_size=64, seed=0).state_dict())
+    settings = ProbeSettings(
+        run_dir=str(place / "run"),
+        pretrained=str(folder),
+        dataset=str(dataset),
+        batch_size=BATCH,
+        epochs=(EPOCHS,),
+        standardise=False,
+    )
+    world = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
+    backbone = open_backbone(settings.pretrained, manifest, image_size=None, device=CPU)
+    return Bench(settings, FeatureMaker(settings, manifest, backbone, world, CPU))
+
+
+class PublicWay:
+    """Paper B's protocol as its paper tells it, with pictures that lie in memory already."""
+
+    def __init__(self, bench: Bench):
+        manifest, backbone = bench.maker.manifest, bench.maker.backbone
+        assert backbone.model is not None
+        self.model, self.settings = backbone.model, bench.settings
+        reader = open_split(bench.settings.dataset, manifest, "train")
+        self.images, self.labels = reader.images(np.arange(reader.num_samples)), torch.from_numpy(reader.labels)
+        self.mean, self.std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in backbone.normalisation)
+        self.head = torch.nn.Linear(self.model.num_features, len(manifest.classes))
+        for parameter in self.head.parameters():
+            torch.nn.init.zeros_(parameter)
+        self.optimizer = Lion(self.head.parameters(), lr=LR, betas=(0.9, 0.99))
+        self.steps_per_epoch, self.epoch = math.ceil(len(self.labels) / BATCH), 0
+        self.schedule = Schedule("cosine", LR, 0.0, 0, EPOCHS * self.steps_per_epoch)
+
+    def run_epoch(self) -> None:
+        order = torch.from_numpy(order_of(len(self.labels), seed=self.settings.seed, epoch=self.epoch))
+        for number, chosen in enumerate(torch.split(order, BATCH)):
+            images = (self.images[chosen].permute(0, 3, 1, 2).float() - self.mean) / self.std
+            with torch.no_grad():
+                features = pooled_features(self.model, images)
+            self.optimizer.param_groups[0]["lr"] = self.schedule.lr(self.epoch * self.steps_per_epoch + number)
+            self.optimizer.zero_grad()
+            torch.autograd.backward(torch.nn.functional.cross_entropy(self.head(features), self.labels[chosen]))
+            self.optimizer.step()
+        self.epoch += 1
+
+    def as_heads(self) -> Tensor:
+        head = torch.zeros(1, filled_width(self.head.in_features), self.head.out_features)
+        head[0, : self.head.in_features] = self.head.weight.detach().T
+        head[0, self.head.in_features] = self.head.bias.detach()
+        return head
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def against_the_public_way(bench: Bench, *, rounds: int) -> float:
+    """(a); returns the seconds of the features."""
+    cell, public = Cell(LR, 0.0, EPOCHS), PublicWay(bench)
+    table, found = bench.features_anew(), {"features": [], "heads": [], "public": []}
+    bench.heads(table, [Cell(LR, 0.0, 1)], num_classes=CLASSES)
+    for _ in range(rounds):
+        found["features"].append(seconds(bench.features_anew))
+        found["heads"].append(seconds(lambda: bench.heads(table, [cell], num_classes=CLASSES)))
+        found["public"].append(statistics.mean(seconds(public.run_epoch) for _ in range(EPOCHS // rounds)))
+    while public.epoch < EPOCHS:
+        public.run_epoch()
+    ratios = [
+        epoch / ((features + heads) / EPOCHS)
+        for features, heads, epoch in zip(found["features"], found["heads"], found["public"], strict=True)
+    ]
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    test = bench.rows(bench.features("val"), num_classes=CLASSES)
+    scores = [judge(test, head)[0] for head in (public.as_heads(), bench.heads(table, [cell], num_classes=CLASSES))]
+    print(
+        f"\n(a) {len(table.labels_N):,} pictures, {EPOCHS} epochs, {CLASSES} classes, seconds (medians of {rounds} rounds)"
+    )
+    print(
+        f"    public way: {middle['public']:.3f} an epoch; test top-1 {scores[0].top1:.2%}, loss {scores[0].loss:.4f}"
+    )
+    ours = (middle["features"] + middle["heads"]) / EPOCHS
+    print(f"    ours: {ours:.4f} an epoch, all in; test top-1 {scores[1].top1:.2%}, loss {scores[1].loss:.4f}")
+    print(f"    of it features once {middle['features']:.2f}, heads {middle['heads']:.2f} for all epochs")
+    print(
+        f"    ours is {statistics.median(ratios):.1f} x as fast per epoch (rounds {', '.join(f'{r:.1f}' for r in ratios)})"
+    )
+    return middle["features"]
+
+
+def product_rate(rows: int, inputs: int, outputs: int) -> float:
+    """FLOP/s of a head's two products."""
+    x_BE, weights_EC, errors_BC = torch.randn(rows, inputs), torch.randn(inputs, outputs), torch.randn(rows, outputs)
+    logits_BC, gradient_EC = torch.empty(rows, outputs), torch.empty(inputs, outputs)
+    count, began_s = 0, time.perf_counter()
+    while time.perf_counter() - began_s < 0.5:
+        torch.mm(x_BE, weights_EC, out=logits_BC)
+        torch.mm(x_BE.T, errors_BC, out=gradient_EC)
+        count += 1
+    return count * 4 * rows * inputs * outputs / (time.perf_counter() - began_s)
+
+
+def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
+    """(b) and (c)."""
+    table, grid = bench.features(), cells_of(bench.settings)
+    assert len(grid) == 25
+    columns = (
+        "classes",
+        "1 cell: heads s",
+        "25 cells: heads s",
+        "25 : 1, all in",
+        "with 50 views",
+        "of products, 1",
+        "of products, 25",
+    )
+    shown = Shown(
+        title=f"(b), (c): features {features_s:.2f} s, of 50 views {VIEWS * features_s:.0f} s",
+        title_justify="left",
+        box=None,
+    )
+    for column in columns:
+        shown.add_column(column, justify="right")
+    width, num_rows = filled_width(table.features_ND.shape[1]), len(table.labels_N)
+    for num_classes in (10, 100):
+        times: dict[int, list[float]] = {1: [], 25: []}
+        shares: dict[int, list[float]] = {1: [], 25: []}
+        for _ in range(rounds):
+            for size in (1, 25):
+                took = seconds(lambda n=size, k=num_classes: bench.heads(table, grid[:n], num_classes=k))
+                flops = EPOCHS * num_rows * 4 * width * size * num_classes
+                times[size].append(took)
+                shares[size].append(flops / took / product_rate(BATCH, width, size * num_classes))
+
+        def price(features: float, taken: dict[int, list[float]] = times) -> str:
+            both = zip(taken[1], taken[25], strict=True)
+            return f"{statistics.median((features + many) / (features + one) for one, many in both):.2f} x"
+
+        shown.add_row(
+            str(num_classes),
+            *(f"{statistics.median(times[size]):.2f}" for size in (1, 25)),
+            price(features_s),
+            price(VIEWS * features_s),
+            *(f"{statistics.median(shares[size]):.0%}" for size in (1, 25)),
+        )
+    print()
+    Console(width=130).print(shown)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    with tempfile.TemporaryDirectory() as place:
+        bench = prepare(Path(place), per_class=80 if options.quick else 320)
+        features_s = against_the_public_way(bench, rounds=2 if options.quick else 5)
+        grid_against_one(bench, features_s, rounds=1 if options.quick else 3)
+    print(f"{machine()}, commit {commit()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The grid of a probe: its cells, shared among ranks; what each is worth on held-out samples; which is best. G cells."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_prep.settings import UserError
+from finetune.probing.config import ProbeSettings
+from finetune.probing.heads import Cell, Score, judge, train_heads
+from finetune.probing.lbfgs import minimise
+from finetune.probing.rows import Rows
+from pretrain.collectives import all_sum
+from pretrain.world import World
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A cell and its score on the held-out samples."""
+
+    cell: Cell
+    score: Score
+
+    @property
+    def has_diverged(self) -> bool:
+        return not math.isfinite(self.score.loss)
+
+
+def cells_of(settings: ProbeSettings) -> list[Cell]:
+    return [Cell(*values) for values in itertools.product(settings.lrs, settings.weight_decays, settings.epochs)]
+
+
+def heads_of(rows: Rows, cells: list[Cell], *, settings: ProbeSettings, num_classes: int) -> Tensor:
+    """(G, E, K), by the optimizer of the settings."""
+    if settings.optimizer != "lbfgs":
+        return train_heads(rows, cells, settings=settings, num_classes=num_classes)
+    heads, have_converged = minimise(rows, cells, tolerance=settings.tolerance, num_classes=num_classes)
+    for cell, has_converged in zip(cells, have_converged, strict=True):
+        if not has_converged:
+            words = f"weight decay {cell.weight_decay:g}: not at {settings.tolerance:g} after {cell.epochs} passes"
+            print(f"lbfgs, {words}; more epochs, or a larger tolerance, or a larger decay would end it")
+    return heads
+
+
+def judged_cells(
+    train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World
+) -> tuple[list[Judged], dict[Cell, Tensor]]:
+    """All cells with their scores, known to every rank, and the heads of this rank's share (every num_ranks-th cell)."""
+    cells = cells_of(settings)
+    mine = list(range(world.rank, len(cells), world.num_ranks))
+    table = torch.zeros(len(cells), 2, dtype=torch.float64)
+    heads: dict[Cell, Tensor] = {}
+    if mine:
+        own = heads_of(train, [cells[number] for number in mine], settings=settings, num_classes=num_classes)
+        for number, head, score in zip(mine, own, judge(held, own), strict=True):
+            heads[cells[number]] = head
+            table[number] = torch.tensor([score.top1, score.loss], dtype=torch.float64)
+    known = all_sum(table.to(train.device)).tolist()
+    return [Judged(cell, Score(*row)) for cell, row in zip(cells, known, strict=True)], heads
+
+
+def best_of(judged: list[Judged]) -> Judged:
+    """The highest held-out accuracy; of equals the smallest learning rate, then the shortest, then the largest decay."""
+    usable = [each for each in judged if not each.has_diverged]
+    if not usable:
+        raise UserError(
+            f"lrs: all {len(judged)} cells have diverged, down to {judged[0].cell.lr:g}; choose smaller ones"
+        )
+
+    def rank(each: Judged) -> tuple[float, ...]:
+        return -each.score.top1, each.cell.lr, each.cell.epochs, -each.cell.weight_decay
+
+    return min(usable, key=rank)
+
+
+def edges(best: Cell, settings: ProbeSettings) -> list[str]:
+    """Where the best cell lies on the edge of the grid: a better one may lie beyond."""
+    hints = []
+    for name, value, values in (
+        ("lrs", best.lr, settings.lrs),
+        ("weight_decays", best.weight_decay, settings.weight_decays),
+        ("epochs", best.epochs, settings.epochs),
+    ):
+        if len(values) > 1 and value == max(values):
+            hints.append(f"{name}: the best, {value:g}, is the largest; try larger ones, too")
+        elif len(values) > 1 and value == min(values) and value > 0:
+            hints.append(f"{name}: the best, {value:g}, is the smallest; try smaller ones, too")
+    return hints

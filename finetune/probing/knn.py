@@ -1,0 +1,97 @@
+"""`finetune knn`: what the nearest training pictures say of each test picture, from the features that a probe uses, too.
+
+Each rank judges a range of the test split; sums are reduced at the end.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_prep.manifest import load_manifest
+from data_prep.progress import progress
+from finetune.accelerator import start_accelerator
+from finetune.backbone import open_backbone
+from finetune.probing.config import KnnSettings
+from finetune.probing.features import FeatureMaker, Table
+from finetune.probing.nearest import answers, neighbours_of, unit_rows
+from finetune.recording import recorded
+from pretrain.collectives import all_sum
+from pretrain.page import target_of
+from pretrain.run import save_result
+from pretrain.world import World
+
+QUERIES = 1024
+"""Test rows at a time."""
+
+
+def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:
+    """The result, on the first rank."""
+    accelerator = start_accelerator(world)
+    manifest = load_manifest(settings.dataset)
+    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=accelerator.device)
+    run_dir = Path(settings.run_dir)
+    with recorded(
+        settings,
+        run_dir=run_dir,
+        tracking=settings.tracking,
+        world=world,
+        manifest=manifest,
+        weights=backbone.weights,
+        tags={"task": "knn"},
+    ) as tracker:
+        maker = FeatureMaker(settings, manifest, backbone, world, accelerator.device)
+        train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
+        num_classes = len(manifest.classes)
+        top1 = accuracies(
+            train, test, settings=settings, num_classes=num_classes, world=world, device=accelerator.device
+        )
+        if not world.is_first:
+            return None
+        result: dict[str, Any] = {f"top1_k{count}": value for count, value in sorted(top1.items())}
+        tracker.metrics({f"knn/{name}": value for name, value in result.items()}, step=0)
+        if backbone.weights is not None:
+            told = {f"knn/{name}": value for name, value in result.items()}
+            backbone.weights.tell(tracker, told, target=target_of(manifest))
+        # the best of them would be a choice on the test split
+        save_result(run_dir, result | {"test_top1": top1[settings.neighbours[0]], "k": settings.neighbours[0]})
+        return result
+
+
+def accuracies(
+    train: Table, test: Table, *, settings: KnnSettings, num_classes: int, world: World, device: torch.device
+) -> dict[int, float]:
+    """k -> top-1 on the whole test split."""
+    counts, size = sorted(settings.neighbours), len(test.labels_N)
+    first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
+    part_size = max(counts[-1], settings.chunk_mb * 1_000_000 // (4 * min(QUERIES, size)))
+    placed_ND = _placed(train.features_ND, device)
+    train_labels_T = train.labels_N.to(device)
+    right = torch.zeros(len(counts), dtype=torch.float64, device=device)
+    with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
+        for start in range(first, end, QUERIES):
+            mine = slice(start, min(end, start + QUERIES))
+            (queries_QD,) = unit_rows(test.features_ND[mine], size=QUERIES, device=device)
+            parts = unit_rows(placed_ND, size=part_size, device=device)
+            similarities, places = neighbours_of(queries_QD, parts, count=counts[-1])
+            found = answers(
+                similarities,
+                train_labels_T[places],
+                counts=counts,
+                num_classes=num_classes,
+                weights=settings.weights,
+                temperature=settings.temperature,
+            )
+            labels_Q = test.labels_N[mine].to(device)
+            right += torch.stack([(found[count] == labels_Q).sum() for count in counts])
+            line.advance(len(labels_Q))
+    shares = (all_sum(right) / size).tolist()
+    return dict(zip(counts, shares, strict=True))
+
+
+def _placed(features_ND: Tensor, device: torch.device) -> Tensor:
+    """On the GPU where it takes less than half of what is free; else it stays in its file and is copied chunk by chunk."""
+    if device.type != "cuda" or features_ND.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        return features_ND
+    return features_ND.to(device)

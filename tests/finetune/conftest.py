@@ -1,0 +1,64 @@
+"""What probing is tested on: a frozen network with fixed random weights, over the tiny datasets."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.manifest import load_manifest
+from finetune.backbone import Backbone, open_backbone
+from finetune.probing.config import ProbeSettings
+from finetune.probing.features import FeatureMaker, Views
+from pretrain.augment.settings import AugmentSettings
+from pretrain.card import ModelCard
+from pretrain.folder import save_folder
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.world import World
+
+ALONE = World(rank=0, local_rank=0, num_ranks=1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def backbone_folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder of a B-1/Wi-24 with random weights, of the 8 classes of `shapes`."""
+    manifest, spec = load_manifest(shapes), MlpSpec(kind="mlp", depth=1, width=24, expansion=2)
+    card = ModelCard(
+        model=spec,
+        image_size=16,
+        classes=manifest.classes,
+        channel_mean=manifest.channel_mean,
+        channel_std=manifest.channel_std,
+        dataset=manifest.name,
+        run_key="0" * 32,
+    )
+    folder = tmp_path_factory.mktemp("backbone") / "folder"
+    model = build_model(spec, num_classes=len(manifest.classes), image_size=16, seed=1)
+    save_folder(folder, card=card, weights=model.state_dict())
+    return folder
+
+
+def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
+    """`changes`: other fields of the backbone."""
+    manifest = load_manifest(settings.dataset)
+    backbone: Backbone = open_backbone(settings.pretrained, manifest, image_size=None, device=CPU)
+    views = Views(settings.augment, settings.seed) if settings.augment else None
+    return FeatureMaker(settings, manifest, replace(backbone, **changes), world, CPU, views)
+
+
+def feature_settings(dataset: Path, place: Path, pretrained: Path | None, **changes: Any) -> ProbeSettings:
+    tree = {
+        "run_dir": str(place / "run"),
+        "dataset": str(dataset),
+        "pretrained": str(pretrained) if pretrained else None,
+        "features_dir": str(place / "features"),
+        "feature_batch_size": 8,
+        "tracking": {"enabled": False},
+    }
+    return ProbeSettings.model_validate(tree | changes, strict=False)
+
+
+CROPS = AugmentSettings(crop_scale=(0.5, 1.0))
