@@ -73,13 +73,11 @@ class ProbeSettings(FeatureSettings):
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
-    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = Field(_GRIDS["lion"]["lrs"], min_length=1)
+    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["lrs"]
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
     on held-out samples is kept. Left out, the three lists fit the optimizer."""
-    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = Field(
-        _GRIDS["lion"]["weight_decays"], min_length=1
-    )
-    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((50,), min_length=1)
+    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["weight_decays"]
+    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = (50,)
     """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
     batch_size: int = Field(256, ge=1)
     """Of the heads, over all cells; not for lbfgs."""
@@ -115,11 +113,13 @@ class ProbeSettings(FeatureSettings):
     @model_validator(mode="after")
     def _grid_makes_sense(self) -> "ProbeSettings":
         rules = (
-            ("lrs", self.lrs, "learning rate must be above 0", min(self.lrs) > 0),
-            ("weight_decays", self.weight_decays, "decay must be 0 or above", min(self.weight_decays) >= 0),
-            ("epochs", self.epochs, "length must be 1 or above", min(self.epochs) >= 1),
+            ("lrs", self.lrs, "learning rate must be above 0", all(lr > 0 for lr in self.lrs)),
+            ("weight_decays", self.weight_decays, "decay must be 0 or above", all(d >= 0 for d in self.weight_decays)),
+            ("epochs", self.epochs, "length must be 1 or above", all(count >= 1 for count in self.epochs)),
         )
         for name, values, words, is_good in rules:
+            if not values:
+                raise ValueError(f"{name}: [] has the wrong number of entries; name one at least")
             if not is_good:
                 raise ValueError(f"{name}: {list(values)} will not do; every {words}")
             if len(set(values)) < len(values):
@@ -169,6 +169,8 @@ class KnnSettings(FeatureSettings):
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
-        if min(self.neighbours) < 1 or len(set(self.neighbours)) < len(self.neighbours):
-            raise ValueError(f"neighbours: {list(self.neighbours)} will not do; each number once, from 1 on")
+        if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
+            raise ValueError(
+                f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on"
+            )
         return self

@@ -18,6 +18,7 @@ from finetune.judging.config import EvaluateSettings
 from finetune.judging.evaluate import evaluate_checkpoint
 from finetune.probing.apart import check_apart
 from finetune.probing.cache import Writing
+from finetune.probing.classifier import Classifier
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import Table
 from finetune.probing.grid import Judged, best_of, cells_of, edges
@@ -168,6 +169,14 @@ def test_a_head_is_judged_as_by_hand() -> None:
         logits = standardised(table) @ head[:FEATURES] + head[FEATURES]
         assert score.top1 == pytest.approx(float((logits.argmax(1) == table.labels_N).double().mean()))
         assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, table.labels_N)), rel=1e-5)
+
+
+def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
+    table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
+    folded = Classifier.of(head, Standard.of(table.features_ND))
+    expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
+    found = table.features_ND @ folded.weight_KD.T + folded.bias_K
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def verdict_of(splits: Splits, **changes: Any) -> dict[str, Any]:
