@@ -3,14 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import sklearn.metrics as sk
 import torch
-import yaml
 from torch import Tensor
 
 from analysis.collect import collect
@@ -19,50 +17,26 @@ from data_prep.building.merge import write_annotation
 from data_prep.manifest import load_manifest
 from finetune.__main__ import main
 from finetune.judging import answering
-from finetune.judging.config import EvaluateSettings
 from finetune.judging.evaluate import evaluate_checkpoint
 from finetune.judging.place import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.card import ModelCard, read_card
-from pretrain.checkpoint import load_weights
-from pretrain.config import TrackingSettings
+from pretrain.card import read_card
 from pretrain.evaluate import evaluate
-from pretrain.folder import load_folder, save_folder
+from pretrain.folder import load_folder
 from pretrain.loader import Batch
-from pretrain.models.build import build_model
-from pretrain.models.spec import MlpSpec
 from pretrain.shards import Places, ShardReader, Unreadable, open_split
-from pretrain.tracker import Tracker
 from pretrain.world import World
 from tests.conftest import Command
 from tests.data_prep.test_verify import change_manifest
+from tests.finetune.judging import ALONE, MEAN, STD, judge, plain_logits, predictions, settings_of, write_folder
 from tests.ranks import run_ranks
 from tests.training import finish, start, write_config
-
-ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
-MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
 
 
 @pytest.fixture(scope="module")
 def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights that know nothing, yet are of very different opinions."""
-    spec, classes = MlpSpec(kind="mlp", depth=1, width=12), load_manifest(shapes).classes
-    torch.manual_seed(0)
-    model = build_model(spec, num_classes=len(classes), image_size=16)
-    weights = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
-    card = ModelCard(
-        model=spec,
-        image_size=16,
-        classes=classes,
-        channel_mean=MEAN,
-        channel_std=STD,
-        dataset="none",
-        manifest_hash="0",
-    )
-    path = tmp_path_factory.mktemp("weights") / "folder"
-    save_folder(path, card=card, weights=weights)
-    return path
+    return write_folder(tmp_path_factory.mktemp("weights") / "folder", shapes)
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +52,6 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
     monkeypatch.setattr("finetune.judging.evaluate._draw", lambda *unused: None)
-
-
-def settings_of(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> EvaluateSettings:
-    base = {"pretrained": str(pretrained), "dataset": str(dataset), "run_dir": str(run_dir) if run_dir else None}
-    return EvaluateSettings.model_validate(base | {"tracking": TrackingSettings(enabled=False)} | changes, strict=False)
-
-
-def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> dict[str, Any]:
-    result = evaluate_checkpoint(settings_of(pretrained, dataset, run_dir, **changes), ALONE)
-    assert result is not None
-    return result
-
-
-def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
-    """(logits, labels) of the whole validation split at once, normalised by hand."""
-    card, weights = load_weights(checkpoint)
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
-    model.load_state_dict(weights)
-    reader = open_split(dataset, load_manifest(dataset), "val")
-    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
-    with torch.no_grad():
-        return model((images - mean) / std), reader.labels
-
-
-def predictions(run_dir: Path) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = pq.read_table(run_dir / "predictions.parquet").to_pydict()
-    return columns
 
 
 def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
@@ -244,23 +190,6 @@ def test_the_command_prints_its_result_and_then_the_stored_one(command: Command,
     assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*")) == before
 
 
-def test_other_settings_have_another_directory(folder: Path, shapes: Path, other_shapes: Path) -> None:
-    variants: list[dict[str, Any]] = [
-        {},
-        {"views": 2},
-        {"views": 3},
-        {"views": 2, "seed": 1},
-        {"views": 2, "include_plain": True},
-        {"views": 2, "augment": {"crop_scale": [0.5, 1.0]}},
-        {"split": "train"},
-        {"precision": "bf16"},
-    ]
-    places = {Evaluation.of(settings_of(folder, shapes, None, **changes)).run_dir for changes in variants}
-    assert len(places) == len(variants)
-    same = Evaluation.of(settings_of(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
-    assert same == Evaluation.of(settings_of(folder, shapes, None)).run_dir
-
-
 def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(shapes, tmp_path / "shapes"))
     tops = plain_logits(folder, shapes)[0].argmax(dim=1).numpy()
@@ -328,24 +257,6 @@ def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
     draw(runs[1:], tmp_path / "evaluations.png")
 
 
-def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[str] = []
-
-    def interrupted(*unused: object, **named: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr("finetune.judging.evaluate.save_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            judge(folder, shapes, tmp_path / "run")
-    assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
-    assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
-    assert not list((tmp_path / "run").glob(".tmp-*"))
-
-
 def test_training_pictures_are_warned_of_and_other_results_kept(
     mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,38 +270,3 @@ def test_training_pictures_are_warned_of_and_other_results_kept(
     assert said.startswith(f"finetune: run_dir: {tmp_path}/run holds other results (of shapes-a, train); name another")
     assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
     assert Evaluation.of(settings_of(folder, shapes, None, split="train")).warning() is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["split=test"], "has no split 'test'; "),
-        (["views=2", "augment.mixup_alpha=0.8"], "augment.mixup_alpha: 0.8 will not do (MixUp mixes two pictures"),
-        (["include_plain=true"], "include_plain: true, but views is 0"),
-        (["augment.flip_probability=0"], "augment: is set, but views is 0"),
-        (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
-        (["dataset=OTHER"], "has other classes than the checkpoint (8 classes against 5); probe or tune on it first"),
-        (["pretrained=/nowhere"], "/nowhere: holds no checkpoint; give a run directory"),
-        (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
-        (["viewss=3"], "did you mean"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_heavy(
-    folder: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    words: list[str], message: str,
-) -> None:  # fmt: skip
-    cut = Path(shutil.copytree(folder, tmp_path / "cut"))
-    (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-10])
-    words = [word.replace("OTHER", str(other_shapes)).replace("CUT", str(cut)) for word in words]
-    assert main(["evaluate", str(folder), str(shapes), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.startswith("finetune: ") and said.count("\n") == 1
-    assert not (folder.parent / "folder-evaluations").exists()
-
-
-def test_the_settings_that_are_shown_can_be_read_again(
-    folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(folder), str(shapes), "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
-    shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
-    assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)

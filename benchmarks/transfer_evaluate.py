@@ -1,0 +1,176 @@
+"""How fast is `finetune evaluate`, against its own limits? All in one process, one round after the other.
+
+    .venv/bin/python benchmarks/transfer_evaluate.py [--quick]
+
+Three cases: raw pictures and a large model (the matrix products are the limit), raw pictures and a small one, and JPEGs and a small
+one (the loader's threads decode). Contestants, each over the whole split; a unit is a forward pass of one picture:
+  evaluate            loader, normalisation, forward pass, softmax, the row of every picture: what `finetune evaluate` does
+  loader alone        the same batches as stored, and nothing done with them
+  loader, normalised  the same as the model is fed them
+  forward alone       one prepared batch again and again
+  V views, one pass   test-time augmentation as `finetune evaluate views=V` does it: each picture read and decoded once
+  V passes            the same views, each of them a pass over the disk of its own
+On a GPU the numbers are of that GPU, in bf16; on a CPU loader and model share the cores, so the limit of both together is the
+harmonic sum of the two, printed as such.
+"""
+
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from frame import DATA, arguments, rates, ratio, report
+from torch import Tensor
+
+from data_prep.__main__ import main as data_prep
+from data_prep.manifest import load_manifest
+from finetune.judging.answering import Views, answer
+from finetune.judging.config import ViewSettings
+from finetune.whole_split import batches_of
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.models.build import build_model
+from pretrain.models.presets import spec_of
+from pretrain.models.spec import MlpSpec
+from pretrain.shards import ShardReader, open_split
+from pretrain.world import World, read_world
+
+IMAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    encoding: str
+    spec: MlpSpec
+    per_class: int
+    batch: int
+    views: int
+
+
+def cases(*, on_gpu: bool, quick: bool) -> list[Case]:
+    small = MlpSpec(kind="mlp", depth=1, width=64)
+    if on_gpu:
+        large = spec_of("mlp_b12_wi1024")
+        assert isinstance(large, MlpSpec)
+        shape = {"per_class": 400 if quick else 1000, "batch": 2048, "views": 20}
+    else:
+        large = MlpSpec(kind="mlp", depth=4, width=256) if quick else MlpSpec(kind="mlp", depth=6, width=512)
+        shape = {"per_class": 60 if quick else 200, "batch": 512, "views": 3 if quick else 10}
+    return [Case("raw", large, **shape), Case("raw", small, **shape), Case("jpeg", small, **shape)]
+
+
+class Bench:
+    def __init__(self, case: Case, world: World, device: torch.device):
+        directory = dataset(case)
+        manifest = load_manifest(directory)
+        self.case, self.world, self.device, self.num_classes = case, world, device, len(manifest.classes)
+        self.model = build_model(case.spec, num_classes=self.num_classes, image_size=IMAGE_SIZE).to(device).eval()
+        self.reader: ShardReader = open_split(directory, manifest, "train")
+        self.augmentation = Augmentation(
+            ViewSettings(),
+            seed=0,
+            image_size=IMAGE_SIZE,
+            normalisation=Normalisation(manifest.channel_mean, manifest.channel_std),
+            device=device,
+            dtype=torch.float32,
+        )
+        self.prepared = next(iter(self._batches()))
+        self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
+
+    def _batches(self):  # type: ignore[no-untyped-def]
+        pin = self.device.type == "cuda"
+        return batches_of(self.reader, title="", local_batch_size=self.case.batch, world=self.world, pin=pin)
+
+    def logits(self, images_BCHW: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
+            result: Tensor = self.model(images_BCHW)
+        return result
+
+    def evaluate(self, views: Views) -> float:
+        found = answer(
+            self.logits,
+            self.reader,
+            self.augmentation,
+            views=views,
+            num_classes=self.num_classes,
+            local_batch_size=self.case.batch,
+            world=self.world,
+        )
+        assert found is not None and len(found) == self.reader.num_samples
+        return float(self.reader.num_samples * len(views))
+
+    def loader(self, *, normalised: bool) -> float:
+        for batch in self._batches():
+            if normalised:
+                self.augmentation.plain(batch)
+        self._wait()
+        return float(self.reader.num_samples)
+
+    @torch.no_grad()
+    def forward(self) -> float:
+        count = -(-self.reader.num_samples // self.case.batch)
+        for _ in range(count):
+            self.logits(self.resident)
+        self._wait()
+        return float(count * self.case.batch)
+
+    def passes(self) -> float:
+        return sum(self.evaluate(Views(1, plain=False)) for _ in range(self.case.views))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def dataset(case: Case) -> Path:
+    out = DATA / f"shapes-{IMAGE_SIZE}-{case.per_class}{'' if case.encoding == 'raw' else '-' + case.encoding}"
+    source = [f"source.num_train_per_class={case.per_class}", "source.num_val_per_class=1"]
+    source += [f"source.image_size={IMAGE_SIZE}", f"image_size={IMAGE_SIZE}", f"encoding={case.encoding}"]
+    assert data_prep(["build", "--source", "synthetic", "--out", str(out), *source]) == 0
+    return out
+
+
+def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
+    bench = Bench(case, world, device)
+    one_pass, many = f"{case.views} views, one pass", f"{case.views} passes"
+    contestants: dict[str, Callable[[], float]] = {
+        "evaluate": lambda: bench.evaluate(Views()),
+        "loader alone": lambda: bench.loader(normalised=False),
+        "loader, normalised": lambda: bench.loader(normalised=True),
+        "forward alone": bench.forward,
+        one_pass: lambda: bench.evaluate(Views(case.views, plain=False)),
+        many: bench.passes,
+    }
+    found = rates(contestants, rounds=rounds)
+    both = [
+        ours * (1 / loader + 1 / forward)
+        for ours, loader, forward in zip(
+            found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True
+        )
+    ]
+    where = f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch {case.batch:,}"
+    report(
+        f"{case.spec.label}, {where}, {'bf16' if device.type == 'cuda' else 'fp32'}",
+        found,
+        unit="passes/s",
+        against="evaluate",
+        headline=(
+            f"evaluate: {ratio(found, 'evaluate', 'forward alone'):.1%} of the forward pass alone, "
+            f"{ratio(found, 'evaluate', 'loader alone'):.1%} of the loader alone, {statistics.median(both):.1%} of the two one "
+            f"after the other on the same cores; a view of {case.views}: {ratio(found, one_pass, 'evaluate'):.1%} of a plain "
+            f"pass's rate, {ratio(found, one_pass, many):.2f} times that of {case.views} passes"
+        ),
+    )
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    world = read_world()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for case in cases(on_gpu=device.type == "cuda", quick=options.quick):
+        run(case, world, device, rounds=3 if options.quick else 5)
+
+
+if __name__ == "__main__":
+    main()
