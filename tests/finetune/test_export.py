@@ -66,9 +66,10 @@ def folder_of(spec: AnySpec, path: Path) -> ImageModel:
         origin="scaling_mlps: B_weights, sha256 0, read as chw",
     )
     model = build_model(spec, num_classes=3, image_size=16, seed=1).eval()
-    save_folder(
-        path, card=card, weights={k: v + 0.1 if k.endswith("bias") else v for k, v in model.state_dict().items()}
-    )
+    moved = {"bias": 0.1, "weight": 0.01}  # of a masked matrix also where the mask is 0: nothing may come of it
+    weights = {name: tensor + moved.get(name.rsplit(".", 1)[-1], 0) for name, tensor in model.state_dict().items()}
+    weights |= {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
+    save_folder(path, card=card, weights=weights)
     return load_folder(path)[1].eval()
 
 

@@ -73,6 +73,8 @@ def test_seeds_make_a_mean_and_a_deviation() -> None:
         assert cell(tables, ROW, "CIFAR-10").mean == pytest.approx(93.0)
         assert cell(tables, ROW, "CIFAR-10").std == pytest.approx(3.6056, abs=1e-3)
         assert "93.0 ± 3.6 (n=3) / 93.6 / -0.6" in markdown(tables)
+    alone = tuned("s3", 0.93, seed=3)  # the same recipe, run by itself
+    assert cell(fill(TABLES, [BODY, parent, *below, alone]), ROW, "CIFAR-10").num_seeds == 4
 
 
 def test_ranks_and_paths_make_no_other_recipe_and_what_a_label_hides_makes_another_model() -> None:
