@@ -6,9 +6,12 @@
 4. Model card, record and hashes; then the directory gets its name.
 """
 
+import errno
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,7 +52,7 @@ def export(settings: ExportSettings) -> list[str]:
     results_from = Path(settings.results_from) if settings.results_from is not None else None
     known = provenance_of(source, card, results_from=results_from)
     facts = Facts(card, known, num_parameters(model), sha256, settings)
-    with atomic_directory(out) as directory:
+    with _told_if_full(out), atomic_directory(out) as directory:
         write_json(directory / CONFIG, config_of(card))
         shutil.copyfile(source / MODEL, directory / MODEL)
         if sha256_of(directory / MODEL) != sha256:
@@ -60,6 +63,18 @@ def export(settings: ExportSettings) -> list[str]:
         names = sorted(file.name for file in directory.iterdir())
         write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
     return _told(out, card, known, checks)
+
+
+@contextmanager
+def _told_if_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"out: {out} cannot be written, for the disk is full; free some space, or name another disk (nothing is left there)"
+        ) from None
 
 
 @torch.no_grad()

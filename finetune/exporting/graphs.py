@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,9 @@ def write_pt2(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[
     with _quiet(), _refusing("torch"):
         dynamic = ({0: torch.export.Dim("batch")},)
         program = torch.export.export(module.eval(), (example,), dynamic_shapes=dynamic, strict=False)
-    try:
-        torch.export.save(program, path, extra_files={"metadata.json": json.dumps(metadata)})
-    except RuntimeError as error:  # torch's writer has no other
-        raise UserError(f"{path.name}: cannot be written ({_first_line(error)}); is the disk full?") from None
+    stream = BytesIO()  # torch's own writer ends the process where the disk is full
+    torch.export.save(program, stream, extra_files={"metadata.json": json.dumps(metadata)})
+    path.write_bytes(stream.getbuffer())
 
 
 def answers_of_pt2(path: Path) -> Callable[[Tensor], Tensor]:

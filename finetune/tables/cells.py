@@ -16,8 +16,14 @@ from pretrain.run import MAY_CHANGE
 from pretrain.stored_run import StoredRun
 
 SEEDS = ("seed", "train.seed")
-APART = (*MAY_CHANGE, "run_dir", "pretrained", "tracking", "peak_teraflops", "features_dir", "seeds")
-"""Not of the recipe: `pretrained` is a path, whose own recipe is looked up."""
+APART = (
+    *MAY_CHANGE,
+    *("run_dir", "pretrained", "data.dataset", "dataset", "features_dir", "seeds"),
+    *("tracking", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
+)
+"""Not of the recipe: for paths stand the recipe of the run before and the hash of the manifest; ranks change nothing."""
+USUAL = {"model.norm": "layer", "model.activation": "gelu", "model.expansion": "4.0", "model.dropout": "0.0"}
+"""Of paper B's models, whose labels do not say it."""
 PRETRAINED_ON, PUBLIC_DATA, PUBLIC_LENGTH = "imagenet21k", "imagenet21", "epochs_800"
 METRIC: Mapping[Method, str] = {
     "scratch": "eval/top1",
@@ -152,7 +158,7 @@ def _entries(run: StoredRun, known: Mapping[str, StoredRun]) -> list[Entry]:
         Entry(
             run=run,
             method=method,
-            model=run.tags.get("model", "?") + name.removeprefix(METRIC[method]).replace("_k", ", k = "),
+            model=_model(run, above) + name.removeprefix(METRIC[method]).replace("_k", ", k = "),
             column=_column(run),
             augmented=_is_augmented(training, method),
             epochs=_epochs(training.params.get("train.duration", "")),
@@ -181,6 +187,15 @@ def ancestors(run: StoredRun, known: Mapping[str, StoredRun]) -> tuple[StoredRun
             found.append(parent)
         parent = known.get(parent.parent_key or "")
     return tuple(found)
+
+
+def _model(run: StoredRun, above: Sequence[StoredRun]) -> str:
+    """Its label, and in what an MLP differs from the papers' of that label."""
+    params = next((each.params for each in (run, *above) if each.params.get("model.kind") == "mlp"), {})
+    unusual = [
+        f"{key.removeprefix('model.')} {params[key]}" for key, usual in USUAL.items() if params.get(key, usual) != usual
+    ]
+    return ", ".join([run.tags.get("model", "?"), *unusual])
 
 
 def _method(run: StoredRun, above: Sequence[StoredRun]) -> Method | None:

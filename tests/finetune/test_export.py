@@ -1,12 +1,14 @@
 """Exports: the same answers from every format, a card with true facts, and nothing half-way."""
 
 import copy
+import errno
 import json
 import math
 import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -23,7 +25,7 @@ from data_prep.settings import UserError
 from finetune.__main__ import main as finetune
 from finetune.exporting import graphs
 from finetune.exporting.config import ExportSettings
-from finetune.exporting.export import export
+from finetune.exporting.export import TOOLS, export
 from finetune.exporting.model_card import Facts, readme
 from finetune.exporting.provenance import provenance_of
 from pretrain.card import ModelCard, list_checkpoints
@@ -64,9 +66,10 @@ def folder_of(spec: AnySpec, path: Path) -> ImageModel:
         origin="scaling_mlps: B_weights, sha256 0, read as chw",
     )
     model = build_model(spec, num_classes=3, image_size=16, seed=1).eval()
-    save_folder(
-        path, card=card, weights={k: v + 0.1 if k.endswith("bias") else v for k, v in model.state_dict().items()}
-    )
+    moved = {"bias": 0.1, "weight": 0.01}  # of a masked matrix also where the mask is 0: nothing may come of it
+    weights = {name: tensor + moved.get(name.rsplit(".", 1)[-1], 0) for name, tensor in model.state_dict().items()}
+    weights |= {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
+    save_folder(path, card=card, weights=weights)
     return load_folder(path)[1].eval()
 
 
@@ -298,6 +301,11 @@ def test_mistakes_are_one_message_each(
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
         assert "0.00 GB are free; free some" in said(*here)
+    with monkeypatch.context() as patched:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patched.setitem(TOOLS, "torch", (Mock(side_effect=full), Mock()))
+        assert finetune(["export", *here, "--formats", "torch"]) == 1
+        assert "out cannot be written, for the disk is full; free some space" in capsys.readouterr().err
     weights = tmp_path / "folder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "no checkpoint there is whole (model.safetensors has changed); copy it again" in said(*here)

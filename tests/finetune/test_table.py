@@ -73,6 +73,22 @@ def test_seeds_make_a_mean_and_a_deviation() -> None:
         assert cell(tables, ROW, "CIFAR-10").mean == pytest.approx(93.0)
         assert cell(tables, ROW, "CIFAR-10").std == pytest.approx(3.6056, abs=1e-3)
         assert "93.0 ± 3.6 (n=3) / 93.6 / -0.6" in markdown(tables)
+    alone = tuned("s3", 0.93, seed=3)  # the same recipe, run by itself
+    assert cell(fill(TABLES, [BODY, parent, *below, alone]), ROW, "CIFAR-10").num_seeds == 4
+
+
+def test_ranks_and_paths_make_no_other_recipe_and_what_a_label_hides_makes_another_model() -> None:
+    """As the journal of a run has them."""
+    elsewhere = [
+        tuned(f"s{seed}", 0.9, seed=seed, params={"num_ranks": str(seed + 1), "data.dataset": f"/node{seed}/cifar"})
+        for seed in (0, 1)
+    ]
+    assert cell(fill(TABLES, [BODY, *elsewhere]), ROW, "CIFAR-10").num_seeds == 2
+    mlp = {"model.kind": "mlp", "model.expansion": "4.0", "model.norm": "batch"}
+    body = run("body", "pretrain", None, params=mlp, tags={"target": "imagenet21k"})
+    tables = fill(TABLES, [body, tuned("a", 0.9)])
+    assert cell(tables, ROW, "CIFAR-10").mean is None
+    assert cell(tables, "fine-tune B-12/Wi-1024, norm batch + DA, of imagenet21k", "CIFAR-10").mean == pytest.approx(90)
 
 
 def test_the_last_recipe_stands_not_the_best_and_a_seed_counts_once() -> None:
