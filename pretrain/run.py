@@ -26,6 +26,9 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 MAY_CHANGE = (
     "resume",
     "seeds",
+    "local_batch_size",
+    "feature_batch_size",
+    "features_dir",
     "tracking.enabled",
     "tracking.peak_teraflops",
     "engine.zero_stage",

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,19 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, views=2, augment=CROPS)
 
     def path(split: str = "val", view: int | None = None, width: int = 24, **changes: Any) -> Path:
-        backbone = {
-            key: changes.pop(key) for key in ("weights_sha256", "image_size", "normalisation") if key in changes
-        }
+        backbone = {key: changes.pop(key) for key in ("weights", "image_size", "normalisation") if key in changes}
         maker = maker_of(settings.model_copy(update=changes), **backbone)
         return maker.entry(split, view, num_features=width).path
 
+    weights = maker_of(settings).backbone.weights
+    assert weights is not None
+    other_weights = replace(weights, sha256="other")
     plain, viewed = path(), path(view=0)
     same = {"run_dir": "elsewhere", "feature_batch_size": 3, "lrs": (1.0,), "batch_size": 7, "standardise": False}
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
         path("train"),
-        path(weights_sha256="other"),
+        path(weights=other_weights),
         path(image_size=20),
         path(normalisation=maker_of(settings).backbone.normalisation._replace(std=(1.0, 1.0, 1.0))),
         path(feature_dtype="float16"),
@@ -218,4 +220,4 @@ def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     assert table.features_ND.dtype == torch.float16 and table.features_ND.shape == (35, 3 * 16 * 16)
     torch.testing.assert_close(table.features_ND.float(), whole.features_ND, rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
-        maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, weights_sha256="x").tables("val", [None])
+        maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables("val", [None])

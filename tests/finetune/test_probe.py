@@ -29,6 +29,7 @@ from finetune.probing.report import draw_grid
 from finetune.probing.rows import Rows, Standard
 from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.card import read_card
+from pretrain.config import TrackingSettings
 from pretrain.optim.lion import Lion
 from pretrain.world import World
 from tests.conftest import Command
@@ -326,9 +327,12 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, **PROBE)
     result = probe(settings, ALONE)
     assert result is not None and len(result["cells"]) == 4 and "held-out top-1" in capsys.readouterr().out
-    scores = evaluate_checkpoint(EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes)), ALONE)
-    assert scores.top1 == pytest.approx(result["test_top1"], abs=1e-9) and scores.num_samples == 35
-    assert scores.top5 == pytest.approx(result["test_top5"], abs=1e-9) == 1.0
+    silent = TrackingSettings(enabled=False)
+    asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)
+    scores = evaluate_checkpoint(asked, ALONE)
+    assert scores is not None and scores["num_samples"] == 35
+    assert scores["eval/top1"] == pytest.approx(result["test_top1"], abs=1e-9)
+    assert scores["eval/top5"] == pytest.approx(result["test_top5"], abs=1e-9) == 1.0
     card = read_card(Path(settings.run_dir))
     assert card.classes == load_manifest(other_shapes).classes and card.dataset == "shapes-b"
     assert card.step == result["steps"] == 6 * 4 and card.run_key != "0" * 32

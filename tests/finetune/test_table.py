@@ -173,6 +173,7 @@ def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> 
 def test_the_command_writes_both_files_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # or a narrow terminal would break a cell in two
     asked: list[str] = []
 
     def read(store: Store) -> list[StoredRun]:

@@ -264,7 +264,7 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
     from data_prep.building.config import BuildSettings
     from data_prep.indexing.config import IndexSettings
     from data_prep.settings import load_settings
-    from finetune.probing.config import ProbeSettings
+    from finetune.probing.config import KnnSettings, ProbeSettings
     from finetune.tuning.config import TuneSettings
     from pretrain.config import PretrainSettings
 
@@ -272,6 +272,7 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
         "data_prep": BuildSettings,
         "pretrain": PretrainSettings,
         "probe": ProbeSettings,
+        "knn": KnnSettings,
         "finetune": TuneSettings,
     }
     seen = 0
