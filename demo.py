@@ -98,7 +98,7 @@ def main() -> int:
             f"{RUNS}/tune-mlp",
             "data/demo-transfer",
             "views=20",
-            "augment={crop_scale: [0.75, 1.0]}",
+            "augment={crop_scale: [0.75, 1.0], flip_probability: 0.0}",
         ],
         ["analysis", "report", str(RUNS)],
     ):

@@ -43,7 +43,13 @@ def test_readme_commands_run_as_printed(tmp_path: Path) -> None:
             timeout=120,
         )
         assert done.returncode == 0, f"$ {line}\n{done.stdout}\n{done.stderr}"
-    for left in ("data/shapes/manifest.json", "runs/first-tuned/result.json", "runs/report.png", "runs/mlflow.db"):
+    for left in (
+        "data/shapes/manifest.json",
+        "runs/first-tuned/result.json",
+        "exports/first-tuned/model.onnx",
+        "runs/report.png",
+        "runs/mlflow.db",
+    ):
         assert (tmp_path / left).exists(), left
 
 
