@@ -6,16 +6,16 @@ Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.manifest import Manifest
 from data_prep.settings import Settings
 from pretrain.card import ModelCard, hash_of_weights, parse_card, resolve
 from pretrain.config import TrackingSettings
-from pretrain.page import git_commit, shown_command, target_of
+from pretrain.datasets import Part
+from pretrain.page import dataset_of, git_commit, shown_command, target_of
 from pretrain.preemption import Interrupted
 from pretrain.run import CONFIG_FILE, claim, flatten, owner_of
 from pretrain.tracker import RunIdentity, Tracker
@@ -43,11 +43,11 @@ class Weights:
     @property
     def name(self) -> str:
         """Of the registered model."""
-        return re.sub(r"[/:]", "-", (self.run_dir or self.checkpoint).name)
+        return _storable((self.run_dir or self.checkpoint).absolute().name)
 
     def tell(self, tracker: Tracker, results: Mapping[str, float], *, target: str) -> None:
         """Results of a task on a dataset stand as tags of the weights' version in the model registry."""
-        tags = {f"{name}/{target}": f"{value:.4f}" for name, value in results.items()}
+        tags = {f"{name}/{_storable(target)}": f"{value:.4f}" for name, value in results.items()}
         tracker.version(
             self.name,
             checkpoint=self.checkpoint,
@@ -57,6 +57,11 @@ class Weights:
         )
 
 
+def _storable(name: str) -> str:
+    """As a store takes names of models and tags."""
+    return re.sub(r"[^\w. -]", "-", name)
+
+
 @contextmanager
 def recorded(
     settings: Settings,
@@ -64,17 +69,17 @@ def recorded(
     run_dir: Path,
     tracking: TrackingSettings,
     world: World,
-    manifest: Manifest,
+    used: Sequence[tuple[Part, str]],
     weights: Weights | None,
     tags: dict[str, str],
 ) -> Iterator[Tracker]:
     """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
-    none. `tags` name the `task`."""
+    none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
     with claim(run_dir, settings, is_first=True):
-        tracker = _open(settings, run_dir, tracking, manifest, weights, tags)
+        tracker = _open(settings, run_dir, tracking, used, weights, tags)
         try:
             yield tracker
         except BaseException as error:
@@ -87,10 +92,11 @@ def _open(
     settings: Settings,
     run_dir: Path,
     tracking: TrackingSettings,
-    manifest: Manifest,
+    used: Sequence[tuple[Part, str]],
     weights: Weights | None,
     tags: dict[str, str],
 ) -> Tracker:
+    manifest = used[0][0].manifest
     RunIdentity.of(
         run_dir,
         experiment=tracking.experiment,
@@ -108,6 +114,18 @@ def _open(
         "model": weights.card.model.label if weights else "pixels",
         "origin": weights.card.origin if weights else "",
     }
-    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=source | tags)
+    source["mlflow.note.content"] = _note(run_dir, used, weights, source | tags)
+    datasets = tuple(dataset_of(part, context) for part, context in used)
+    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=source | tags, datasets=datasets)
     tracker.artifact(run_dir / CONFIG_FILE)
     return tracker
+
+
+def _note(run_dir: Path, used: Sequence[tuple[Part, str]], weights: Weights | None, tags: Mapping[str, str]) -> str:
+    """Markdown, which the page shows above everything else."""
+    splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
+    of = f"of `{weights.checkpoint.absolute()}`" if weights else "without a model"
+    return (
+        f"**{tags['task']}** on **{tags['dataset']}**, {splits}: {tags['model']}, {of}\n\n"
+        f"In `{run_dir.absolute()}`: `{tags['mlflow.source.name']}`, code {tags['mlflow.source.git.commit']}"
+    )

@@ -31,10 +31,16 @@ def tags_of(
     }
 
 
+KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
+"""Sources that are one dataset, whatever somebody names it."""
+
+
 def target_of(manifest: Manifest) -> str:
-    """Which known dataset it is, whatever it was named: cifar10, stl10, imagenet1k; else the kind of its source."""
-    kind = str(manifest.source.get("kind", "unknown"))
-    return f"{kind}{len(manifest.classes)}" if kind == "cifar" else kind
+    """cifar10, stl10, imagenet1k: the name that everybody knows; of a dataset of one's own its name."""
+    kind = manifest.source.get("kind")
+    if kind not in KNOWN:
+        return manifest.name
+    return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
 
 
 def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int) -> str:
@@ -55,10 +61,12 @@ def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
     """One for each part that is trained on, and one for what is evaluated on."""
     used = [(part, "training") for part in data.parts]
     evaluated = data.eval_part()
-    return tuple(_dataset(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
+    return tuple(
+        dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else [])
+    )
 
 
-def _dataset(part: Part, context: str) -> dict[str, str]:
+def dataset_of(part: Part, context: str) -> dict[str, str]:
     manifest = part.manifest
     tensor = {"dtype": "uint8", "shape": [-1, 3, manifest.image_size, manifest.image_size]}
     features = [{"name": "images", "type": "tensor", "tensor-spec": tensor}]

@@ -7,7 +7,7 @@ version is found by the hash of its weights. Every method raises what the store 
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -127,6 +127,8 @@ class Store:
             version = client.create_model_version(name, source, run_id=maker, tags=tags).version
         for tag, value in event["tags"].items():
             client.set_model_version_tag(name, version, tag, value)
+        known = client.get_model_version(name, version).tags
+        client.update_model_version(name, version, _described(known))
 
     def runs(self) -> list[StoredRun]:
         """Every run of ours in the store, oldest first."""
@@ -190,3 +192,9 @@ class Store:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
         return MlflowClient(tracking_uri=self.uri)
+
+
+def _described(tags: Mapping[str, str]) -> str:
+    """Markdown: where a version's weights lie, and what was found out about them."""
+    results = "".join(f"| {tag} | {value} |\n" for tag, value in sorted(tags.items()) if "/" in tag)
+    return f"{tags.get('model', '')}: `{tags['checkpoint']}`\n\n| result | |\n|---|---|\n{results}"

@@ -77,7 +77,7 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, A
         run_dir=evaluation.run_dir,
         tracking=evaluation.tracking,
         world=world,
-        manifest=manifest,
+        used=[(part, "evaluation")],
         weights=evaluation.weights,
         tags={"task": "evaluate"},
     ) as tracker:

@@ -5,9 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from data_prep.manifest import Manifest
 from data_prep.settings import Settings
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import TrackingSettings
+from pretrain.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
@@ -61,6 +63,14 @@ class FeatureSettings(Settings):
     @property
     def features_place(self) -> Path:
         return Path(self.features_dir) if self.features_dir else Path(self.run_dir).parent / "features"
+
+    def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
+        """What is learned from, and what is judged."""
+        directory = Path(self.dataset)
+        return [
+            (Part(directory, manifest, self.train_split), "training"),
+            (Part(directory, manifest, self.test_split), "evaluation"),
+        ]
 
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureSettings":

@@ -37,7 +37,7 @@ def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:
         run_dir=run_dir,
         tracking=settings.tracking,
         world=world,
-        manifest=manifest,
+        used=settings.used(manifest),
         weights=backbone.weights,
         tags={"task": "knn"},
     ) as tracker:

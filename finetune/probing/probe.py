@@ -66,7 +66,7 @@ def probe(settings: ProbeSettings, world: World) -> dict[str, Any] | None:
         run_dir=run_dir,
         tracking=tracking,
         world=world,
-        manifest=manifest,
+        used=settings.used(manifest),
         weights=backbone.weights,
         tags={"task": "probe"},
     ) as tracker:

@@ -255,7 +255,7 @@ def _recipe(run: StoredRun) -> tuple[object, ...]:
 def _ours(entries: Sequence[Entry]) -> Filled:
     met = {entry.column for entry in entries}
     columns = [*(name for name in COLUMNS if name in met), *sorted(met - COLUMNS.keys())]
-    names = sorted({_name(entry) for entry in entries})
+    names = sorted({_name(entry) for entry in entries}, key=_numerically)
     lines = tuple(
         Line(
             name,
@@ -269,6 +269,11 @@ def _ours(entries: Sequence[Entry]) -> Filled:
     return Filled("Ours", "", tuple(COLUMNS.get(column, column) for column in columns), lines)
 
 
+def _numerically(name: str) -> list[str]:
+    """k = 20 before k = 100."""
+    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def _name(entry: Entry) -> str:
     words = {
         "scratch": "from scratch",
@@ -279,5 +284,5 @@ def _name(entry: Entry) -> str:
     }
     augmented = "" if entry.method == "knn" else " + DA" if entry.augmented else ", no DA"
     length = f", {entry.epochs} epochs" if entry.method == "scratch" and entry.epochs else ""
-    start = f", of {entry.pretrained_on}" if entry.pretrained_on else ""
+    start = f", of {entry.pretrained_on}" if entry.pretrained_on and entry.model != "pixels" else ""
     return f"{words[entry.method]} {entry.model}{augmented}{length}{start}"

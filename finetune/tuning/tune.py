@@ -6,7 +6,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data_prep.manifest import load_manifest
 from finetune.accelerator import start_accelerator
 from finetune.recording import Weights, recorded
 from finetune.tuning.config import TuneSettings
@@ -55,7 +54,8 @@ def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> 
 def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
     """Whether all repetitions have been finished."""
     run_dir, repeats = Path(settings.run_dir), repeats_of(settings)
-    weights, manifest = Weights.at(settings.pretrained), load_manifest(settings.data.dataset)
+    weights, data = Weights.at(settings.pretrained), load_training_data(settings.data)
+    used = [(part, "training") for part in data.parts]
     start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     with suppress(Interrupted):
         with recorded(
@@ -63,7 +63,7 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
             run_dir=run_dir,
             tracking=settings.tracking,
             world=world,
-            manifest=manifest,
+            used=used,
             weights=weights,
             tags={"task": "tune_seeds", "init": settings.init},
         ) as tracker:
@@ -78,7 +78,7 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
                 tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))
                 save_result(run_dir, result)
                 if settings.init == "pretrained":
-                    weights.tell(tracker, _scores(result), target=target_of(manifest))
+                    weights.tell(tracker, _scores(result), target=target_of(data.parts[0].manifest))
         return True
     return False
 

@@ -91,8 +91,8 @@ def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
     maker, group_id = runs["maker"].info.run_id, runs["group"].info.run_id
     assert parents == {"maker": None, "group": maker} | dict.fromkeys(("seed-0", "seed-5"), group_id)
     (version,) = client.search_model_versions("name = 'maker'")
-    assert float(version.tags["tune/top1/synthetic"]) == pytest.approx(result_of(group)["eval/top1"], abs=1e-4)
-    assert runs["group"].data.tags["task"] == "tune_seeds" and runs["seed-0"].data.tags["target"] == "synthetic"
+    assert float(version.tags["tune/top1/shapes-b"]) == pytest.approx(result_of(group)["eval/top1"], abs=1e-4)
+    assert runs["group"].data.tags["task"] == "tune_seeds" and runs["seed-0"].data.tags["target"] == "shapes-b"
     assert runs["seed-0"].data.tags["dataset"] == load_manifest(dataset).name
 
 
