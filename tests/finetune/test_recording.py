@@ -1,0 +1,92 @@
+"""A short run says truthfully how it ended, and whose child it is."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from data_prep.manifest import load_manifest
+from finetune.probing.config import ProbeSettings
+from finetune.recording import Weights, recorded
+from finetune.verbs import end_on_signals
+from pretrain.card import ModelCard
+from pretrain.config import TrackingSettings
+from pretrain.datasets import Part
+from pretrain.folder import save_folder
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.world import World
+
+
+@pytest.fixture(autouse=True)
+def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.tracker.sys.executable", "/bin/true")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    card = ModelCard(
+        model=MlpSpec(kind="mlp", depth=1, width=4),
+        image_size=8,
+        classes=("a", "b"),
+        channel_mean=(0.5, 0.5, 0.5),
+        channel_std=(0.2, 0.2, 0.2),
+        dataset="letters",
+        run_key="the maker's",
+    )
+    folder = tmp_path / "a:folder"
+    save_folder(folder, card=card, weights=build_model(card.model, num_classes=2, image_size=8).state_dict())
+    return Weights.at(str(folder))
+
+
+def journal(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"), [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")]
+)
+def test_the_status_is_how_it_ended(
+    shapes: Path, weights: Weights, tmp_path: Path, ending: OSError | signal.Signals | None, status: str
+) -> None:
+    run_dir, before = (
+        tmp_path / "run",
+        {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)},
+    )
+    settings = ProbeSettings(run_dir=str(run_dir), dataset=str(shapes), tracking=TrackingSettings(uri="sqlite:///x.db"))
+
+    def run() -> None:
+        with recorded(
+            settings,
+            run_dir=run_dir,
+            tracking=settings.tracking,
+            world=World(0, 0, 1),
+            used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
+            weights=weights,
+            tags={"task": "probe"},
+        ) as tracker:
+            weights.tell(tracker, {"probe/top1": 0.5}, target="my: data/set")
+            if isinstance(ending, OSError):
+                raise ending
+            if ending is not None:
+                os.kill(os.getpid(), ending)
+
+    end_on_signals()
+    try:
+        if ending is None:
+            run()
+        else:
+            with pytest.raises(OSError if isinstance(ending, OSError) else KeyboardInterrupt):
+                run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    events = journal(run_dir)
+    assert (events[0]["event"], events[-1]["event"], events[-1]["status"]) == ("start", "end", status)
+    (told,) = (event for event in events if event["event"] == "version")
+    assert told["model"] == "a-folder" and told["parent_key"] == "the maker's" and told["weights_sha256"]
+    assert told["tags"] == {"model": "B-1/Wi-4", "trained_on": "letters", "probe/top1/my- data-set": "0.5000"}
+    identity = json.loads((run_dir / "tracking" / "identity.json").read_text())
+    assert identity["parent_key"] == "the maker's" and identity["uri"] == "sqlite:///x.db"
