@@ -116,7 +116,7 @@ class Task:
     @cached_property
     def bad_samples(self) -> BadSamples:
         log = Path(self.settings.run_dir) / "bad_samples" / f"rank-{self.world.rank}.jsonl"
-        return BadSamples(self.reader, log=log)
+        return BadSamples(self.reader, log=log, chosen=self.data.parts[0].chosen)
 
     @cached_property
     def order(self) -> Line:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from data_prep.settings import UserError
+from pretrain.counter import hash64
 from pretrain.order import Ids
 from pretrain.shards import ShardReader, Unreadable
 
@@ -30,8 +31,9 @@ class TooManyBadSamples(UserError):  # noqa: N818
 class BadSamples:
     """What one rank makes of the bad samples of one reader; used by its loader's threads."""
 
-    def __init__(self, reader: ShardReader, *, log: Path | None = None):
-        self._reader, self._log = reader, log
+    def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
+        """`chosen`: a fold, whose samples alone may stand in for each other."""
+        self._reader, self._log, self._chosen = reader, log, chosen
         self._known: set[int] = set()
         self._lock = threading.Lock()
 
@@ -44,13 +46,18 @@ class BadSamples:
 
     def _stand_in(self, bad: Unreadable, place_1HWC: Tensor) -> int:
         for attempt in range(MAX_ATTEMPTS):
-            candidate = self._reader.stand_in(bad.sample, attempt)
+            candidate = self._candidate(bad.sample, attempt)
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self._note(bad, candidate)
                 return candidate
         raise DatasetError(
             f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it"
         )
+
+    def _candidate(self, sample: int, attempt: int) -> int:
+        if self._chosen is None:
+            return self._reader.stand_in(sample, attempt)
+        return int(self._chosen[int(hash64(sample, attempt)) % len(self._chosen)])
 
     def _note(self, bad: Unreadable, stand_in: int) -> None:
         with self._lock:

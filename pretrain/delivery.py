@@ -62,6 +62,7 @@ class Delivery:
                 events = readable_events(lines)
                 self._send(events)
                 self._owed += [event for event in events if event["event"] in _FILES]
+                self._owed.sort(key=lambda event: event["event"] == "version")  # a registry in trouble holds up no file
                 self.offset += sum(len(line) for line in lines)
                 self._keep_position()
                 journal.seek(self.offset)

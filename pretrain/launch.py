@@ -57,7 +57,7 @@ def launch(
             facts = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             prepare = partial(_prepare_rank, heed_signals=heed_signals)
             ranks.append(subprocess.Popen(command, env=shared | facts, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
-        restore = _forward_signals(ranks)
+        restore = _forward_signals(ranks, saves=heed_signals)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
@@ -96,7 +96,7 @@ def _describe(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-def _forward_signals(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
+def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
     """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only answered."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -106,9 +106,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]]):  # type: ignore[no-u
 
     def answer(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, lambda number, frame: None)
-        os.write(
-            2, b"\nlaunch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once\n"
-        )  # print may be interrupted in itself
+        words = b"stopping at the next step, with a checkpoint; Ctrl-C again ends it at once" if saves else b"stopping"
+        os.write(2, b"\nlaunch: " + words + b"\n")  # print may be interrupted in itself
 
     handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
+_MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
+"""Errors of a store that is out of order, or not reached: the event is sent again later."""
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _RUNS_AT_ONCE, _THUMBNAIL = 1000, 100, 1000, 256
 
 
@@ -114,21 +116,37 @@ class Store:
         """A `version` event: the weights become a version of the model of that name, or are one; then it gets the event's tags.
 
         Its source is the card among the artifacts of the run that made the weights, where that is in this store, else of `run_id`:
-        a server takes no path of another machine. The weights stay where they are; the tag `checkpoint` says where.
+        a server takes no path of another machine. The weights stay where they are; the tag `checkpoint` says where. What the store
+        will never take (it may have no registry) is left out.
         """
+        from mlflow.exceptions import MlflowException
+
         client, name = self._client, event["model"]
-        version = self._version_of(name, event["weights_sha256"])
-        if version is None:
-            maker = self._anywhere(event["parent_key"]) if event["parent_key"] else None
-            maker = maker or run_id
-            client.log_artifact(maker, event["path"], "checkpoint")
-            source = f"{client.get_run(maker).info.artifact_uri}/checkpoint"
-            tags = {WEIGHTS_TAG: event["weights_sha256"], "checkpoint": event["checkpoint"]}
-            version = client.create_model_version(name, source, run_id=maker, tags=tags).version
-        for tag, value in event["tags"].items():
-            client.set_model_version_tag(name, version, tag, value)
-        known = client.get_model_version(name, version).tags
-        client.update_model_version(name, version, _described(known))
+        try:
+            version = self._version_of(name, event["weights_sha256"]) or self._new_version(run_id, event)
+            for tag, value in event["tags"].items():
+                client.set_model_version_tag(name, version, tag, value)
+            known = client.get_model_version(name, version).tags
+            client.update_model_version(name, version, _described(known))
+        except MlflowException as error:
+            if error.error_code in _MAY_PASS:
+                raise
+            print(
+                f"model {name!r}: the registry does not take it ({error}); it is left out", file=sys.stderr, flush=True
+            )
+
+    def _new_version(self, run_id: str, event: dict[str, Any]) -> str:
+        """Made, unless another process has made it just now."""
+        client, name, weights = self._client, event["model"], event["weights_sha256"]
+        maker = (self._anywhere(event["parent_key"]) if event["parent_key"] else None) or run_id
+        client.log_artifact(maker, event["path"], "checkpoint")
+        source = f"{client.get_run(maker).info.artifact_uri}/checkpoint"
+        tags = {WEIGHTS_TAG: weights, "checkpoint": event["checkpoint"]}
+        made = str(client.create_model_version(name, source, run_id=maker, tags=tags).version)
+        first = self._version_of(name, weights)
+        if first is not None and first != made:
+            client.delete_model_version(name, made)
+        return first or made
 
     def runs(self) -> list[StoredRun]:
         """Every run of ours in the store, oldest first."""
@@ -156,6 +174,7 @@ class Store:
         ]
 
     def _version_of(self, name: str, weights_sha256: str) -> str | None:
+        """The oldest, where there are several."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -164,7 +183,8 @@ class Store:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         versions = self._client.search_model_versions(f"name = '{name}'")
-        return next((version.version for version in versions if version.tags.get(WEIGHTS_TAG) == weights_sha256), None)
+        same = [int(version.version) for version in versions if version.tags.get(WEIGHTS_TAG) == weights_sha256]
+        return str(min(same)) if same else None
 
     def _create_experiment(self, name: str) -> str:
         beside = Path(self.uri.removeprefix("sqlite:///")).parent if self.uri.startswith("sqlite:///") else None

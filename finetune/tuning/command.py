@@ -5,14 +5,14 @@ from pathlib import Path
 
 from data_prep.settings import load_settings
 from finetune.tuning.config import TuneSettings
-from finetune.tuning.repeats import in_words, is_finished, repeats_of
+from finetune.tuning.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
 from finetune.verbs import add_common, launch_ranks, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
 from pretrain.config import check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
 from pretrain.preemption import StopFlag
-from pretrain.run import check_resume, check_settings, finished_result
+from pretrain.run import check_settings, finished_result
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,11 +31,13 @@ def _tune(options: argparse.Namespace) -> int:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
+    check_kind(settings)
     if is_finished(settings):
         if world.is_first:
             print(f"{run_dir}: finished before; name another run_dir to do it anew")
         return OK
     repeats = repeats_of(settings)
+    check_resume_of(settings, repeats)
     for each in repeats:
         _check(each, num_ranks=world.num_ranks)
     if options.ranks:
@@ -55,5 +57,4 @@ def _check(settings: TuneSettings, *, num_ranks: int) -> None:
     data = load_training_data(training.data)
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(Path(settings.run_dir), settings)
-    check_resume(Path(settings.run_dir), settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import load_manifest
+from data_prep.settings import SettingsError, read_yaml
 from finetune.tuning.config import TuneSettings
+from pretrain.card import list_checkpoints
 from pretrain.datasets import Part, num_folds
-from pretrain.run import finished_result
+from pretrain.run import CONFIG_FILE, check_resume, finished_result
 
 SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")
 
@@ -43,12 +45,33 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
     return settings.model_copy(
         update={
             "run_dir": str(Path(settings.run_dir) / "-".join(names)),
+            "resume": "auto" if settings.resume == "must" else settings.resume,  # checked for all of them
             "seeds": None,
             "folds": False,
             "train": train if seed is None else train.model_copy(update={"seed": seed}),
             "data": data if fold is None else data.model_copy(update={"fold": fold}),
         }
     )
+
+
+def check_kind(settings: TuneSettings) -> None:
+    """A directory holds one run, or repetitions; `seeds` may grow, but not come and go."""
+    path = Path(settings.run_dir) / CONFIG_FILE
+    begun = read_yaml(path).get("seeds") if path.exists() else settings.seeds
+    if (begun is None) != (settings.seeds is None):
+        holds = "one run without seeds" if begun is None else f"a run for each of the seeds {list(begun)}"
+        raise SettingsError(f"seeds: {settings.run_dir} holds {holds}; name another run_dir, or set seeds as it was")
+
+
+def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
+    """Of repetitions any checkpoint or result is something to go on from."""
+    unfinished = [each for each in repeats if finished_result(Path(each.run_dir)) is None]
+    if settings.resume == "must" and any(
+        len(unfinished) < len(repeats) or list_checkpoints(Path(each.run_dir)) for each in repeats
+    ):
+        return
+    for each in unfinished:
+        check_resume(Path(each.run_dir), settings.resume)
 
 
 def is_finished(settings: TuneSettings) -> bool:

@@ -12,7 +12,10 @@ from mlflow import MlflowClient
 
 from data_prep.building.merge import write_annotation
 from data_prep.manifest import load_manifest
+from data_prep.settings import SettingsError, dump, load_settings
 from finetune.__main__ import main as finetune
+from finetune.tuning.config import TuneSettings
+from finetune.tuning.repeats import check_resume_of, repeats_of
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.datasets import load_training_data
 from pretrain.models.build import build_model
@@ -129,6 +132,42 @@ def test_folds_and_seeds_that_will_not_do_are_refused(
         assert finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
         said = capsys.readouterr().err
         assert complaint in said and len(said.splitlines()) == 1, said
+
+
+def test_a_run_and_a_group_of_runs_do_not_take_each_others_place(
+    pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tune_config(tmp_path, pretrained, other_shapes)
+    for begun, asked in (([], ["seeds=[0,1]"]), (["seeds=[0,1]"], [])):
+        run_dir = tmp_path / f"run-{len(begun)}"
+        run_dir.mkdir()
+        settings = load_settings(TuneSettings, path=config, overrides=[f"run_dir={run_dir}", *begun])
+        (run_dir / "config.yaml").write_text(dump(settings))
+        (run_dir / "result.json").write_text('{"eval/top1": 0.5, "step": 6}')
+        assert finetune(["tune", str(config), f"run_dir={run_dir}", *asked]) == 2
+        assert "name another run_dir, or set seeds as it was" in capsys.readouterr().err
+
+
+def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+    """Seed 0 is finished, seed 1 has a checkpoint, seed 2 has nothing."""
+    config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
+    (group / "seed-0").mkdir(parents=True)
+
+    def asked(resume: str) -> TuneSettings:
+        return load_settings(
+            TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"]
+        )
+
+    with pytest.raises(SettingsError, match=r"resume: 'must', but .* has no checkpoint"):
+        check_resume_of(asked("must"), repeats_of(asked("must")))
+    check_resume_of(asked("never"), repeats_of(asked("never")))
+    (group / "seed-0" / "result.json").write_text("{}")
+    check_resume_of(asked("must"), repeats_of(asked("must")))
+    assert {each.resume for each in repeats_of(asked("must"))} == {"auto"}
+    check_resume_of(asked("never"), repeats_of(asked("never")))
+    (group / "seed-1" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(SettingsError, match=r"resume: 'never', but .*seed-1 has checkpoints"):
+        check_resume_of(asked("never"), repeats_of(asked("never")))
 
 
 def test_layers_further_from_the_head_learn_slower() -> None:

@@ -85,6 +85,15 @@ def test_every_world_trains_on_the_same_stand_ins_with_their_labels(reader: Shar
         assert one[sample][1] == reader.labels[same[0]]
 
 
+def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
+    fold = np.array([BAD[0], 0, 60, 119, 200])
+    assert len(set(fold.tolist()) & set(BAD)) == 1
+    ids = np.full(1, BAD[0])
+    batch = reader.empty(1)
+    shown = BadSamples(reader, chosen=fold).replace(reader.read(reader.locate(ids), batch), ids, batch)
+    assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
+
+
 def test_each_is_logged_once_with_its_shard_and_key(
     reader: ShardReader, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

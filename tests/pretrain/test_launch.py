@@ -155,7 +155,8 @@ def test_ranks_of_one_task_share_its_cores(
 def test_ctrl_c_is_answered_at_once_and_once() -> None:
     """A step may take long, above all one that waits for data."""
     rank = "import signal, time; signal.signal(2, lambda *_: None); print('ready', flush=True); time.sleep(2); time.sleep(1)"
-    code = f"import sys; from pretrain.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], num_ranks=1))"
+    code = f"import sys; from pretrain.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
+    code += "num_ranks=1, heed_signals=True))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -79,3 +79,47 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
         "checkpoint/config.json"
     ]
     assert mlflow_run.data.params == {"a": "1"}
+
+
+def test_what_two_processes_make_at_once_is_one_version(new_store: Path, tmp_path: Path) -> None:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    maker, identity = run(tmp_path, "maker")
+    (maker / "config.json").write_text("{}")
+    store = Store(identity.uri)
+    run_id = store.open_run(identity)
+    event = {
+        "model": "maker",
+        "path": str(maker / "config.json"),
+        "checkpoint": str(maker),
+        "weights_sha256": "f00d",
+        "parent_key": "",
+        "tags": {"probe/top1/a": "0.5"},
+    }
+    for _ in range(2):  # both have found none
+        assert store._version_of("maker", "f00d") in (None, "1")
+        assert store._new_version(run_id, event) == "1"
+    store.register(run_id, event)
+    (version,) = MlflowClient(tracking_uri=identity.uri).search_model_versions("name = 'maker'")
+    assert "| probe/top1/a | 0.5 |" in version.description
+
+
+def test_a_version_that_the_registry_will_not_have_holds_up_nothing(
+    new_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    run_dir, identity = run(tmp_path, "run")
+    tracker = Tracker(run_dir, params={}, tags={})
+    (run_dir / "config.json").write_text("{}")
+    tracker.version("kai's run", checkpoint=run_dir, weights_sha256="f00d", parent_key="", tags={"a/b": "1"})
+    (run_dir / "after.txt").write_text("after")
+    tracker.artifact(run_dir / "after.txt")
+    tracker.close("FINISHED")
+    sync(run_dir)
+    assert '"kai\'s run": the registry does not take it' in capsys.readouterr().err
+    client = MlflowClient(tracking_uri=identity.uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])  # type: ignore[union-attr]
+    assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["after.txt"]
+    assert (
+        found.info.status == "FINISHED"
+        and json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+    )
