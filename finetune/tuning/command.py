@@ -45,10 +45,13 @@ def _tune(options: argparse.Namespace) -> int:
     options.started = True
     from finetune.tuning.tune import tune, tune_repeatedly
 
-    finished = tune(settings, world).finished if repeats == [settings] else tune_repeatedly(settings, world)
-    if finished and world.is_first and repeats != [settings]:
-        print(f"{run_dir}: {in_words(finished_result(run_dir) or {})}")
-    return leave(finished, run_dir=run_dir, is_first=world.is_first)
+    if repeats == [settings]:
+        return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+    finished = tune_repeatedly(settings, world)
+    if world.is_first:
+        stopped = "stopped; the same command goes on from there"
+        print(f"{run_dir}: {in_words(finished_result(run_dir) or {}) if finished else stopped}")
+    return leave(finished, run_dir=None, is_first=world.is_first)
 
 
 def _check(settings: TuneSettings, *, num_ranks: int) -> None:
