@@ -1,17 +1,25 @@
 """Ranks that probe together: each row and each cell once, waits as long as the work, and every fault an end that all agree on."""
 
+import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 
-from finetune.probing import grid
+from data_prep.manifest import load_manifest
+from data_prep.settings import UserError
+from finetune.backbone import open_backbone
+from finetune.probing import cache, features, grid
 from finetune.probing.cache import Writing
 from finetune.probing.grid import cells_of, judged_cells, shares
 from finetune.probing.probe import tables_of
+from pretrain.folder import load_folder, save_folder
 from pretrain.world import World
-from tests.finetune.conftest import ALONE, feature_settings, maker_of
+from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
 from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
 from tests.ranks import run_ranks
 
@@ -49,6 +57,37 @@ def patient_case(world: World) -> float:
 def test_a_rank_without_a_cell_waits_as_long_as_it_takes() -> None:
     one, other = run_ranks(patient_case, num_ranks=2)
     assert one == other > 0.5
+
+
+def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str) -> list[str]:
+    """What each rank says of weights that differ, of a disk that one of them finds full when it syncs, of an error of one alone."""
+    from finetune.accelerator import start_accelerator
+
+    start_accelerator(world, timeout_s=20)
+    with pytest.raises(UserError) as quarrel:
+        open_backbone((folder, other)[world.rank], load_manifest(dataset), image_size=None, device=CPU)
+    said = [str(quarrel.value)]
+    maker = maker_of(feature_settings(Path(dataset), Path(place), Path(folder)), world=world)
+    full, out_of_memory = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), MemoryError("none left")
+    for place_of, name, error in ((cache.os, "fsync", full), (features, "_write", out_of_memory)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((UserError, MemoryError)) as fault:
+            if world.rank == 1:
+                patch.setattr(place_of, name, Mock(side_effect=error))
+            maker.tables("val", [None])
+        said.append(str(fault.value))
+    return said
+
+
+def test_a_fault_of_one_rank_is_the_end_of_all(backbone_folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    card, model = load_folder(backbone_folder)
+    save_folder(other, card=card, weights={name: tensor + 1 for name, tensor in model.state_dict().items()})
+    words = (str(backbone_folder), str(other), str(other_shapes), str(tmp_path / "place"))
+    one, two = run_ranks(quarrel_case, *words, num_ranks=2)
+    assert "the ranks found different weights there" in one[0] and "the ranks found different weights there" in two[0]
+    assert one[1:] == ["features: another rank could not go on; see its message"] * 2
+    assert "has no room for" in two[1] and two[2] == "none left"
+    assert list((tmp_path / "place" / "features").iterdir()) == []
 
 
 def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
