@@ -177,7 +177,7 @@ class KnnSettings(FeatureSettings):
     temperature: float = Field(0.07, gt=0)
     """Of softmax."""
     chunk_mb: int = Field(256, ge=1)
-    """Memory for similarities, in megabytes; it changes nothing but the speed."""
+    """Memory for blocks of both tables and their similarities, in megabytes; it changes nothing but the speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":

@@ -15,14 +15,11 @@ from finetune.accelerator import Joined, Patience, joined_ranks
 from finetune.backbone import open_backbone
 from finetune.probing.config import KnnSettings
 from finetune.probing.features import FeatureMaker, Table
-from finetune.probing.nearest import answers, neighbours_of, unit_rows
+from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows
 from finetune.recording import recorded
 from pretrain.page import target_of
 from pretrain.run import save_result
 from pretrain.world import World
-
-QUERIES = 1024
-"""Test rows at a time."""
 
 
 def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:
@@ -69,15 +66,18 @@ def accuracies(
     """k -> top-1 on the whole test split."""
     counts, size, patience = sorted(settings.neighbours), len(test.labels_N), Patience()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
-    part_size = max(counts[-1], settings.chunk_mb * 1_000_000 // (4 * min(QUERIES, size)))
+    num_features = train.features_ND.shape[1]
+    blocks = Blocks.within(
+        settings.chunk_mb * 1_000_000, num_features=num_features, num_classes=num_classes, count=counts[-1]
+    )
     placed_ND = _placed(train.features_ND, device)
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
     with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
-        for start in range(first, end, QUERIES):
-            mine = slice(start, min(end, start + QUERIES))
-            (queries_QD,) = unit_rows(test.features_ND[mine], size=QUERIES, device=device)
-            parts = unit_rows(placed_ND, size=part_size, device=device)
+        for start in range(first, end, blocks.num_queries):
+            mine = slice(start, min(end, start + blocks.num_queries))
+            (queries_QD,) = unit_rows(test.features_ND[mine], size=blocks.num_queries, device=device)
+            parts = unit_rows(placed_ND, size=blocks.num_training, device=device)
             similarities, places = neighbours_of(queries_QD, parts, count=counts[-1])
             found = answers(
                 similarities,
