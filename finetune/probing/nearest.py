@@ -1,8 +1,8 @@
 """Weighted votes of the nearest neighbours by cosine similarity, exact, in blocks of both tables. Of rows that are equally near the
 first ones count, so no setting changes an answer.
 
-Products are in double precision and rounded to single: the same pair of rows has the same similarity in whatever block it stands.
-A similarity and its row are one whole number, which is larger for what is nearer, so that the best of many are one `topk`.
+Products are in double precision and rounded to 2^-23: the same pair of rows has the same similarity in whatever block it stands. A
+similarity and its row are one whole number, which is larger for what is nearer, so that the best of many are one `topk`.
 Q test rows, T training rows, t and q of a block, D features, M the largest number of neighbours, K classes.
 """
 
@@ -17,9 +17,9 @@ from finetune.probing.config import Weights
 
 _CLOSEST = 1e-6
 """Cosine distance that counts as 0 where votes are weighed by its inverse."""
-_ROW_BITS = 32
-_LAST_ROW = 2**_ROW_BITS - 1
-_MOST_TRAINING = 1024
+_GRID, _MOST_ROWS = 2**23, 2**29
+"""A key is similarity * _GRID * _MOST_ROWS - row: whole, and below 2^53, up to which doubles are exact."""
+_MOST_TRAINING = 2048
 """Training rows of a block: more make no product faster, and take room from test rows, for each block of which all training rows
 are read."""
 
@@ -37,7 +37,7 @@ class Blocks:
         per_training = 20 * num_features  # as they are, and twice in double precision
         num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
         per_query = (
-            20 * num_features + 40 * num_training + 32 * count + 8 * num_classes
+            20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
         )  # products, keys, their merging; votes
         left = num_bytes - num_training * per_training
         return Blocks(max(1, left // per_query), num_training)
@@ -45,28 +45,17 @@ class Blocks:
 
 def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int) -> tuple[Tensor, Tensor]:
     """(similarities, rows) of the `count` nearest, nearest first; both tables are normalised, `training` in order."""
-    best_qM = torch.empty(len(queries_qD), 0, dtype=torch.int64, device=queries_qD.device)
+    best_qM = torch.empty(len(queries_qD), 0, dtype=torch.float64, device=queries_qD.device)
     start = 0
     for part_tD in training:
-        keys_qt = _keys((queries_qD @ part_tD.T).float(), start=start)
+        rows_t = torch.arange(start, start + len(part_tD), dtype=torch.float64, device=part_tD.device)
+        keys_qt = (queries_qD @ part_tD.T).mul_(_GRID).round_().mul_(_MOST_ROWS).sub_(rows_t)
         both = torch.cat([best_qM, keys_qt], dim=1)
         best_qM = both.topk(min(count, both.shape[1]), dim=1).values
         start += len(part_tD)
-    return _similarities(best_qM), _LAST_ROW - (best_qM & _LAST_ROW)
-
-
-def _keys(similarities_qt: Tensor, *, start: int) -> Tensor:
-    """The bits of a float, those of a negative one turned around, are in the order of the floats; below them those of the row,
-    counted from the last one."""
-    bits_qt = similarities_qt.add_(0.0).view(torch.int32)  # -0 becomes 0
-    ordered_qt = torch.where(bits_qt < 0, bits_qt ^ 0x7FFFFFFF, bits_qt)
-    rows_t = torch.arange(start, start + similarities_qt.shape[1], device=similarities_qt.device)
-    return ordered_qt.to(torch.int64).bitwise_left_shift_(_ROW_BITS).bitwise_or_(_LAST_ROW - rows_t)
-
-
-def _similarities(keys: Tensor) -> Tensor:
-    ordered = (keys >> _ROW_BITS).to(torch.int32)
-    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
+    assert start <= _MOST_ROWS
+    whole_qM = best_qM.div(_MOST_ROWS).ceil_()
+    return whole_qM.div(_GRID).float(), (whole_qM * _MOST_ROWS - best_qM).long()
 
 
 def answers(
