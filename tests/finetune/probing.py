@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import Table
@@ -38,3 +39,15 @@ PROBE: dict[str, Any] = {
     "batch_size": 16,
 }
 """Of a few seconds' work."""
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, made.nbytes)
+        return made

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.probing import knn as knn_room
 from finetune.probing.config import KnnSettings
@@ -19,6 +18,7 @@ from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows, 
 from pretrain.world import World
 from tests.conftest import Command
 from tests.finetune.conftest import ALONE, CPU
+from tests.finetune.probing import Largest
 
 CLASSES, COUNTS = 4, (1, 5, 20, 60)
 KINDS: tuple[Any, ...] = ("softmax", "uniform", "distance")
@@ -91,25 +91,13 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
         np.testing.assert_allclose(similarities.numpy(), np.take_along_axis(cosines, expected, axis=1), atol=2e-7)
 
 
-class _Largest(TorchDispatchMode):
-    """The size of the largest tensor that is made."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = operation(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.num_bytes = max(self.num_bytes, made.nbytes)
-        return made
-
-
 @pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
 def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
     train, test = (
         Table(torch.randn(count, 512), torch.zeros(count, dtype=torch.int64)) for count in (num_train, num_test)
     )
     settings = settings_of(chunk_mb=1)
-    with _Largest() as largest:
+    with Largest() as largest:
         accuracies(train, test, settings=settings, num_classes=CLASSES, world=ALONE, device=CPU)
     assert 50_000 < largest.num_bytes < 1_000_000
 

@@ -19,7 +19,7 @@ from finetune.probing.rows import Standard
 from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.optim.lion import Lion
 from tests.finetune.conftest import CROPS
-from tests.finetune.probing import CLASSES, FEATURES, blobs, rows_of, settings_of
+from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of
 
 
 def standardised(table: Table) -> Tensor:
@@ -71,6 +71,14 @@ def test_cells_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(neste
         assert (head[FEATURES + 1 :] == 0).all()
         alone = train_heads(rows_of(*tables), [cell], settings=settings, num_classes=CLASSES)[0]
         torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_rates_take_no_more_memory_than_the_table() -> None:
+    """A thousand steps of four cells with 50 classes: their rates by column would be 800 kB."""
+    rows, settings = rows_of(blobs(2000, seed=1)), settings_of(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
+    with Largest() as largest:
+        train_heads(rows, cells_of(settings)[:4], settings=settings, num_classes=50)
+    assert 10_000 < largest.num_bytes < 100_000
 
 
 @pytest.mark.parametrize(
