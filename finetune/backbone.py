@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import Manifest
+from data_prep.settings import UserError
 from finetune.recording import Weights
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.settings import AugmentSettings
+from pretrain.collectives import same_on_all_ranks
 from pretrain.folder import load_folder
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
@@ -50,11 +52,16 @@ def pixels(images_BCHW: Tensor) -> Tensor:
 def open_backbone(
     pretrained: str | None, manifest: Manifest, *, image_size: int | None, device: torch.device
 ) -> Backbone:
-    """Of a run or checkpoint; of the pixels themselves, normalised as the dataset says, for None."""
+    """Of a run or checkpoint, the same on all ranks; of the pixels themselves, normalised as the dataset says, for None."""
     if pretrained is None:
         normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
         return Backbone(pixels, image_size or manifest.image_size, normalisation)
     weights = Weights.at(pretrained)
+    if not same_on_all_ranks(int(weights.sha256[:15], 16), device=device):
+        raise UserError(
+            f"{pretrained}: the ranks found different weights there (is it still being trained?); "
+            "name one of its checkpoints/step-*"
+        )
     card, model = load_folder(weights.checkpoint)
     if image_size not in (None, card.image_size):
         raise ValueError(f"image_size: {image_size}, but {pretrained} was trained at {card.image_size}; leave it out")

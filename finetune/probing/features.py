@@ -134,11 +134,13 @@ class FeatureMaker:
             for work in works:
                 work.open()
             num_rows = self._write_all(reader, works, [view for _, view in wanted], title=title)
-        except (OSError, UserError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is: the others wait for this rank below)
             fault = error
-        finally:
-            for work in works:
+        for work in works:
+            try:
                 work.close(is_good=fault is None)
+            except OSError as error:
+                fault = fault or error
         is_good = not any_rank(fault is not None, device=self.device)
         total = int(all_sum(torch.tensor([num_rows], device=self.device)))
         if not is_good and self.world.is_first:
@@ -203,7 +205,7 @@ class FeatureMaker:
             try:
                 for step in steps:
                     step()
-            except (OSError, UserError) as error:
+            except Exception as error:  # noqa: BLE001 (as above)
                 fault = error
         self._raise_agreed(fault, not any_rank(fault is not None, device=self.device), entries)
         barrier()

@@ -2,7 +2,8 @@
 
 The gradient of the mean cross-entropy by the logits is (softmax - one hot) / B, so nothing is recorded for autograd. Heads begin
 at zero; the order of an epoch is a function of (seed, epoch).
-B batch, E rows of a head (rows.py), G cells, K classes, C = G K columns.
+B batch, E rows of a head (rows.py), G cells, K classes, C = K G columns: all cells of the first class, then of the next; so what
+is done over classes runs over cells that lie side by side, which a CPU does faster. T steps of an epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,9 +60,10 @@ def train_heads(
             if ended:
                 _take_out(update, heads_GEK, active, num_classes=num_classes)
                 active = [number for number in active if cells[number].epochs > epoch]
-                update.keep(_columns([n for n in range(len(active) + len(ended)) if n not in ended], num_classes))
+                places = [n for n in range(len(active) + len(ended)) if n not in ended]
+                update.keep(_columns(places, num_cells=len(active) + len(ended), num_classes=num_classes))
             now = [cells[number] for number in active]
-            rates = _rates(now, epoch=epoch, num_batches=num_batches, num_classes=num_classes, device=rows.device)
+            rates = _rates(now, epoch=epoch, num_batches=num_batches, device=rows.device)
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)
             batches = rows.epoch(epoch % max(1, settings.views), order, batch_size=settings.batch_size)
             _train_epoch(update, batches, *rates, num_classes=num_classes)
@@ -71,32 +73,37 @@ def train_heads(
 
 
 def _train_epoch(
-    update: Update, batches: Iterator[tuple[Tensor, Tensor]], lr_TC: Tensor, decay_C: Tensor, *, num_classes: int
+    update: Update, batches: Iterator[tuple[Tensor, Tensor]], lr_TG: Tensor, decay_G: Tensor, *, num_classes: int
 ) -> None:
-    gradient_EC = torch.empty_like(update.weights_EC)
-    for (x_BE, labels_B), lr_C in zip(batches, lr_TC.unbind(), strict=True):
+    gradient_EC, decay_C = torch.empty_like(update.weights_EC), decay_G.repeat(num_classes)
+    for (x_BE, labels_B), lr_G in zip(batches, lr_TG.unbind(), strict=True):
         errors_BC = errors_of(x_BE @ update.weights_EC, labels_B, num_classes=num_classes)
         torch.mm(x_BE.T, errors_BC.div_(len(x_BE)), out=gradient_EC)
-        update.step(gradient_EC, lr_C=lr_C, decay_C=decay_C)
+        update.step(gradient_EC, lr_C=lr_G.repeat(num_classes), decay_C=decay_C)
 
 
 def errors_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:
     """softmax - one hot, for each cell: the gradient of the summed cross-entropy."""
-    errors_BGK = torch.softmax(logits_BC.view(len(logits_BC), -1, num_classes), dim=-1)
-    places_BG1 = labels_B.view(-1, 1, 1).expand(-1, errors_BGK.shape[1], 1)
-    return errors_BGK.scatter_add_(2, places_BG1, errors_BGK.new_full((), -1.0).expand_as(places_BG1)).view_as(
-        logits_BC
-    )
+    logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
+    is_lone = logits_BKG.shape[2] == 1  # classes lie side by side then, and torch has a faster way for that
+    errors_BKG = (torch.softmax(logits_BC, dim=1) if is_lone else torch.softmax(logits_BKG, dim=1)).view_as(logits_BKG)
+    errors_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B] -= 1
+    return errors_BKG.view_as(logits_BC)
 
 
-def _rates(
-    cells: Sequence[Cell], *, epoch: int, num_batches: int, num_classes: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The learning rates of each step of an epoch, and the decays, of every column."""
+def losses_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:
+    """The summed cross-entropy of each cell, in double precision."""
+    logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
+    own_BG = logits_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B]
+    return (torch.logsumexp(logits_BKG, dim=1) - own_BG).sum(dim=0, dtype=torch.float64)
+
+
+def _rates(cells: Sequence[Cell], *, epoch: int, num_batches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(lr_TG, decay_G): of each step of an epoch, of every cell."""
     schedules = [Schedule("cosine", cell.lr, 0.0, 0, cell.epochs * num_batches) for cell in cells]
     lr_TG = torch.tensor([[each.lr(epoch * num_batches + n) for each in schedules] for n in range(num_batches)])
     decay_G = torch.tensor([cell.weight_decay for cell in cells])
-    return tuple(each.to(device).repeat_interleave(num_classes, dim=-1) for each in (lr_TG, decay_G))  # type: ignore[return-value]
+    return lr_TG.to(device), decay_G.to(device)
 
 
 def _update(rows: Rows, num_columns: int, settings: ProbeSettings) -> Update:
@@ -113,26 +120,34 @@ def _update(rows: Rows, num_columns: int, settings: ProbeSettings) -> Update:
             raise AssertionError("lbfgs.py trains these")
 
 
-def _columns(places: Sequence[int], num_classes: int) -> Tensor:
-    return (torch.tensor(places).view(-1, 1) * num_classes + torch.arange(num_classes)).flatten()
+def _columns(places: Sequence[int], *, num_cells: int, num_classes: int) -> Tensor:
+    return (torch.arange(num_classes).view(-1, 1) * num_cells + torch.tensor(places)).flatten()
+
+
+def as_columns(heads_GEK: Tensor) -> Tensor:
+    return heads_GEK.permute(1, 2, 0).reshape(heads_GEK.shape[1], -1)
+
+
+def as_heads(columns_EC: Tensor, *, num_classes: int) -> Tensor:
+    """(G, E, K), on the same memory."""
+    return columns_EC.view(len(columns_EC), num_classes, -1).permute(2, 0, 1)
 
 
 def _take_out(update: Update, heads_GEK: Tensor, active: Sequence[int], *, num_classes: int) -> None:
     """What the active cells have come to."""
-    weights_EGK = update.weights_EC.view(len(update.weights_EC), -1, num_classes)
-    heads_GEK[torch.tensor(active, device=heads_GEK.device)] = weights_EGK.permute(1, 0, 2)
+    heads_GEK[torch.tensor(active, device=heads_GEK.device)] = as_heads(update.weights_EC, num_classes=num_classes)
 
 
 @torch.no_grad()
 def judge(rows: Rows, heads_GEK: Tensor) -> list[Score]:
     """Of each head, on all rows."""
-    num_cells, width, num_classes = heads_GEK.shape
-    weights_EC = heads_GEK.permute(1, 0, 2).reshape(width, -1)
+    num_cells, _, num_classes = heads_GEK.shape
+    weights_EC = as_columns(heads_GEK)
     right_G, loss_G = (torch.zeros(num_cells, dtype=torch.float64, device=rows.device) for _ in range(2))
     for x_BE, labels_B in rows.chunks(size=max(1, min(8192, JUDGED_NUMBERS // weights_EC.shape[1]))):
-        logits_BGK = (x_BE @ weights_EC).view(len(x_BE), num_cells, num_classes)
-        own_BG = logits_BGK.gather(2, labels_B.view(-1, 1, 1).expand(-1, num_cells, 1)).squeeze(2)
-        right_G += (logits_BGK.argmax(dim=2) == labels_B.unsqueeze(1)).sum(dim=0)
-        loss_G += (torch.logsumexp(logits_BGK, dim=2) - own_BG).sum(dim=0, dtype=torch.float64)
+        logits_BC = x_BE @ weights_EC
+        right_BG = logits_BC.view(len(x_BE), num_classes, num_cells).argmax(dim=1) == labels_B.unsqueeze(1)
+        right_G += right_BG.sum(dim=0)
+        loss_G += losses_of(logits_BC, labels_B, num_classes=num_classes)
     sums = torch.stack([right_G, loss_G]).div(rows.num_rows).tolist()
     return [Score(*pair) for pair in zip(*sums, strict=True)]

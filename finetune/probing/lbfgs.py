@@ -4,7 +4,7 @@ all share each pass over the features.
 Every pass evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for rounding) takes
 it and chooses a new direction; another tries a shorter step in the next pass. So no head waits for the line search of another.
 Vectors of a head are kept in double precision; products over the features are in single.
-E rows of a head, G cells, K classes, C = G K.
+E rows of a head, G cells, K classes, C = K G (heads.py).
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data_prep.progress import progress
-from finetune.probing.heads import Cell, errors_of
+from finetune.probing.heads import Cell, as_columns, as_heads, errors_of, losses_of
 from finetune.probing.rows import Rows
 
 HISTORY = 10
@@ -110,19 +110,17 @@ def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes
 
 def objective(rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]) -> tuple[list[float], Tensor]:
     """(loss of each head, gradients in double precision): one pass over the rows, in chunks."""
-    num_cells, width, num_classes = heads_GEK.shape
-    weights_EC = heads_GEK.permute(1, 0, 2).reshape(width, -1).float()
+    num_cells, _, num_classes = heads_GEK.shape
+    weights_EC = as_columns(heads_GEK).float()
     gradient_EC = torch.zeros(weights_EC.shape, dtype=torch.float64, device=rows.device)
     loss_G = torch.zeros(num_cells, dtype=torch.float64, device=rows.device)
     for x_BE, labels_B in rows.chunks(size=max(256, min(8192, PASS_NUMBERS // weights_EC.shape[1]))):
         logits_BC = x_BE @ weights_EC
-        logits_BGK = logits_BC.view(len(x_BE), num_cells, num_classes)
-        own_BG = logits_BGK.gather(2, labels_B.view(-1, 1, 1).expand(-1, num_cells, 1)).squeeze(2)
-        loss_G += (torch.logsumexp(logits_BGK, dim=2) - own_BG).sum(dim=0, dtype=torch.float64)
+        loss_G += losses_of(logits_BC, labels_B, num_classes=num_classes)
         gradient_EC += x_BE.T @ errors_of(logits_BC, labels_B, num_classes=num_classes)
     decay_G = torch.tensor(decays, dtype=torch.float64, device=rows.device)
     decayed_GDK = heads_GEK[:, : rows.num_features]
     loss_G = loss_G / rows.num_rows + decay_G / 2 * decayed_GDK.square().sum(dim=(1, 2))
-    gradients_GEK = gradient_EC.view(width, num_cells, num_classes).permute(1, 0, 2) / rows.num_rows
+    gradients_GEK = as_heads(gradient_EC, num_classes=num_classes) / rows.num_rows
     gradients_GEK[:, : rows.num_features] += decay_G.view(-1, 1, 1) * decayed_GDK
     return loss_G.tolist(), gradients_GEK

@@ -1,8 +1,13 @@
-"""Weighted votes of the nearest neighbours by cosine similarity, exact, in chunks of both tables. No setting changes the answer but
-by rounding. Q test rows, T training rows, D features, M the largest number of neighbours, K classes.
+"""Weighted votes of the nearest neighbours by cosine similarity, exact, in blocks of both tables. Of rows that are equally near the
+first ones count, so no setting changes an answer.
+
+Products are in double precision and rounded to 2^-23: the same pair of rows has the same similarity in whatever block it stands. A
+similarity and its row are one whole number, which is larger for what is nearer, so that the best of many are one `topk`.
+Q test rows, T training rows, t and q of a block, D features, M the largest number of neighbours, K classes.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,21 +17,45 @@ from finetune.probing.config import Weights
 
 _CLOSEST = 1e-6
 """Cosine distance that counts as 0 where votes are weighed by its inverse."""
+_GRID, _MOST_ROWS = 2**23, 2**29
+"""A key is similarity * _GRID * _MOST_ROWS - row: whole, and below 2^53, up to which doubles are exact."""
+_MOST_TRAINING = 2048
+"""Training rows of a block: more make no product faster, and take room from test rows, for each block of which all training rows
+are read."""
 
 
-def neighbours_of(queries_QD: Tensor, training: Iterator[Tensor], *, count: int) -> tuple[Tensor, Tensor]:
-    """(similarities, rows) of the `count` nearest, nearest first; `training` yields normalised rows in their order."""
-    similarities_QM = queries_QD.new_empty(len(queries_QD), 0)
-    places_QM = torch.empty(len(queries_QD), 0, dtype=torch.int64, device=queries_QD.device)
+@dataclass(frozen=True)
+class Blocks:
+    """How many rows of both tables are looked at together."""
+
+    num_queries: int
+    num_training: int
+
+    @staticmethod
+    def within(num_bytes: int, *, num_features: int, num_classes: int, count: int) -> "Blocks":
+        """So that all that is made of them takes no more than that, or one row of each where that is too much."""
+        per_training = 20 * num_features  # as they are, and twice in double precision
+        num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
+        per_query = (
+            20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
+        )  # products, keys, their merging; votes
+        left = num_bytes - num_training * per_training
+        return Blocks(max(1, left // per_query), num_training)
+
+
+def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int) -> tuple[Tensor, Tensor]:
+    """(similarities, rows) of the `count` nearest, nearest first; both tables are normalised, `training` in order."""
+    best_qM = torch.empty(len(queries_qD), 0, dtype=torch.float64, device=queries_qD.device)
     start = 0
-    for part_TD in training:
-        here_QT = queries_QD @ part_TD.T
-        best, places = here_QT.topk(min(count, len(part_TD)), dim=1)
-        merged = torch.cat([similarities_QM, best], dim=1)
-        similarities_QM, chosen = merged.topk(min(count, merged.shape[1]), dim=1)
-        places_QM = torch.cat([places_QM, places + start], dim=1).gather(1, chosen)
-        start += len(part_TD)
-    return similarities_QM, places_QM
+    for part_tD in training:
+        rows_t = torch.arange(start, start + len(part_tD), dtype=torch.float64, device=part_tD.device)
+        keys_qt = (queries_qD @ part_tD.T).mul_(_GRID).round_().mul_(_MOST_ROWS).sub_(rows_t)
+        both = torch.cat([best_qM, keys_qt], dim=1)
+        best_qM = both.topk(min(count, both.shape[1]), dim=1).values
+        start += len(part_tD)
+    assert start <= _MOST_ROWS
+    whole_qM = best_qM.div(_MOST_ROWS).ceil_()
+    return whole_qM.div(_GRID).float(), (whole_qM * _MOST_ROWS - best_qM).long()
 
 
 def answers(
@@ -59,6 +88,6 @@ def vote_weights(similarities_QM: Tensor, *, weights: Weights, temperature: floa
 
 
 def unit_rows(features_ND: Tensor, *, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Rows of length 1, in chunks, on the device."""
+    """Rows of length 1, in blocks, on the device and in double precision."""
     for part in torch.split(features_ND, size):
-        yield normalize(part.to(device).float(), dim=1)
+        yield normalize(part.to(device).double(), dim=1)

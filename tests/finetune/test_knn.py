@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from finetune.probing import knn as knn_room
 from finetune.probing.config import KnnSettings
 from finetune.probing.features import Table
 from finetune.probing.knn import accuracies
-from finetune.probing.nearest import answers, neighbours_of, unit_rows, vote_weights
+from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows, vote_weights
 from pretrain.world import World
 from tests.conftest import Command
 from tests.finetune.conftest import ALONE, CPU
+from tests.finetune.probing import Largest
 
 CLASSES, COUNTS = 4, (1, 5, 20, 60)
 KINDS: tuple[Any, ...] = ("softmax", "uniform", "distance")
@@ -68,10 +70,36 @@ def test_ranks_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     peer = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
     peer.fit(train.features_ND.numpy(), train.labels_N.numpy())
     assert whole[20] == pytest.approx(peer.score(test.features_ND.numpy(), test.labels_N.numpy()))
-    monkeypatch.setattr(knn_room, "QUERIES", 10)
+    monkeypatch.setattr(knn_room, "Blocks", Mock(within=Mock(return_value=Blocks(10, 7))))
     parts = [accuracies(train, test, world=World(rank, rank, 3), **shared) for rank in range(3)]  # type: ignore[arg-type]
     for count in COUNTS:
         assert sum(part[count] for part in parts) == pytest.approx(whole[count])
+
+
+def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks() -> None:
+    """Every training row is there four times, with labels at random: nearly every place that counts is a tie."""
+    train, test = table(40, seed=1), table(90, seed=2)
+    places = torch.from_numpy(np.random.default_rng(0).permutation(np.tile(np.arange(40), 4)))
+    (queries,) = unit_rows(test.features_ND, size=1000, device=CPU)
+    by_row = unit_rows(train.features_ND, size=1000, device=CPU)
+    cosines = (queries @ next(by_row).T)[:, places].numpy()
+    expected = np.argsort(-cosines.round(9), axis=1, kind="stable")[:, :30]
+    for size in (1, 7, 33, 160):
+        parts = unit_rows(train.features_ND[places], size=size, device=CPU)
+        similarities, rows = neighbours_of(queries, parts, count=30)
+        np.testing.assert_array_equal(rows.numpy(), expected)
+        np.testing.assert_allclose(similarities.numpy(), np.take_along_axis(cosines, expected, axis=1), atol=2e-7)
+
+
+@pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
+def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
+    train, test = (
+        Table(torch.randn(count, 512), torch.zeros(count, dtype=torch.int64)) for count in (num_train, num_test)
+    )
+    settings = settings_of(chunk_mb=1)
+    with Largest() as largest:
+        accuracies(train, test, settings=settings, num_classes=CLASSES, world=ALONE, device=CPU)
+    assert 50_000 < largest.num_bytes < 1_000_000
 
 
 def test_the_command_judges_and_refuses(
