@@ -1,0 +1,14 @@
+"""How patient the ranks of a short run are with each other: what probe, knn and evaluate have in common. No torch here."""
+
+from pydantic import Field
+
+from data_prep.settings import Settings
+
+
+class RanksSettings(Settings):
+    """Of no effect with one rank."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """A collective that waits longer than this ends the run: a rank is stuck. Long work of one rank alone does not count."""
+    heartbeat_timeout_s: float = Field(60.0, ge=1)
+    """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it."""
