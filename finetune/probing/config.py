@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.manifest import Manifest
 from data_prep.settings import Settings
+from finetune.accelerator_settings import RanksSettings
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import TrackingSettings
 from pretrain.datasets import Part
@@ -58,6 +59,7 @@ class FeatureSettings(Settings):
     """Of the features on disk; float16 takes half the room, with three digits."""
     features_dir: str | None = None
     """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
+    ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
 
     @property

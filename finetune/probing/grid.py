@@ -2,17 +2,18 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data_prep.settings import UserError
+from finetune.accelerator import Patience
 from finetune.probing.config import ProbeSettings
 from finetune.probing.heads import Cell, Score, judge, train_heads
 from finetune.probing.lbfgs import minimise
 from finetune.probing.rows import Rows
-from pretrain.collectives import all_sum
 from pretrain.world import World
 
 
@@ -47,9 +48,9 @@ def heads_of(rows: Rows, cells: list[Cell], *, settings: ProbeSettings, num_clas
 def judged_cells(
     train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World
 ) -> tuple[list[Judged], dict[Cell, Tensor]]:
-    """All cells with their scores, known to every rank, and the heads of this rank's share (every num_ranks-th cell)."""
-    cells = cells_of(settings)
-    mine = list(range(world.rank, len(cells), world.num_ranks))
+    """All cells with their scores, known to every rank, and the heads of this rank's share."""
+    cells, patience = cells_of(settings), Patience()
+    mine = shares(cells, world.num_ranks)[world.rank]
     table = torch.zeros(len(cells), 2, dtype=torch.float64)
     heads: dict[Cell, Tensor] = {}
     if mine:
@@ -57,8 +58,18 @@ def judged_cells(
         for number, head, score in zip(mine, own, judge(held, own), strict=True):
             heads[cells[number]] = head
             table[number] = torch.tensor([score.top1, score.loss], dtype=torch.float64)
-    known = all_sum(table.to(train.device)).tolist()
+    known = patience.all_sum(table).tolist()  # ranks without a cell wait here for all of the training
     return [Judged(cell, Score(*row)) for cell, row in zip(cells, known, strict=True)], heads
+
+
+def shares(cells: Sequence[Cell], num_ranks: int) -> list[list[int]]:
+    """The numbers of each rank's cells: the longest first, each to the rank that has least to do."""
+    work, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
+    for number in sorted(range(len(cells)), key=lambda number: -cells[number].epochs):
+        rank = work.index(min(work))
+        dealt[rank].append(number)
+        work[rank] += cells[number].epochs
+    return [sorted(numbers) for numbers in dealt]
 
 
 def best_of(judged: list[Judged]) -> Judged:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from data_prep.progress import progress
-from finetune.accelerator import start_accelerator
+from finetune.accelerator import Joined, Patience, joined_ranks
 from finetune.backbone import open_backbone
 from finetune.probing.config import KnnSettings
 from finetune.probing.features import FeatureMaker, Table
 from finetune.probing.nearest import answers, neighbours_of, unit_rows
 from finetune.recording import recorded
-from pretrain.collectives import all_sum
 from pretrain.page import target_of
 from pretrain.run import save_result
 from pretrain.world import World
@@ -28,31 +27,36 @@ QUERIES = 1024
 
 def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
-    accelerator = start_accelerator(world)
-    manifest = load_manifest(settings.dataset)
-    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=accelerator.device)
+    with joined_ranks(world, settings.ranks) as joined:
+        return _knn(settings, world, joined)
+
+
+def _knn(settings: KnnSettings, world: World, joined: Joined) -> dict[str, Any] | None:
+    manifest, device = load_manifest(settings.dataset), joined.device
+    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=device)
     run_dir = Path(settings.run_dir)
-    with recorded(
-        settings,
-        run_dir=run_dir,
-        tracking=settings.tracking,
-        world=world,
-        used=settings.used(manifest),
-        weights=backbone.weights,
-        tags={"task": "knn"},
-    ) as tracker:
-        maker = FeatureMaker(settings, manifest, backbone, world, accelerator.device)
+    with (
+        recorded(
+            settings,
+            run_dir=run_dir,
+            tracking=settings.tracking,
+            world=world,
+            used=settings.used(manifest),
+            weights=backbone.weights,
+            tags={"task": "knn"},
+        ) as tracker,
+        joined.blaming(),
+    ):
+        maker = FeatureMaker(settings, manifest, backbone, world, device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
         num_classes = len(manifest.classes)
-        top1 = accuracies(
-            train, test, settings=settings, num_classes=num_classes, world=world, device=accelerator.device
-        )
+        top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=device)
         if not world.is_first:
             return None
         result: dict[str, Any] = {f"top1_k{count}": value for count, value in sorted(top1.items())}
-        tracker.metrics({f"knn/{name}": value for name, value in result.items()}, step=0)
+        told = {f"knn/{name}": value for name, value in result.items()}
+        tracker.metrics(told, step=0)
         if backbone.weights is not None:
-            told = {f"knn/{name}": value for name, value in result.items()}
             backbone.weights.tell(tracker, told, target=target_of(manifest))
         # the best of them would be a choice on the test split
         save_result(run_dir, result | {"test_top1": top1[settings.neighbours[0]], "k": settings.neighbours[0]})
@@ -63,7 +67,7 @@ def accuracies(
     train: Table, test: Table, *, settings: KnnSettings, num_classes: int, world: World, device: torch.device
 ) -> dict[int, float]:
     """k -> top-1 on the whole test split."""
-    counts, size = sorted(settings.neighbours), len(test.labels_N)
+    counts, size, patience = sorted(settings.neighbours), len(test.labels_N), Patience()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
     part_size = max(counts[-1], settings.chunk_mb * 1_000_000 // (4 * min(QUERIES, size)))
     placed_ND = _placed(train.features_ND, device)
@@ -86,7 +90,7 @@ def accuracies(
             labels_Q = test.labels_N[mine].to(device)
             right += torch.stack([(found[count] == labels_Q).sum() for count in counts])
             line.advance(len(labels_Q))
-    shares = (all_sum(right) / size).tolist()
+    shares = (patience.all_sum(right.cpu()) / size).tolist()
     return dict(zip(counts, shares, strict=True))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
-from finetune.accelerator import start_accelerator
+from finetune.accelerator import Joined, joined_ranks
 from finetune.backbone import open_backbone
 from finetune.probing.classifier import Classifier, save_classifier, test_scores
 from finetune.probing.config import ProbeSettings
@@ -57,25 +57,31 @@ class Verdict:
 
 def probe(settings: ProbeSettings, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
-    accelerator = start_accelerator(world)
-    manifest = load_manifest(settings.dataset)
-    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=accelerator.device)
+    with joined_ranks(world, settings.ranks) as joined:
+        return _probe(settings, world, joined)
+
+
+def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, Any] | None:
+    manifest, device = load_manifest(settings.dataset), joined.device
+    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=device)
     run_dir, tracking = Path(settings.run_dir), settings.tracking
-    with recorded(
-        settings,
-        run_dir=run_dir,
-        tracking=tracking,
-        world=world,
-        used=settings.used(manifest),
-        weights=backbone.weights,
-        tags={"task": "probe"},
-    ) as tracker:
+    with (
+        recorded(
+            settings,
+            run_dir=run_dir,
+            tracking=tracking,
+            world=world,
+            used=settings.used(manifest),
+            weights=backbone.weights,
+            tags={"task": "probe"},
+        ) as tracker,
+        joined.blaming(),
+    ):
         views = Views(settings.augment, settings.seed) if settings.augment is not None else None
-        maker = FeatureMaker(settings, manifest, backbone, world, accelerator.device, views)
+        maker = FeatureMaker(settings, manifest, backbone, world, device, views)
         splits = tables_of(settings, maker)
-        verdict = choose_and_test(
-            splits, settings=settings, num_classes=len(manifest.classes), device=accelerator.device, world=world
-        )
+        num_classes = len(manifest.classes)
+        verdict = choose_and_test(splits, settings=settings, num_classes=num_classes, device=device, world=world)
         if verdict is None:
             return None  # nothing is collective from here on, so nobody waits for the first rank
         report(verdict, settings, tracker)

@@ -1,4 +1,4 @@
-"""Heads of a grid equal plain optimizers and scikit-learn, ranks share them, and what is chosen is what is judged and saved."""
+"""What is chosen on held-out samples is what is judged and saved; what makes no sense is refused."""
 
 import json
 import math
@@ -9,175 +9,23 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from sklearn.linear_model import LogisticRegression
-from torch import Tensor
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
 from finetune.judging.config import EvaluateSettings
 from finetune.judging.evaluate import evaluate_checkpoint
 from finetune.probing.apart import check_apart
-from finetune.probing.cache import Writing
-from finetune.probing.classifier import Classifier
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import Table
 from finetune.probing.grid import Judged, best_of, cells_of, edges
-from finetune.probing.heads import Cell, Score, judge, order_of, train_heads
-from finetune.probing.lbfgs import minimise
-from finetune.probing.probe import Splits, choose_and_test, held_out, probe, tables_of
+from finetune.probing.heads import Cell, Score
+from finetune.probing.probe import Splits, choose_and_test, held_out, probe
 from finetune.probing.report import draw_grid
-from finetune.probing.rows import Rows, Standard
-from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.card import read_card
 from pretrain.config import TrackingSettings
-from pretrain.optim.lion import Lion
-from pretrain.world import World
 from tests.conftest import Command
-from tests.finetune.conftest import ALONE, CPU, CROPS, feature_settings, maker_of
-from tests.ranks import run_ranks
-
-FEATURES, CLASSES = 6, 3
-
-
-def settings_of(**changes: Any) -> ProbeSettings:
-    tree = {"run_dir": "r", "dataset": "d", "optimizer": "sgd", "batch_size": 32, "epochs": (3,)}
-    return ProbeSettings.model_validate(tree | changes, strict=False)
-
-
-def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
-    """Clusters about the same centres for every seed, on unequal scales."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
-    labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(1.0, 1 + FEATURES)
-    return Table(values + 5, labels)
-
-
-def rows_of(*tables: Table) -> Rows:
-    return Rows(list(tables), standard=Standard.of(tables[0].features_ND), device=CPU)
-
-
-def standardised(table: Table) -> Tensor:
-    return (table.features_ND - table.features_ND.mean(dim=0)) / table.features_ND.std(dim=0)
-
-
-def plain_head(tables: list[Table], cell: Cell, settings: ProbeSettings, make: Any) -> Tensor:
-    """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their decays."""
-    head = torch.nn.Linear(FEATURES, CLASSES)
-    for parameter in head.parameters():
-        torch.nn.init.zeros_(parameter)
-    count = len(tables[0].labels_N)
-    values = [(table.features_ND - tables[0].features_ND.mean(0)) / tables[0].features_ND.std(0) for table in tables]
-    optimizer = make(
-        [{"params": [head.weight], "weight_decay": cell.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
-    )
-    steps = cell.epochs * math.ceil(count / settings.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for epoch in range(cell.epochs):
-        order = torch.from_numpy(order_of(count, seed=settings.seed, epoch=epoch))
-        assert sorted(order.tolist()) == list(range(count))
-        for chosen in torch.split(order, settings.batch_size):
-            logits = head(values[epoch % len(tables)][chosen])
-            optimizer.zero_grad()
-            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen]))
-            optimizer.step()
-            schedule.step()
-    return torch.cat([head.weight.detach().T, head.bias.detach()[None]])
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_cells_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
-    tables = [blobs(70, seed=1)]
-    tables.append(Table(tables[0].features_ND * 1.5 + 1, tables[0].labels_N))
-    settings = settings_of(
-        lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov
-    )
-    cells = cells_of(settings)
-    assert len(cells) == 8
-    heads = train_heads(rows_of(*tables), cells, settings=settings, num_classes=CLASSES)
-    for cell, head in zip(cells, heads, strict=True):
-        expected = plain_head(
-            tables,
-            cell,
-            settings,
-            lambda groups, lr=cell.lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=nesterov),
-        )
-        torch.testing.assert_close(head[: FEATURES + 1], expected, rtol=1e-4, atol=1e-6)
-        assert (head[FEATURES + 1 :] == 0).all()
-        alone = train_heads(rows_of(*tables), [cell], settings=settings, num_classes=CLASSES)[0]
-        torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "peer"),
-    [
-        (lambda w: LionUpdate(w, num_features=FEATURES), lambda groups, lr: Lion(groups, lr=lr, betas=(0.9, 0.99))),
-        (lambda w: AdamWUpdate(w, num_features=FEATURES), lambda groups, lr: torch.optim.AdamW(groups, lr=lr)),
-        (
-            lambda w: SgdUpdate(w, num_features=FEATURES, momentum=0.9, nesterov=True),
-            lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
-        ),
-    ],
-)
-def test_an_update_is_the_plain_optimizer_step_for_step(kind: Any, peer: Any) -> None:
-    """On the same gradients, some of them zero; each column has a rate and a decay of its own."""
-    generator = torch.Generator().manual_seed(4)
-    start = torch.randn(8, 2, generator=generator)
-    start[FEATURES + 1 :] = 0
-    update: Update = kind(start.clone())
-    lrs, decays = (0.01, 0.2), (0.5, 0.0)
-    pieces = [
-        [start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()] for c in range(2)
-    ]
-    peers = [
-        peer([{"params": [w], "weight_decay": decay}, {"params": [b], "weight_decay": 0.0}], lr)
-        for (w, b), lr, decay in zip(pieces, lrs, decays, strict=True)
-    ]
-    for number in range(6):
-        gradient = torch.randn(8, 2, generator=generator)
-        gradient[2] = 0
-        gradient[FEATURES + 1 :] = 0
-        for column, (weight, bias) in enumerate(pieces):
-            weight.grad, bias.grad = gradient[:FEATURES, column].clone(), gradient[FEATURES, column].clone()
-            peers[column].step()
-        update.step(gradient, lr_C=torch.tensor(lrs), decay_C=torch.tensor(decays))
-        for column, (weight, bias) in enumerate(pieces):
-            found = update.weights_EC[: FEATURES + 1, column]
-            torch.testing.assert_close(found, torch.cat([weight, bias[None]]).detach(), rtol=1e-5, atol=1e-6)
-        assert number > 0 or "Lion" not in type(update).__name__ or update.weights_EC[2, 1] == start[2, 1]
-
-
-def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
-    table = blobs(300, seed=1, spread=0.6)
-    decays = (1e-4, 1e-2, 1.0)
-    cells = [Cell(1.0, decay, 500) for decay in decays]
-    heads, have_converged = minimise(rows_of(table), cells, tolerance=1e-6, num_classes=CLASSES)
-    assert have_converged == [True, True, True]
-    values = standardised(table).double().numpy()
-    for head, decay in zip(heads, decays, strict=True):
-        peer = LogisticRegression(C=1 / (decay * 300), tol=1e-9, max_iter=5000).fit(values, table.labels_N.numpy())
-        torch.testing.assert_close(head[:FEATURES].T.double(), torch.from_numpy(peer.coef_), rtol=2e-3, atol=2e-4)
-        logits = values @ head[:FEATURES].double().numpy() + head[FEATURES].double().numpy()
-        found = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
-        np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
-
-
-def test_a_head_is_judged_as_by_hand() -> None:
-    table = blobs(50, seed=2)
-    heads = torch.randn(2, 8, CLASSES, generator=torch.Generator().manual_seed(1))
-    scores = judge(rows_of(table), heads)
-    for head, score in zip(heads, scores, strict=True):
-        logits = standardised(table) @ head[:FEATURES] + head[FEATURES]
-        assert score.top1 == pytest.approx(float((logits.argmax(1) == table.labels_N).double().mean()))
-        assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, table.labels_N)), rel=1e-5)
-
-
-def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
-    table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
-    folded = Classifier.of(head, Standard.of(table.features_ND))
-    expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
-    found = table.features_ND @ folded.weight_KD.T + folded.bias_K
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
+from tests.finetune.probing import CLASSES, PROBE, blobs, settings_of
 
 
 def verdict_of(splits: Splits, **changes: Any) -> dict[str, Any]:
@@ -274,51 +122,6 @@ def test_what_is_left_out_fits_the_optimizer() -> None:
     assert len(cells_of(validate(ProbeSettings, tree))) == 25
     lbfgs = validate(ProbeSettings, tree | {"optimizer": "lbfgs", "weight_decays": 0.1})
     assert lbfgs.lrs == (1.0,) and lbfgs.weight_decays == (0.1,)
-
-
-PROBE: dict[str, Any] = {
-    "optimizer": "sgd",
-    "lrs": (1e-3, 1e-1),
-    "weight_decays": (0.0, 1e-2),
-    "epochs": (6,),
-    "batch_size": 16,
-}
-
-
-def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
-    """The rows that this rank computes, and the cells as all ranks know them."""
-    from finetune.accelerator import start_accelerator
-    from finetune.probing.grid import judged_cells
-
-    start_accelerator(world)
-    written: list[int] = []
-    plain_write = Writing.write
-
-    def write(self: Writing, rows: Any, *, start: int) -> None:
-        if "-val-" in self.place.name:
-            written.extend(range(start, start + len(rows)))
-        plain_write(self, rows, start=start)
-
-    Writing.write = write  # type: ignore[method-assign]
-    settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
-    splits = tables_of(settings, maker_of(settings, world=world))
-    rows, held = rows_of(splits.train[0]), rows_of(splits.test)
-    judged, heads = judged_cells(rows, held, settings=settings, num_classes=5, world=world)
-    assert len(heads) == len(range(world.rank, 4, world.num_ranks))
-    return [written, splits.test.features_ND.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
-
-
-def test_three_ranks_make_each_row_once_and_share_the_cells(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
-    words = (str(backbone_folder), str(other_shapes))
-    _, one_table, one_cells = rank_case(ALONE, *words, str(tmp_path / "one"))
-    said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)
-    rows = [row for written, _, _ in said for row in written]
-    assert sorted(rows) == list(range(35)) and all(written for written, _, _ in said)
-    for _, table, cells in said:
-        np.testing.assert_allclose(table, one_table, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(cells, one_cells, rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(

@@ -1,0 +1,145 @@
+"""Heads trained together equal plain optimizers and scikit-learn, each as if trained alone."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from finetune.probing.classifier import Classifier
+from finetune.probing.config import ProbeSettings
+from finetune.probing.features import Table
+from finetune.probing.grid import cells_of
+from finetune.probing.heads import Cell, judge, order_of, train_heads
+from finetune.probing.lbfgs import minimise
+from finetune.probing.rows import Standard
+from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
+from pretrain.optim.lion import Lion
+from tests.finetune.conftest import CROPS
+from tests.finetune.probing import CLASSES, FEATURES, blobs, rows_of, settings_of
+
+
+def standardised(table: Table) -> Tensor:
+    return (table.features_ND - table.features_ND.mean(dim=0)) / table.features_ND.std(dim=0)
+
+
+def plain_head(tables: list[Table], cell: Cell, settings: ProbeSettings, make: Any) -> Tensor:
+    """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their decays."""
+    head = torch.nn.Linear(FEATURES, CLASSES)
+    for parameter in head.parameters():
+        torch.nn.init.zeros_(parameter)
+    count = len(tables[0].labels_N)
+    values = [(table.features_ND - tables[0].features_ND.mean(0)) / tables[0].features_ND.std(0) for table in tables]
+    optimizer = make(
+        [{"params": [head.weight], "weight_decay": cell.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
+    )
+    steps = cell.epochs * math.ceil(count / settings.batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for epoch in range(cell.epochs):
+        order = torch.from_numpy(order_of(count, seed=settings.seed, epoch=epoch))
+        assert sorted(order.tolist()) == list(range(count))
+        for chosen in torch.split(order, settings.batch_size):
+            logits = head(values[epoch % len(tables)][chosen])
+            optimizer.zero_grad()
+            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen]))
+            optimizer.step()
+            schedule.step()
+    return torch.cat([head.weight.detach().T, head.bias.detach()[None]])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_cells_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
+    tables = [blobs(70, seed=1)]
+    tables.append(Table(tables[0].features_ND * 1.5 + 1, tables[0].labels_N))
+    settings = settings_of(
+        lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov
+    )
+    cells = cells_of(settings)
+    assert len(cells) == 8
+    heads = train_heads(rows_of(*tables), cells, settings=settings, num_classes=CLASSES)
+    for cell, head in zip(cells, heads, strict=True):
+        expected = plain_head(
+            tables,
+            cell,
+            settings,
+            lambda groups, lr=cell.lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=nesterov),
+        )
+        torch.testing.assert_close(head[: FEATURES + 1], expected, rtol=1e-4, atol=1e-6)
+        assert (head[FEATURES + 1 :] == 0).all()
+        alone = train_heads(rows_of(*tables), [cell], settings=settings, num_classes=CLASSES)[0]
+        torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer"),
+    [
+        (lambda w: LionUpdate(w, num_features=FEATURES), lambda groups, lr: Lion(groups, lr=lr, betas=(0.9, 0.99))),
+        (lambda w: AdamWUpdate(w, num_features=FEATURES), lambda groups, lr: torch.optim.AdamW(groups, lr=lr)),
+        (
+            lambda w: SgdUpdate(w, num_features=FEATURES, momentum=0.9, nesterov=True),
+            lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
+        ),
+    ],
+)
+def test_an_update_is_the_plain_optimizer_step_for_step(kind: Any, peer: Any) -> None:
+    """On the same gradients, some of them zero; each column has a rate and a decay of its own."""
+    generator = torch.Generator().manual_seed(4)
+    start = torch.randn(8, 2, generator=generator)
+    start[FEATURES + 1 :] = 0
+    update: Update = kind(start.clone())
+    lrs, decays = (0.01, 0.2), (0.5, 0.0)
+    pieces = [
+        [start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()] for c in range(2)
+    ]
+    peers = [
+        peer([{"params": [w], "weight_decay": decay}, {"params": [b], "weight_decay": 0.0}], lr)
+        for (w, b), lr, decay in zip(pieces, lrs, decays, strict=True)
+    ]
+    for number in range(6):
+        gradient = torch.randn(8, 2, generator=generator)
+        gradient[2] = 0
+        gradient[FEATURES + 1 :] = 0
+        for column, (weight, bias) in enumerate(pieces):
+            weight.grad, bias.grad = gradient[:FEATURES, column].clone(), gradient[FEATURES, column].clone()
+            peers[column].step()
+        update.step(gradient, lr_C=torch.tensor(lrs), decay_C=torch.tensor(decays))
+        for column, (weight, bias) in enumerate(pieces):
+            found = update.weights_EC[: FEATURES + 1, column]
+            torch.testing.assert_close(found, torch.cat([weight, bias[None]]).detach(), rtol=1e-5, atol=1e-6)
+        assert number > 0 or "Lion" not in type(update).__name__ or update.weights_EC[2, 1] == start[2, 1]
+
+
+def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
+    table = blobs(300, seed=1, spread=0.6)
+    decays = (1e-4, 1e-2, 1.0)
+    cells = [Cell(1.0, decay, 500) for decay in decays]
+    heads, have_converged = minimise(rows_of(table), cells, tolerance=1e-6, num_classes=CLASSES)
+    assert have_converged == [True, True, True]
+    values = standardised(table).double().numpy()
+    for head, decay in zip(heads, decays, strict=True):
+        peer = LogisticRegression(C=1 / (decay * 300), tol=1e-9, max_iter=5000).fit(values, table.labels_N.numpy())
+        torch.testing.assert_close(head[:FEATURES].T.double(), torch.from_numpy(peer.coef_), rtol=2e-3, atol=2e-4)
+        logits = values @ head[:FEATURES].double().numpy() + head[FEATURES].double().numpy()
+        found = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
+        np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
+
+
+def test_a_head_is_judged_as_by_hand() -> None:
+    table = blobs(50, seed=2)
+    heads = torch.randn(2, 8, CLASSES, generator=torch.Generator().manual_seed(1))
+    scores = judge(rows_of(table), heads)
+    for head, score in zip(heads, scores, strict=True):
+        logits = standardised(table) @ head[:FEATURES] + head[FEATURES]
+        assert score.top1 == pytest.approx(float((logits.argmax(1) == table.labels_N).double().mean()))
+        assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, table.labels_N)), rel=1e-5)
+
+
+def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
+    table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
+    folded = Classifier.of(head, Standard.of(table.features_ND))
+    expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
+    found = table.features_ND @ folded.weight_KD.T + folded.bias_K
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

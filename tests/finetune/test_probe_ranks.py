@@ -1,0 +1,86 @@
+"""Ranks that probe together: each row and each cell once, waits as long as the work, and every fault an end that all agree on."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.probing import grid
+from finetune.probing.cache import Writing
+from finetune.probing.grid import cells_of, judged_cells, shares
+from finetune.probing.probe import tables_of
+from pretrain.world import World
+from tests.finetune.conftest import ALONE, feature_settings, maker_of
+from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
+from tests.ranks import run_ranks
+
+
+def test_the_longest_cells_are_dealt_first_and_evenly() -> None:
+    cells = cells_of(settings_of(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
+    for num_ranks in (1, 2, 3, 8, 60):
+        dealt = shares(cells, num_ranks)
+        assert sorted(number for numbers in dealt for number in numbers) == list(range(50))
+        work = [sum(cells[number].epochs for number in numbers) for numbers in dealt]
+        assert max(work) - min(work) <= 100
+        assert num_ranks != 2 or max(work) == 1380
+
+
+PATIENCE_S, WORK_S = 3.0, 4.5
+
+
+def patient_case(world: World) -> float:
+    """One cell, which the first rank alone works on, for longer than a collective may wait."""
+    from finetune.accelerator import start_accelerator
+
+    start_accelerator(world, timeout_s=PATIENCE_S)
+    plain = grid.heads_of
+
+    def slow(*words: Any, **also: Any) -> Any:
+        time.sleep(WORK_S)
+        return plain(*words, **also)
+
+    grid.heads_of = slow  # type: ignore[assignment]
+    rows, settings = rows_of(blobs(40, seed=1)), settings_of(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
+    judged, _ = judged_cells(rows, rows, settings=settings, num_classes=CLASSES, world=world)
+    return judged[0].score.top1
+
+
+def test_a_rank_without_a_cell_waits_as_long_as_it_takes() -> None:
+    one, other = run_ranks(patient_case, num_ranks=2)
+    assert one == other > 0.5
+
+
+def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
+    """The rows that this rank computes, and the cells as all ranks know them."""
+    from finetune.accelerator import start_accelerator
+
+    start_accelerator(world)
+    written: list[int] = []
+    plain_write = Writing.write
+
+    def write(self: Writing, rows: Any, *, start: int) -> None:
+        if "-val-" in self.place.name:
+            written.extend(range(start, start + len(rows)))
+        plain_write(self, rows, start=start)
+
+    Writing.write = write  # type: ignore[method-assign]
+    settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
+    splits = tables_of(settings, maker_of(settings, world=world))
+    rows, held = rows_of(splits.train[0]), rows_of(splits.test)
+    judged, heads = judged_cells(rows, held, settings=settings, num_classes=5, world=world)
+    assert len(heads) == len(range(world.rank, 4, world.num_ranks))
+    return [written, splits.test.features_ND.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
+
+
+def test_three_ranks_make_each_row_once_and_share_the_cells(
+    backbone_folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    words = (str(backbone_folder), str(other_shapes))
+    _, one_table, one_cells = rank_case(ALONE, *words, str(tmp_path / "one"))
+    said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)
+    rows = [row for written, _, _ in said for row in written]
+    assert sorted(rows) == list(range(35)) and all(written for written, _, _ in said)
+    for _, table, cells in said:
+        np.testing.assert_allclose(table, one_table, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(cells, one_cells, rtol=1e-4, atol=1e-6)
