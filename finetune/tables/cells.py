@@ -131,7 +131,7 @@ def _name(entry: Entry) -> str:
     }
     augmented = "" if entry.method == "knn" else " + DA" if entry.augmented else ", no DA"
     length = f", {entry.epochs} epochs" if entry.method == "scratch" and entry.epochs else ""
-    folds = ", folds" if entry.is_fold else ""
+    folds = ", per fold" if entry.is_fold else ""
     start = f", of {entry.pretrained_on}" if entry.pretrained_on and entry.model != "pixels" else ""
     is_usual = entry.split in ("", JUDGED_ON.get(entry.column, USUAL_SPLIT))
     judged = "" if is_usual else f", on {entry.split}"

@@ -87,13 +87,13 @@ def test_folds_are_repetitions_and_stay_apart_from_runs_on_the_whole_split() -> 
     ]
     group = run("group", "tune_seeds", 0.845, metric="eval/top1_mean", parent_key="body", tags={"target": "stl10"})
     tables = fill(TABLES, [BODY, tuned("whole", 0.9, target="stl10"), group, *folds])
-    whole, single = cell(tables, ROW, "STL-10"), cell(tables, f"{ROW}, folds, of imagenet21k", "STL-10")
+    whole, single = cell(tables, ROW, "STL-10"), cell(tables, f"{ROW}, per fold, of imagenet21k", "STL-10")
     assert (whole.mean, whole.num_repetitions, whole.num_left_out) == (pytest.approx(90.0), 1, 0)
     assert (single.mean, single.std) == (pytest.approx(84.5), pytest.approx(3.0277, abs=1e-3))
     assert (single.num_repetitions, single.num_left_out) == (10, 0) and "84.5 ± 3.0 (n=10)" in markdown(tables)
     again = tuned("f3-1", 0.93, seed=1, target="stl10", parent_key="group", params={"data.fold": "3"})
     assert (
-        cell(fill(TABLES, [BODY, group, *folds, again]), f"{ROW}, folds, of imagenet21k", "STL-10").num_repetitions
+        cell(fill(TABLES, [BODY, group, *folds, again]), f"{ROW}, per fold, of imagenet21k", "STL-10").num_repetitions
         == 11
     )
 
