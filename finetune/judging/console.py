@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from finetune.judging.choice import recipe
@@ -51,16 +52,11 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         shown = "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"])
         rows.append(("top-1 by views", shown))
     if result.get("augment"):
-        rows.append(("views", _plain(f"{recipe(result['augment'])}: {result['augment_from']}")))
-    worst = ", ".join(f"{_plain(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+        rows.append(("views", escape(f"{recipe(result['augment'])}: {result['augment_from']}")))
+    worst = ", ".join(f"{escape(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
     rows.append(("class top-1", f"mean {result['eval/class_top1']:.2%}; worst: {worst}"))
     if result["most_confused"]:
-        pairs = ", ".join(f"{_plain(a)} as {_plain(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
+        pairs = ", ".join(f"{escape(a)} as {escape(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
         rows.append(("most confused", pairs))
     rows.append(("speed", f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s"))
     return rows
-
-
-def _plain(name: str) -> str:
-    """Rich takes [words] for its own."""
-    return name.replace("[", r"\[")
