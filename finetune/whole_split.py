@@ -9,12 +9,13 @@ from pretrain.world import World
 
 
 def batches_of(
-    reader: ShardReader, *, title: str, local_batch_size: int, world: World, pin: bool = False
+    reader: ShardReader, *, title: str | None, local_batch_size: int, world: World, pin: bool = False
 ) -> Iterator[Batch]:
     """This rank's batches. Their `mask_B` is False where one is padded, or where a picture does not decode (`num_bad`). `pin`: in
-    memory that a GPU can copy from while others work."""
+    memory that a GPU can copy from while others work. `title`: of the progress line; None where the caller has its own."""
+    shown = title is not None and world.is_first
     with (
-        progress(title, total=reader.num_samples, unit="images", enabled=world.is_first) as line,
+        progress(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
         evaluation_batches(
             reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=pin
         ) as batches,

@@ -134,6 +134,12 @@ def resolve(path: Path) -> Path:
     """The checkpoint directory that a user means by `path`; verified when it carries hashes."""
     candidates = [path] if (path / MODEL).is_file() else list(reversed(list_checkpoints(path)))
     if not candidates:
+        repetitions = [str(each) for each in sorted(path.glob("*/")) if list_checkpoints(each)]
+        if repetitions:
+            more = ", ..." if len(repetitions) > 3 else ""
+            raise CheckpointError(
+                f"{path}: holds no checkpoint itself, but its repetitions do; name one of them: {', '.join(repetitions[:3])}{more}"
+            )
         raise CheckpointError(
             f"{path}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
         )

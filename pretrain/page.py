@@ -5,14 +5,19 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import Manifest
+import numpy as np
+
+from data_prep.manifest import Manifest, load_index
 from pretrain.config import PretrainSettings
 from pretrain.datasets import Part, TrainingData
 from pretrain.launch import LAUNCHED_WITH
 
+LABEL_COLUMN = 2
+"""Of a shard's index."""
 DIGEST_LENGTH = 32
 """Of the 64 digits of a manifest's hash: a store takes no more than 36. The whole is among the parameters."""
 
@@ -84,12 +89,12 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 
 
 def summary(part: Part) -> dict[str, Any]:
-    """Of the manifest, for the split in use."""
+    """Of the manifest, for the split in use; pictures and classes are those of the fold, where one is trained on alone."""
     manifest, split = part.manifest, part.content
-    counts = [count for count in split.class_counts if count]
+    counts = [count for count in _class_counts(part) if count]
     return {
         "split": part.split,
-        "num_samples": split.num_samples,
+        "num_samples": part.num_samples,
         "num_classes": len(manifest.classes),
         "fewest_per_class": min(counts, default=0),
         "most_per_class": max(counts, default=0),
@@ -102,6 +107,15 @@ def summary(part: Part) -> dict[str, Any]:
         "num_rejected": manifest.num_rejected,
         "manifest_hash": manifest.hash,
     }
+
+
+def _class_counts(part: Part) -> Sequence[int]:
+    if part.chosen is None:
+        return part.content.class_counts
+    shards = [shard for shard in part.content.shards if shard.num_samples]
+    labels = np.concatenate([load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards])
+    counts: list[int] = np.bincount(labels[part.chosen]).tolist()
+    return counts
 
 
 def shown_command(words: list[str]) -> str:

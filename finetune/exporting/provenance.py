@@ -14,6 +14,7 @@ from typing import Any
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import UserError, read_yaml
 from pretrain.card import ModelCard, read_card, resolve
+from pretrain.datasets import Part
 from pretrain.run import CONFIG_FILE, finished_result
 
 DEEPEST = 2
@@ -62,6 +63,7 @@ def provenance_of(checkpoint: Path, card: ModelCard, *, results_from: Path | Non
     if run_dir is None or not config:
         beside = (results_from or checkpoint.parent,)
         return Provenance(results=tuple(_results_on(checkpoint, None, beside)))
+    directory = base_of(config, run_dir) / dataset_of(config)
     manifest = _manifest(dataset_of(config), base_of(config, run_dir))
     is_same = manifest is not None and manifest.hash == card.manifest_hash
     task = task_of(config)
@@ -73,7 +75,7 @@ def provenance_of(checkpoint: Path, card: ModelCard, *, results_from: Path | Non
         task=task,
         recipe={name: config[name] for name in sections if name in config},
         commit=commit_of(run_dir),
-        num_images=_num_images(manifest, config) if is_same and manifest else None,
+        num_images=_num_images(manifest, directory, config) if is_same and manifest else None,
         started_from=_start(config, run_dir),
         results=(*own, *others),
     )
@@ -130,11 +132,16 @@ def _manifest(dataset: str, base: Path) -> Manifest | None:
         return None
 
 
-def _num_images(manifest: Manifest, config: dict[str, Any]) -> int | None:
-    """Of the split that was trained on; of a mixture the parts are not told apart here."""
+def _num_images(manifest: Manifest, directory: Path, config: dict[str, Any]) -> int | None:
+    """That were trained on, of one split or of its fold; of a mixture the parts are not told apart here."""
     data = config.get("data", config)
-    split = manifest.splits.get(str(data.get("train_split", "")))
-    return split.num_samples if split and not data.get("also") else None
+    split, fold = str(data.get("train_split", "")), data.get("fold")
+    if split not in manifest.splits or data.get("also"):
+        return None
+    try:
+        return Part(directory, manifest, split, fold=fold).num_samples
+    except (DatasetError, KeyError, IndexError):  # there are no such folds any more
+        return None
 
 
 def _start(config: dict[str, Any], run_dir: Path) -> str:

@@ -7,16 +7,19 @@ B batch, K classes, A answers, R rows.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data_prep.progress import progress
+from finetune.accelerator import Patience
 from finetune.judging.answers import NO_SAMPLE, Answers, Layout
+from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.collectives import all_sum, is_distributed
@@ -30,38 +33,23 @@ ROWS_AT_ONCE = 65_536
 Logits = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Views:
-    """The pictures that are made of each picture: the plain one, augmented ones, or both (then the plain one is the first)."""
-
-    num_augmented: int = 0
-    plain: bool = True
-
-    def __len__(self) -> int:
-        return self.num_augmented + int(self.plain)
-
-    def make(self, batch: Batch, number: int, augmentation: Augmentation) -> Tensor:
-        if self.plain and number == 0:
-            return augmentation.plain(batch).images_BCHW
-        view = number - int(self.plain)
-        return augmentation.prepare(replace(batch, epochs=np.full(len(batch.samples), view, np.int64))).images_BCHW
-
-
 def answer(
     logits_of: Logits,
     reader: ShardReader,
     augmentation: Augmentation,
     *,
-    views: Views,
+    views: Sequence[int | None],
     num_classes: int,
     local_batch_size: int,
     world: World,
 ) -> Answers | None:
-    """The table of the whole split, on the first rank."""
-    layout = Layout.of(num_classes=num_classes, num_views=views.num_augmented and len(views))
+    """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
+    patience = Patience()
+    layout = Layout.of(num_classes=num_classes, num_views=0 if list(views) == [None] else len(views))
     rows, num_bad = answer_share(
         logits_of, reader, augmentation, views=views, layout=layout, local_batch_size=local_batch_size, world=world
     )
+    patience.any_rank(False)  # a slow rank may be longer at its share than any exchange may take
     gathered = gather_rows(rows)
     bad = int(all_sum(torch.tensor(num_bad, device=augmentation.device)))
     if gathered is None:
@@ -75,7 +63,7 @@ def answer_share(
     reader: ShardReader,
     augmentation: Augmentation,
     *,
-    views: Views,
+    views: Sequence[int | None],
     layout: Layout,
     local_batch_size: int,
     world: World,
@@ -85,18 +73,22 @@ def answer_share(
     # a small split is not padded to a whole batch: each view would pay for it
     size = min(local_batch_size, -(-reader.num_samples // world.num_ranks))
     pin = augmentation.device.type == "cuda"
-    batches = batches_of(reader, title="evaluating", local_batch_size=size, world=world, pin=pin)
-    mean: _Mean | None = None
-    for batch, number, images_BCHW in _pictures(batches, augmentation, views, num_threads=world.num_cores):
-        if number == 0:
-            mean = _Mean(batch.labels_B.to(augmentation.device, non_blocking=True), layout)
-        assert mean is not None
-        mean.add(logits_of(images_BCHW))
-        if number == len(views) - 1:
-            assert batch.mask_B is not None
-            samples = torch.from_numpy(batch.samples).double().where(batch.mask_B, NO_SAMPLE)
-            rows.append(mean.rows(samples.to(augmentation.device, non_blocking=True)))
-            num_bad += batch.num_bad
+    batches = batches_of(reader, title=None, local_batch_size=size, world=world, pin=pin)
+    mean, seen, count = _Mean(torch.zeros(0), layout), 0, 0
+    unit = "images" if len(views) == 1 else "images x views"
+    with progress("evaluating", total=reader.num_samples * len(views), unit=unit, enabled=world.is_first) as line:
+        for batch, place, images_BCHW in _pictures(batches, augmentation, views, num_threads=world.num_cores):
+            if place == 0:
+                mean = _Mean(batch.labels_B.to(augmentation.device, non_blocking=True), layout)
+                count = min(size * world.num_ranks, reader.num_samples - seen)
+                seen += count
+            mean.add(logits_of(images_BCHW))
+            if place == len(views) - 1:
+                assert batch.mask_B is not None
+                samples = torch.from_numpy(batch.samples).double().where(batch.mask_B, NO_SAMPLE)
+                rows.append(mean.rows(samples.to(augmentation.device, non_blocking=True)))
+                num_bad += batch.num_bad
+            line.advance(count)
     return torch.cat(rows), num_bad
 
 
@@ -155,22 +147,22 @@ class _Mean:
 
 
 def _pictures(
-    batches: Iterator[Batch], augmentation: Augmentation, views: Views, *, num_threads: int
+    batches: Iterator[Batch], augmentation: Augmentation, views: Sequence[int | None], *, num_threads: int
 ) -> Iterator[tuple[Batch, int, Tensor]]:
-    """All views of one batch after those of the other: (batch, number of the view, pictures)."""
+    """All views of one batch after those of the other: (batch, place among the views, pictures)."""
     if augmentation.device.type == "cuda":
         for batch in batches:
             there = replace(batch, images_BHWC=batch.images_BHWC.to(augmentation.device, non_blocking=True))
-            for number in range(len(views)):
-                yield batch, number, views.make(there, number, augmentation)
+            for place, view in enumerate(views):
+                yield batch, place, images_of(there, view, augmentation)
         return
     ahead = deque[tuple[Batch, int, Future[Tensor]]]()
     with lone_threads(num_threads, pin=False) as pool:
         for batch in batches:
-            for number in range(len(views)):
-                ahead.append((batch, number, pool.submit(views.make, batch, number, augmentation)))
+            for place, view in enumerate(views):
+                ahead.append((batch, place, pool.submit(images_of, batch, view, augmentation)))
                 if len(ahead) > num_threads:
-                    first, its_number, pictures = ahead.popleft()
-                    yield first, its_number, pictures.result()
-        for first, its_number, pictures in ahead:
-            yield first, its_number, pictures.result()
+                    first, its_place, pictures = ahead.popleft()
+                    yield first, its_place, pictures.result()
+        for first, its_place, pictures in ahead:
+            yield first, its_place, pictures.result()

@@ -37,7 +37,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     ]
     settings = load_settings(EvaluateSettings, path=None, overrides=overrides)
     if options.show:
-        return show(settings)
+        return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses
     evaluation = Evaluation.of(settings)
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     stored = evaluation.stored_result()

@@ -5,15 +5,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from data_prep.settings import Settings
+from finetune.accelerator_settings import RanksSettings
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import TrackingSettings
 
 
 class ViewSettings(AugmentSettings):
-    """What a view of a picture is; by default the paper's public command: a square crop of 0.4 to 1 of the area, flipped or not."""
-
-    crop_scale: tuple[float, float] | None = (0.4, 1.0)
-    crop_ratio: tuple[float, float] = (1.0, 1.0)
+    """What a view of a picture is. What is left out is as the model was trained (see choice.py)."""
 
     @model_validator(mode="after")
     def _of_one_picture(self) -> "ViewSettings":
@@ -40,13 +38,16 @@ class EvaluateSettings(Settings):
     include_plain: bool = False
     """The plain picture counts as one more view, the first."""
     augment: ViewSettings = ViewSettings()
-    """What the views are; only with `views`."""
+    """What the views are; only with `views`. Left out, the crops and flips that the model was trained with; where these are not
+    known, or there were none, the paper's public command: a square crop of 0.4 to 1 of the area, flipped or not. Naming one of
+    them leaves the others as they would be."""
     seed: int = Field(0, ge=0)
     """Of the views, each of which is a function of (seed, number of the view, picture)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the forward pass; softmax and everything after it are in fp32 or above."""
     local_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass on one rank."""
+    ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
     """By default the store and the experiment of the run that made the weights, as its child."""
 
@@ -64,6 +65,7 @@ class EvaluateSettings(Settings):
         return self
 
     @property
-    def num_answers(self) -> int:
-        """Forward passes of each picture."""
-        return self.views + 1 if self.include_plain or self.views == 0 else self.views
+    def view_numbers(self) -> tuple[int | None, ...]:
+        """A forward pass each; None is the plain picture."""
+        plain = (None,) if self.include_plain or self.views == 0 else ()
+        return (*plain, *range(self.views))

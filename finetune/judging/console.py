@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from finetune.judging.choice import recipe
+
+WORSE_BY = 0.02
+"""Than on the plain pictures: no chance any more."""
 
 
 def say(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
@@ -21,6 +27,12 @@ def say(result: dict[str, Any], console: Console, *, stored: bool = False) -> No
         table.add_row(*row)
     console.print(heading + missing, highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
+    plain = result.get("plain_top1")
+    if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
+        hint = (
+            f"the plain pictures reach {plain:.2%}: these views may not suit the classes; see augment, above all flips"
+        )
+        console.print(hint, highlight=False, soft_wrap=True)
     if stored:
         console.print("asked before: the stored result; name another run_dir to do it anew", highlight=False)
     place = Path(result["run_dir"])
@@ -39,15 +51,12 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     if result["curve"]:
         shown = "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"])
         rows.append(("top-1 by views", shown))
-    worst = ", ".join(f"{_plain(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+    if result.get("augment"):
+        rows.append(("views", escape(f"{recipe(result['augment'])}: {result['augment_from']}")))
+    worst = ", ".join(f"{escape(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
     rows.append(("class top-1", f"mean {result['eval/class_top1']:.2%}; worst: {worst}"))
     if result["most_confused"]:
-        pairs = ", ".join(f"{_plain(a)} as {_plain(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
+        pairs = ", ".join(f"{escape(a)} as {escape(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
         rows.append(("most confused", pairs))
     rows.append(("speed", f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s"))
     return rows
-
-
-def _plain(name: str) -> str:
-    """Rich takes [words] for its own."""
-    return name.replace("[", r"\[")

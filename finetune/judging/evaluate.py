@@ -2,10 +2,11 @@
 
 1. every rank answers its share (`answering.py`), and the first one gathers the rows;
 2. from that table alone come the scores (`scoring.py`), the files (`files.py`) and the pictures (`pictures.py`);
-3. result.json is written last: a directory that has it is a whole evaluation.
+3. the books are told of it, and then result.json is written: a directory that has it is a whole evaluation, told of as well.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from data_prep.settings import UserError
-from finetune.accelerator import start_accelerator
+from finetune.accelerator import Joined, joined_ranks
+from finetune.backbone import Backbone, open_backbone
 from finetune.classes import class_numbers
-from finetune.judging.answering import Views, answer
+from finetune.judging.answering import answer
 from finetune.judging.answers import Answers
 from finetune.judging.config import EvaluateSettings
 from finetune.judging.files import (
@@ -42,11 +44,8 @@ from finetune.judging.pictures import (
 from finetune.judging.place import Evaluation
 from finetune.judging.scoring import Confusion, PerClass, calibration, moments, overall
 from finetune.recording import recorded
-from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.collectives import same_on_all_ranks
 from pretrain.datasets import Part
-from pretrain.folder import load_folder
-from pretrain.models.image_model import ImageModel
 from pretrain.page import target_of
 from pretrain.real_labels import RealLabels
 from pretrain.run import save_result
@@ -61,28 +60,35 @@ NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
 def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
     evaluation = Evaluation.of(settings)
-    card, manifest = evaluation.card, evaluation.manifest
-    numbers = class_numbers(card, manifest, dataset=settings.dataset)
-    accelerator = start_accelerator(world, precision=settings.precision)
-    if not same_on_all_ranks(int(evaluation.identity[:15], 16), device=accelerator.device):
-        raise UserError(
-            f"{settings.pretrained}: the ranks found different weights there (is it still being trained?); "
-            "name one of its checkpoints/step-*"
-        )
-    _, model = load_folder(evaluation.checkpoint)
-    part = Part(Path(settings.dataset), manifest, settings.split, numbers)
-    reader = ShardReader([part], image_size=card.image_size)
-    with recorded(
-        settings,
-        run_dir=evaluation.run_dir,
-        tracking=evaluation.tracking,
-        world=world,
-        used=[(part, "evaluation")],
-        weights=evaluation.weights,
-        tags={"task": "evaluate"},
-    ) as tracker:
+    numbers = class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
+    part = Part(Path(settings.dataset), evaluation.manifest, settings.split, numbers)
+    with joined_ranks(world, settings.ranks, precision=settings.precision) as joined:
+        if not same_on_all_ranks(int(evaluation.identity[:15], 16), device=joined.device):
+            raise UserError(
+                f"{settings.pretrained}: the ranks found different weights there (is it still being trained?); "
+                "name one of its checkpoints/step-*"
+            )
+        return _evaluate(evaluation, part, joined, world)
+
+
+def _evaluate(evaluation: Evaluation, part: Part, joined: Joined, world: World) -> dict[str, Any] | None:
+    with (
+        recorded(
+            evaluation.begun_settings,
+            run_dir=evaluation.run_dir,
+            tracking=evaluation.tracking,
+            world=world,
+            used=[(part, "evaluation")],
+            weights=evaluation.weights,
+            tags={"task": "evaluate"},
+        ) as tracker,
+        joined.blaming(),
+    ):
+        if world.is_first:
+            evaluation.mark()
+        reader = ShardReader([part], image_size=evaluation.card.image_size)
         began_s = time.perf_counter()
-        answers = _answers(evaluation, model, reader, device=accelerator.device, world=world)
+        answers = _answers(evaluation, reader, device=joined.device, world=world)
         seconds = time.perf_counter() - began_s
         if answers is None:
             return None  # nothing is collective from here on, so nobody waits for the pictures
@@ -91,35 +97,32 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, A
         return _tell(evaluation, answers, reader, tracker, seconds=seconds)
 
 
-def _answers(
-    evaluation: Evaluation, model: ImageModel, reader: ShardReader, *, device: torch.device, world: World
-) -> Answers | None:
-    settings, card = evaluation.settings, evaluation.card
-    model.to(device).eval()
-    augmentation = Augmentation(
-        settings.augment,
-        seed=settings.seed,
-        image_size=card.image_size,
-        normalisation=Normalisation(card.channel_mean, card.channel_std),
-        device=device,
-        dtype=torch.float32,
-    )
-    is_half = settings.precision == "bf16"
-
-    def logits_of(images_BCHW: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16) if is_half else nullcontext():
-            logits: Tensor = model(images_BCHW)
-        return logits
-
+def _answers(evaluation: Evaluation, reader: ShardReader, *, device: torch.device, world: World) -> Answers | None:
+    settings = evaluation.settings
+    found = str(evaluation.checkpoint)  # not what was asked for: a newer one may be there by now
+    backbone = open_backbone(found, evaluation.manifest, image_size=None, device=device)
+    augmentation = settings.augment if settings.views else None
     return answer(
-        logits_of,
+        _logits_of(backbone, device, precision=settings.precision),
         reader,
-        augmentation,
-        views=Views(settings.views, plain=settings.include_plain or settings.views == 0),
-        num_classes=len(card.classes),
+        backbone.augmentation(augmentation, seed=settings.seed, device=device),
+        views=settings.view_numbers,
+        num_classes=len(evaluation.card.classes),
         local_batch_size=settings.local_batch_size,
         world=world,
     )
+
+
+def _logits_of(backbone: Backbone, device: torch.device, *, precision: str) -> Callable[[Tensor], Tensor]:
+    model = backbone.model
+    assert model is not None
+
+    def logits_of(images_BCHW: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
+            logits: Tensor = model(images_BCHW)
+        return logits
+
+    return logits_of
 
 
 def _tell(
@@ -139,7 +142,7 @@ def _tell(
     _draw(evaluation, answers, confusion)
     result = _result(evaluation, answers, reader, confusion, per_class) | facts | {"seconds": seconds}
     result["images_per_s"] = reader.num_samples / seconds
-    result["views_per_s"] = result["images_per_s"] * evaluation.settings.num_answers
+    result["views_per_s"] = result["images_per_s"] * len(evaluation.settings.view_numbers)
     step = evaluation.card.step
     tracker.metrics({name: value for name, value in result.items() if name.startswith("eval/")}, step=step)
     for moment in moments(answers):
@@ -147,10 +150,10 @@ def _tell(
     for name in (PREDICTIONS, PER_CLASS, CONFUSION, CONFUSION_PNG, CALIBRATION_PNG, VIEWS_PNG):
         if (run_dir / name).exists():
             tracker.artifact(run_dir / name, folder="evaluation")
-    save_result(run_dir, result)
     views = f"_{evaluation.settings.views}views" if evaluation.settings.views else ""
     found = {f"evaluate/top1{views}": result["eval/top1"]}
     evaluation.weights.tell(tracker, found, target=f"{target_of(part.manifest)}-{part.split}")
+    save_result(run_dir, result)
     return result
 
 
@@ -186,6 +189,7 @@ def _result(
     order = per_class.order()
     ranked = [(confusion.names[number], float(per_class.top1_K[number])) for number in order.tolist()]
     left_out = answers.left_out(num_samples=reader.num_samples)
+    curve = [asdict(moment) for moment in moments(answers)]
     return {f"eval/{name}": value for name, value in eval_scores.items()} | {
         "identity": evaluation.identity,
         "model": evaluation.card.model.label,
@@ -196,8 +200,11 @@ def _result(
         "num_unreadable": len(left_out),
         "unreadable": ["/".join(name) for name in reader.names(left_out[:NUM_NAMED])],
         "views": settings.views,
-        "num_views": settings.num_answers,
-        "curve": [asdict(moment) for moment in moments(answers)],
+        "num_views": len(settings.view_numbers),
+        "augment": settings.augment.model_dump(mode="json") if settings.views else None,
+        "augment_from": evaluation.augment_from,
+        "plain_top1": curve[0]["top1"] if settings.include_plain else evaluation.plain_top1(),
+        "curve": curve,
         "worst_classes": ranked[:NUM_EXTREME],
         "best_classes": ranked[::-1][:NUM_EXTREME],
         "most_confused": confusion.most_confused(NUM_CONFUSED),

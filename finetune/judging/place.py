@@ -1,9 +1,11 @@
 """Which evaluation it is, and where its results go. No torch here.
 
 Two evaluations that may differ in a single answer have different identities, hence different directories: nothing is overwritten.
-What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it.
+What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it, so an evaluation that was killed is
+begun anew by whatever words mean the same: RUN/evaluation.json says which one a directory is of, from its beginning on.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
-from data_prep.publish import hash_of_json
-from data_prep.settings import SettingsError, read_yaml
+from data_prep.publish import hash_of_json, write_json
+from data_prep.settings import SettingsError, read_yaml, validate
+from finetune.judging.choice import choose
 from finetune.judging.config import EvaluateSettings
 from finetune.recording import Weights
 from pretrain.card import ModelCard
 from pretrain.config import TrackingSettings
-from pretrain.run import CONFIG_FILE, check_settings, finished_result
+from pretrain.run import CONFIG_FILE, check_place, check_settings, finished_result
 from pretrain.tracker import RunIdentity
+
+IDENTITY = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -26,15 +31,22 @@ class Evaluation:
     """What is judged on what: all that is known before anything heavy is imported."""
 
     settings: EvaluateSettings
+    """With the augmentation that was chosen."""
     manifest: Manifest
     weights: Weights
+    augment_from: str | None = None
+    """Why this augmentation; None without."""
 
     @classmethod
     def of(cls, settings: EvaluateSettings) -> "Evaluation":
         manifest = load_manifest(settings.dataset)
         if not manifest.labelled_split(settings.split, directory=settings.dataset).num_samples:
             raise DatasetError(f"{settings.dataset}: split {settings.split!r} is empty; choose another split")
-        return cls(settings, manifest, Weights.at(settings.pretrained))
+        weights = Weights.at(settings.pretrained)
+        if not settings.views:
+            return cls(settings, manifest, weights)
+        choice = choose(settings.augment, weights.run_dir)
+        return cls(settings.model_copy(update={"augment": choice.augment}), manifest, weights, choice.source)
 
     @property
     def card(self) -> ModelCard:
@@ -45,11 +57,15 @@ class Evaluation:
         """The directory of the weights themselves."""
         return self.weights.checkpoint
 
-    @property
+    @cached_property
     def owner(self) -> Path | None:
         """The run that made the weights; None where they came in a folder."""
-        above = self.checkpoint.absolute().parent
-        return self.checkpoint.parent.parent if above.name == "checkpoints" else None
+        return self.weights.run_dir
+
+    @cached_property
+    def _owners_settings(self) -> dict[str, Any]:
+        """Those of a probe stand by themselves where a training has its section `data`."""
+        return read_yaml(self.owner / CONFIG_FILE) if self.owner is not None else {}
 
     @cached_property
     def identity(self) -> str:
@@ -65,35 +81,76 @@ class Evaluation:
         settings = self.settings
         if settings.run_dir is not None:
             return Path(settings.run_dir)
-        folder = self.checkpoint if self.checkpoint.name else self.checkpoint.absolute()
-        place = self.owner / "evaluations" if self.owner is not None else folder.with_name(f"{folder.name}-evaluations")
         views = [f"{settings.views}views"] if settings.views else []
-        return place / "-".join([self.manifest.name, settings.split, *views, self.identity[:8]])
+        return self._place / "-".join([self.manifest.name, settings.split, *views, self.identity[:8]])
+
+    @property
+    def _place(self) -> Path:
+        folder = self.checkpoint.absolute()
+        if self.owner is not None or folder.parent.name == "checkpoints":  # there it would look like a checkpoint
+            return (self.owner or folder.parent.parent) / "evaluations"
+        return folder.with_name(f"{folder.name}-evaluations")
 
     @property
     def tracking(self) -> TrackingSettings:
         """Where the settings leave it open, with the run that made the weights: a parent is known in its own store alone."""
         asked, base = self.settings.tracking, self.owner or self.checkpoint.absolute()
-        identity = base / "tracking" / "identity.json"
-        known = RunIdentity.model_validate_json(identity.read_text()) if identity.exists() else None
-        beside = f"sqlite:///{(base.absolute().parent / 'mlflow.db').resolve()}"
-        uri = asked.uri or os.environ.get("MLFLOW_TRACKING_URI") or (known.uri if known else beside)
-        is_open = known is not None and "experiment" not in asked.model_fields_set
-        experiment = known.experiment if known is not None and is_open else asked.experiment
-        return asked.model_copy(update={"uri": uri, "experiment": experiment})
+        known, changes = RunIdentity.known(base), dict[str, str]()
+        if known is None and not asked.uri and "MLFLOW_TRACKING_URI" not in os.environ:
+            changes["uri"] = f"sqlite:///{(base.parent / 'mlflow.db').resolve()}"
+        if known is not None and "experiment" not in asked.model_fields_set:
+            changes["experiment"] = known.experiment
+        return asked.model_copy(update=changes)
+
+    @property
+    def begun_settings(self) -> EvaluateSettings:
+        """What the run's books say: the words that it was begun with, where this directory is of this very evaluation already."""
+        path = self.run_dir / CONFIG_FILE
+        if self._begun_identity() != self.identity or not path.exists():
+            return self.settings
+        begun = validate(EvaluateSettings, read_yaml(path))
+        return begun.model_copy(update={"local_batch_size": self.settings.local_batch_size})
+
+    def mark(self) -> None:
+        write_json(self.run_dir / IDENTITY, {"identity": self.identity})
+
+    def _begun_identity(self) -> str | None:
+        try:
+            return str(json.loads((self.run_dir / IDENTITY).read_text())["identity"])
+        except FileNotFoundError:
+            return None
 
     def stored_result(self) -> dict[str, Any] | None:
         """Of this very evaluation, if it was finished before; a directory that holds anything else is refused."""
         result = finished_result(self.run_dir)
-        if result is None:
-            check_settings(self.run_dir, self.settings)
-            return None
-        if result.get("identity") != self.identity:
+        if result is not None and result.get("identity") == self.identity:
+            return result
+        if result is not None:
             what = f"of {result['dataset']}, {result['split']}" if "identity" in result else "of another run"
             raise SettingsError(
                 f"run_dir: {self.run_dir} holds other results ({what}); name another run_dir, or leave it out"
             )
-        return result
+        begun = self._begun_identity()
+        if begun is None:
+            check_settings(self.run_dir, self.settings)
+        elif begun == self.identity:
+            check_place(self.run_dir)
+        else:
+            raise SettingsError(
+                f"run_dir: {self.run_dir} holds another evaluation, which was not finished; name another run_dir, or remove it"
+            )
+        return None
+
+    def plain_top1(self) -> float | None:
+        """On the plain pictures of the same split, where the run that made the weights has said it."""
+        if self.owner is None or self.card.manifest_hash != self.manifest.hash:
+            return None
+        result, settings = finished_result(self.owner) or {}, self._owners_settings
+        data = settings.get("data", settings)
+        top1 = result.get("eval/top1", result.get("test_top1"))
+        is_same = self.settings.split == data.get("eval_split", data.get("test_split"))
+        is_same = is_same and result.get("step", self.card.step) == self.card.step
+        return float(top1) if is_same and top1 is not None else None
 
     def warning(self) -> str | None:
         """Where the model was trained on what it is judged on."""
@@ -102,10 +159,10 @@ class Evaluation:
 
     def _seen_in_training(self) -> bool:
         is_same = self.card.manifest_hash == self.manifest.hash
-        path = (self.owner / CONFIG_FILE) if self.owner is not None else None
-        if path is None or not path.exists():
+        if self.owner is None:
             return is_same and self.settings.split == "train"
-        data = read_yaml(path).get("data", {})
+        settings = self._owners_settings
+        data = settings.get("data", settings)
         if is_same:
             return bool(data.get("train_split", "train") == self.settings.split)
         parts = [(data.get("dataset"), data.get("train_split", "train"))] if data.get("also") else []

@@ -9,7 +9,7 @@ import errno
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from data_prep.settings import UserError
 from finetune.backbone import Backbone
 from finetune.probing.cache import Entry, Writing, no_room
 from finetune.probing.config import FeatureSettings
+from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.settings import AugmentSettings
@@ -217,13 +218,6 @@ class FeatureMaker:
             raise fault
         if not is_good:
             raise ElsewhereError("features: another rank could not go on; see its message")
-
-
-def images_of(batch: Batch, view: int | None, augmentation: Augmentation) -> Tensor:
-    """What the model sees of a stored batch: as evaluation does, or as training would in epoch `view`."""
-    if view is None:
-        return augmentation.plain(batch).images_BCHW
-    return augmentation.prepare(replace(batch, epochs=np.full_like(batch.epochs, view))).images_BCHW
 
 
 def _write(work: Writing, rows_BD: NDArray[Any], *, start: int) -> int:

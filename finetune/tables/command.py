@@ -19,6 +19,7 @@ STEM = "transfer"
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     table = verbs.add_parser("table", help="what our runs reached, beside the papers' tables: Markdown and PNG")
     table.add_argument("runs_dir", nargs="?", help="the folder that the runs lie in (default: runs)")
+    table.add_argument("overrides", nargs="*", help="key=value")
     table.add_argument("--store", metavar="URI", help="an MLflow store or server (default: that of the folder)")
     table.add_argument("--out", metavar="DIR", help="where the files go (default: the folder of the runs)")
     table.add_argument("--show", action="store_true", help="print the resolved settings and stop")
@@ -26,9 +27,11 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _table(options: argparse.Namespace) -> int:
-    given = {name: getattr(options, name) for name in ("runs_dir", "store", "out")}
+    given, overrides = {name: getattr(options, name) for name in ("runs_dir", "store", "out")}, options.overrides
+    if given["runs_dir"] and "=" in given["runs_dir"] and not Path(given["runs_dir"]).is_dir():
+        overrides = [given.pop("runs_dir"), *overrides]  # no folder at all, but an override
     words = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    settings = load_settings(TableSettings, path=None, overrides=words)
+    settings = load_settings(TableSettings, path=None, overrides=[*words, *overrides])
     if options.show:
         return show(settings)
     uri, out = store_of(settings), Path(settings.out or settings.runs_dir)

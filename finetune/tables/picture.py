@@ -30,9 +30,7 @@ def draw(tables: Sequence[Filled]) -> bytes:
     for table in tables:
         _table(axes, table, top=top, left=name_inches)
         top += HEAD_INCHES + LINE_INCHES * len(table.lines) + GAP_INCHES
-    legend = (
-        "top-1 in per cent; below ours: the paper's, and the gap in points; ± over n seeds; +N earlier runs left out"
-    )
+    legend = "top-1 in per cent; below ours: the paper's, and the gap in points; ± over n seeds or folds; +N earlier runs left out"
     axes.text(0.15, height - 0.2, legend, size=8, color=FAINT, va="center")
     stream = BytesIO()
     FigureCanvasAgg(figure).print_png(stream)  # type: ignore[no-untyped-call]

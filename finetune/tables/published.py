@@ -18,6 +18,9 @@ COLUMNS = {
 }
 """By the `target` tag of a run."""
 
+JUDGED_ON = {"cifar10": "test", "cifar100": "test", "stl10": "test", "tinyimagenet": "val", "imagenet1k": "val"}
+"""The split that everybody's numbers are of, as `data_prep` names it: any other may have been chosen on, or trained on."""
+
 Method = Literal["scratch", "tune", "probe", "tta", "knn"]
 
 

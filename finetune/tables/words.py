@@ -9,12 +9,13 @@ from finetune.tables.cells import Cell, Filled
 NOT_RUN = "not run"
 NOTES = (
     "A cell is ours / the paper's / the gap in points, top-1 in per cent. Ours is the mean over the runs of the recipe "
-    "that was run last, with the sample deviation and their number n where they differ in seeds; +N counts the finished "
-    "runs that are left out: of earlier recipes, or of a seed that was run again.",
+    "that was run last, with the sample deviation and their number n where they differ in seeds or folds; +N counts the "
+    "finished runs that are left out: of earlier recipes, or of a seed or fold that was run again.",
     "DA: any of crop, flip, auto-augment, erasing and mixing is on; of a linear probe, augmented views. TTA: an "
     "evaluation with augmented views of a tuned checkpoint. Only finished runs count. A row of a paper takes runs of its "
-    "model alone, pretrained on ImageNet-21k or from scratch; from scratch its number of epochs as well, where one is "
-    "named.",
+    "model alone, from scratch or straight from weights pretrained on ImageNet-21k, judged on the split that everybody's "
+    "numbers are of (test of CIFAR and STL-10, val of TinyImageNet and ImageNet); from scratch its number of epochs as "
+    "well, where one is named. Runs on single folds stand by themselves: the papers' numbers are of whole splits.",
 )
 
 
@@ -44,8 +45,8 @@ def words_of(cell: Cell, table: Filled) -> str:
 def ours(cell: Cell) -> str:
     if cell.mean is None:
         return NOT_RUN
-    seeds = f" ± {cell.std:.1f} (n={cell.num_seeds})" if cell.std is not None else ""
-    return f"{cell.mean:.1f}{seeds}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
+    spread = f" ± {cell.std:.1f} (n={cell.num_repetitions})" if cell.std is not None else ""
+    return f"{cell.mean:.1f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
 
 
 def gap(cell: Cell) -> str:

@@ -24,8 +24,8 @@ ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
 MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
 
 
-def write_folder(path: Path, shapes: Path) -> Path:
-    """Weights that know nothing, yet are of very different opinions."""
+def write_folder(path: Path, shapes: Path, **facts: Any) -> Path:
+    """Weights that know nothing, yet are of very different opinions. `facts`: of their card."""
     spec, classes = MlpSpec(kind="mlp", depth=1, width=12), load_manifest(shapes).classes
     torch.manual_seed(0)
     model = build_model(spec, num_classes=len(classes), image_size=16)
@@ -39,7 +39,7 @@ def write_folder(path: Path, shapes: Path) -> Path:
         dataset="none",
         manifest_hash="0",
     )
-    save_folder(path, card=card, weights=weights)
+    save_folder(path, card=card.model_copy(update=facts), weights=weights)
     return path
 
 

@@ -1,16 +1,24 @@
 """Where an evaluation goes, how it ends, and what is refused before anything heavy."""
 
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from rich.console import Console
 
+from data_prep.manifest import load_manifest
+from data_prep.settings import SettingsError
 from finetune.__main__ import main
 from finetune.judging.config import EvaluateSettings
+from finetune.judging.console import say
 from finetune.judging.place import Evaluation
+from pretrain.augment.settings import AugmentSettings
 from pretrain.tracker import Tracker
 from tests.finetune.judging import judge, settings_of, write_folder
 
@@ -43,9 +51,11 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, other
     assert same == Evaluation.of(settings_of(folder, shapes, None)).run_dir
 
 
+@pytest.mark.parametrize("where", ["recording.Weights.tell", "judging.evaluate.save_result"])
 def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    """Wherever it ends: what has a result.json has been told of."""
     ends: list[str] = []
 
     def interrupted(*unused: object, **named: object) -> None:
@@ -53,12 +63,119 @@ def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
 
     with monkeypatch.context() as patches:
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr("finetune.judging.evaluate.save_result", interrupted)
+        patches.setattr(f"finetune.{where}", interrupted)
         with pytest.raises(KeyboardInterrupt):
             judge(folder, shapes, tmp_path / "run")
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
     assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
     assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+def run_of(folder: Path, place: Path, config: dict[str, Any], result: dict[str, Any] | None = None) -> Path:
+    """A run directory with these weights at step 6."""
+    (place / "checkpoints").mkdir(parents=True)
+    shutil.copytree(folder, place / "checkpoints" / "step-00000006")
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    if result is not None:
+        (place / "result.json").write_text(json.dumps(result))
+    return place
+
+
+def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, place = run_of(folder, tmp_path / "x", {"augment": {"crop_scale": None}}), None
+    monkeypatch.chdir(tmp_path)
+    words: list[tuple[Path, Path, dict[str, Any]]] = [
+        (Path("x"), shapes, {"views": 2}),
+        (run / "checkpoints" / "step-00000006", shapes, {"views": 2, "local_batch_size": 7}),
+        (run, Path(os.path.relpath(shapes)), {"views": 2, "ranks": {"timeout_s": 5}}),
+    ]
+    for pretrained, dataset, changes in words:
+        with monkeypatch.context() as patches:
+            patches.setattr("finetune.judging.evaluate._tell", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                judge(pretrained, dataset, None, **changes)
+        evaluation = Evaluation.of(settings_of(pretrained, dataset, None, **changes))
+        assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
+        place = evaluation.run_dir.resolve()
+    assert place is not None and place.parent == run / "evaluations"
+    assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # as it was begun
+    other = Evaluation.of(settings_of(run, shapes, place, views=3))
+    with pytest.raises(SettingsError, match="holds another evaluation, which was not finished; name another run_dir"):
+        other.stored_result()
+    result = judge(run, shapes, None, views=2)
+    assert Evaluation.of(settings_of(Path("x"), shapes, None, views=2)).stored_result() == json.loads(
+        json.dumps(result)
+    )
+
+
+def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes: Path) -> None:
+    """Crops and flips alone, without which come those of the public command; what is named stands."""
+    trained = {"crop_scale": [0.75, 1.0], "flip_probability": 0.0, "mixup_alpha": 0.8, "auto_augment": "rand-m9"}
+    runs = {
+        "tuned": run_of(folder, tmp_path / "tuned", {"augment": trained}),
+        "padded": run_of(folder, tmp_path / "padded", {"augment": {"crop_padding": 4, "padding_mode": "reflect"}}),
+        "bare": run_of(folder, tmp_path / "bare", {"augment": {"flip_probability": 0.0, "erase_probability": 0.5}}),
+        "probe": run_of(folder, tmp_path / "probe", {"augment": None}),
+        "imported": folder,
+    }
+    ratio = AugmentSettings().crop_ratio
+    public = AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0), flip_probability=0.5)
+    own = AugmentSettings(crop_scale=(0.75, 1.0), crop_ratio=ratio, flip_probability=0.0)
+    padded = AugmentSettings(crop_padding=4, padding_mode="reflect")
+    cases: list[tuple[str, dict[str, Any], AugmentSettings, str]] = [
+        ("tuned", {}, own, "as tuned was trained"),
+        ("padded", {}, padded, "as padded was trained"),
+        ("bare", {}, public, "the public command's, for bare was trained without crops and flips"),
+        ("probe", {}, public, "the public command's, for the training's is not known"),
+        ("imported", {}, public, "the public command's, for the training's is not known"),
+        (
+            "tuned",
+            {"flip_probability": 0.5},
+            own.model_copy(update={"flip_probability": 0.5}),
+            "flip_probability as asked; the rest as tuned was trained",
+        ),
+        (
+            "padded",
+            {"crop_scale": (0.5, 1.0)},
+            padded.model_copy(update={"crop_scale": (0.5, 1.0), "crop_padding": 0}),
+            "crop_scale as asked; the rest as padded was trained",
+        ),
+    ]
+    for name, asked, expected, source in cases:
+        evaluation = Evaluation.of(settings_of(runs[name], shapes, None, views=2, augment=asked))
+        assert evaluation.settings.augment.model_dump() == expected.model_dump(), name
+        assert evaluation.augment_from == source
+    told = judge(runs["tuned"], shapes, None, views=2)
+    assert told["augment"]["flip_probability"] == 0.0 and told["augment_from"] == "as tuned was trained"
+    whole = Evaluation.of(settings_of(runs["tuned"], shapes, None, views=2, augment=own.model_dump()))
+    assert str(whole.run_dir) == told["run_dir"]  # the same by name
+
+
+def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path: Path) -> None:
+    data = {"dataset": str(shapes), "eval_split": "val"}
+    known = write_folder(tmp_path / "known", shapes, manifest_hash=load_manifest(shapes).hash, step=6)
+    run = run_of(known, tmp_path / "run", {"data": data}, {"eval/top1": 0.9, "step": 6})
+    for changes, expected in (({}, 0.9), ({"split": "train"}, None)):
+        assert Evaluation.of(settings_of(run, shapes, None, views=2, **changes)).plain_top1() == expected
+    result = judge(run, shapes, None, views=2)
+    for plain, top1, hinted in ((0.9, 0.87, True), (0.9, 0.89, False), (None, 0.1, False)):
+        console = Console(width=120, file=io.StringIO())
+        say(result | {"plain_top1": plain, "eval/top1": top1}, console)
+        said = console.file.getvalue()
+        assert ("the plain pictures reach 90.00%: these views may not suit the classes" in said) is hinted
+        assert "crop_scale [0.4, 1.0]" in said
+
+
+@pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
+def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
+    shapes: Path, tmp_path: Path, split: str, is_warned: bool
+) -> None:
+    """Its splits stand at the top of its config."""
+    known = write_folder(tmp_path / "known", shapes, manifest_hash=load_manifest(shapes).hash)
+    probe = run_of(known, tmp_path / "probe", {"dataset": str(shapes), "train_split": "val", "test_split": "train"})
+    assert (Evaluation.of(settings_of(probe, shapes, None, split=split)).warning() is not None) is is_warned
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,17 @@ from data_prep.building.merge import write_annotation
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, dump, load_settings
 from finetune.__main__ import main as finetune
+from finetune.exporting.provenance import provenance_of
 from finetune.tuning.config import TuneSettings
 from finetune.tuning.repeats import check_resume_of, repeats_of
+from pretrain.card import CheckpointError, list_checkpoints, read_card, resolve
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.datasets import load_training_data
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
+from pretrain.page import summary
+from pretrain.shards import open_split
 from tests.data_prep.test_verify import change_manifest
 from tests.training import final_state, finish, start, start_tuning, write_config
 
@@ -104,12 +108,22 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
     config = tune_config(tmp_path, pretrained, dataset)
     untracked = ["tracking.enabled=false", "train.duration=1 steps", "seeds=[1]"]
     finish(start_tuning(config, tmp_path / "run", "folds=true", *untracked))
+    with pytest.raises(
+        CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"
+    ):
+        resolve(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
     assert names == [f"fold-{fold}-seed-1" for fold in range(3)]
     for fold in range(3):
         data = load_training_data(DataSettings(dataset=str(dataset), fold=fold))
         members = np.flatnonzero(bits[:, fold])
         assert data.num_samples == len(members) > 9
+        profile, labels = summary(data.parts[0]), open_split(dataset, data.parts[0].manifest, "train").labels[members]
+        counts = [(labels == label).sum() for label in set(labels.tolist())]
+        assert profile["num_samples"] == len(members)
+        assert (profile["fewest_per_class"], profile["most_per_class"]) == (min(counts), max(counts))
+        newest = list_checkpoints(tmp_path / "run" / f"fold-{fold}-seed-1")[-1]
+        assert provenance_of(newest, read_card(newest), results_from=None).num_images == len(members)
         epochs, samples = data.order(seed=0, global_batch_size=8).locate(np.arange(2 * len(members)))
         for epoch in range(2):
             np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)
