@@ -29,13 +29,13 @@ def say(result: dict[str, Any], console: Console, *, stored: bool = False) -> No
     console.print(table, highlight=False)
     plain = result.get("plain_top1")
     if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
-        hint = (
-            f"the plain pictures reach {plain:.2%}: these views may not suit the classes; see augment, above all flips"
-        )
+        flips = ", its flips above all" if result["augment"]["flip_probability"] else ""
+        hint = f"the plain pictures reach {plain:.2%}: these views may not suit the classes; see augment{flips}"
         console.print(hint, highlight=False, soft_wrap=True)
     if stored:
         console.print("asked before: the stored result; name another run_dir to do it anew", highlight=False)
     place = Path(result["run_dir"])
+    place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     console.print(f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True)
 
 

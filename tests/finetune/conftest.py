@@ -1,4 +1,4 @@
-"""What probing is tested on: a frozen network with fixed random weights, over the tiny datasets."""
+"""What probing is tested on, a frozen network with fixed random weights over the tiny datasets; and what exporting is tested on."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from pretrain.folder import save_folder
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.world import World
+from tests.finetune.exporting import export_of, write_run
 
 ALONE = World(rank=0, local_rank=0, num_ranks=1)
 CPU = torch.device("cpu")
@@ -39,6 +40,17 @@ def backbone_folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     model = build_model(spec, num_classes=len(manifest.classes), image_size=16, seed=1)
     save_folder(folder, card=card, weights=model.state_dict())
     return folder
+
+
+@pytest.fixture(scope="session")
+def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is exported."""
+    return write_run(tmp_path_factory.mktemp("exporting"), shapes)
+
+
+@pytest.fixture(scope="session")
+def exported(run: Path) -> Path:
+    return export_of(run, run.parent / "out")
 
 
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:

@@ -165,7 +165,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
         say(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
         assert ("the plain pictures reach 90.00%: these views may not suit the classes" in said) is hinted
-        assert "crop_scale [0.4, 1.0]" in said
+        assert "crop_scale [0.4, 1], crop_ratio [1, 1], flip_probability 0.5: the public command's" in said
 
 
 @pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
