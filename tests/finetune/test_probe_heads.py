@@ -15,10 +15,10 @@ from finetune.probing.features import Table
 from finetune.probing.grid import cells_of
 from finetune.probing.heads import Cell, judge, order_of, train_heads
 from finetune.probing.lbfgs import minimise
-from finetune.probing.rows import Standard
+from finetune.probing.rows import Residence, Standard
 from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.optim.lion import Lion
-from tests.finetune.conftest import CROPS
+from tests.finetune.conftest import CPU, CROPS
 from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of
 
 
@@ -133,6 +133,14 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
         logits = values @ head[:FEATURES].double().numpy() + head[FEATURES].double().numpy()
         found = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
         np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
+
+
+def test_a_table_lies_on_the_device_once_and_only_where_there_is_room() -> None:
+    one, other = (blobs(40, seed=seed).features_ND for seed in (1, 2))
+    residence = Residence(CPU, room=1.5 * one.nbytes)
+    placed = residence.of(one)
+    assert placed is not None and torch.equal(placed, one) and placed is not one
+    assert residence.of(one) is placed and residence.of(other) is None
 
 
 def test_a_head_is_judged_as_by_hand() -> None:
