@@ -90,7 +90,7 @@ def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, A
             step = verdict.result["steps"]
             save_classifier(run_dir, verdict.classifier, backbone, manifest, step=step, run_key=identity.run_key)
             backbone.weights.tell(tracker, {"probe/top1": verdict.result["test_top1"]}, target=target_of(manifest))
-        save_result(run_dir, verdict.result)
+        save_result(run_dir, verdict.result)  # last: what a kill leaves without it is begun anew
         return verdict.result
 
 
@@ -122,9 +122,8 @@ def choose_and_test(
         if settings.refit:
             rows = Rows(train, standard=standard, **place)
         head = heads_of(rows, [best.cell], settings=settings, num_classes=num_classes)[0]
-    classifier = Classifier.of(head, standard)
+    classifier = Classifier.of(head.weights_EK, standard)
     scores = test_scores(classifier, Rows([splits.test], standard=Standard.none(num_features), **place))
-    per_epoch = 1 if settings.optimizer == "lbfgs" else -(-rows.num_rows // settings.batch_size)
     result = {
         "test_top1": scores.top1,
         "test_top5": scores.top5,
@@ -133,7 +132,7 @@ def choose_and_test(
         "chosen_weight_decay": best.cell.weight_decay,
         "chosen_epochs": best.cell.epochs,
         "holdout_top1": best.score.top1,
-        "steps": best.cell.epochs * per_epoch,
+        "steps": head.num_steps,
         "cells": [shown_cell(each) for each in judged],
     }
     return Verdict(judged, best, classifier, result)
