@@ -92,14 +92,7 @@ def main() -> int:
     print(f"\nAll stages stand ({time.monotonic() - began_s:.0f} s this time).\n", flush=True)
     code = 0
     for command in (
-        [
-            "finetune",
-            "evaluate",
-            f"{RUNS}/tune-mlp",
-            "data/demo-transfer",
-            "views=20",
-            "augment={crop_scale: [0.75, 1.0], flip_probability: 0.0}",
-        ],
+        ["finetune", "evaluate", f"{RUNS}/tune-mlp", "data/demo-transfer", "views=20"],
         ["analysis", "report", str(RUNS)],
     ):
         code = code or run_stage(command)

@@ -26,6 +26,7 @@ RESULT, CONFIG_FILE = "result.json", "config.yaml"
 MAY_CHANGE = (
     "resume",
     "seeds",
+    "ranks",
     "local_batch_size",
     "feature_batch_size",
     "features_dir",

@@ -3,24 +3,26 @@
     FEATURES/NAME-KEY/
       features.npy     (N, D), row by row in the split's order
       labels.npy       (N,), int64
-      features.json    what the key was made of, N, D, and the sha256 of both files; written last
+      checksums.npy    of each block of rows (checksums.py)
+      features.json    what the key was made of, N, D, rows of a block, and the sha256 of the two small files; written last
 
 The key is the hash of everything that the numbers depend on, so what is found under it is what would be computed.
 
 How an entry comes about, on any number of ranks and nodes that share the directory:
 
 1. the first rank lays out a directory under a temporary name, which is a function of the entry and the run directory, with room for
-   all rows: a full disk is told now;
-2. every rank writes its own rows, which are ranges that nobody else writes, with `pwrite`, and syncs them;
-3. all ranks agree that they wrote N rows together: each row once;
-4. the first rank adds labels and facts, and renames the directory. Another job may have been faster: what it published is
-   the same, and stays.
+   all rows: a disk without room is told now;
+2. every rank writes its own blocks of rows, which nobody else writes, with `pwrite`, hashes them as it does, and syncs them;
+3. all ranks agree that they wrote N rows together, each row once, and put their checksums together;
+4. the first rank adds checksums, labels and facts, and renames the directory. Another job may have been faster: what it published
+   is the same, and stays.
 
 A kill before 4 leaves a temporary name, which the same command removes when it begins again; nothing reads it. An entry is trusted
-when the sizes and the hashes of its files are those of its facts: reading it for the hash costs what its first use would (the page
-cache keeps it), at one to two GB/s.
+when its size, its blocks and its small files are what its facts say: ranks share the reading, at one to two GB/s each, which is
+what its first use would cost (the page cache keeps it).
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -34,8 +36,9 @@ from numpy.typing import NDArray
 
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
 from data_prep.settings import Settings, UserError
+from finetune.probing.checksums import Blocks, digest_of
 
-FEATURES, LABELS, FACTS = "features.npy", "labels.npy", "features.json"
+FEATURES, LABELS, CHECKSUMS, FACTS = "features.npy", "labels.npy", "checksums.npy", "features.json"
 VISIBLE_WITHIN_S = 60.0
 """How long another node's file may stay unseen: network file systems remember what was not there."""
 
@@ -46,7 +49,9 @@ class Facts(Settings):
     key: dict[str, Any]
     num_samples: int
     num_features: int
+    rows_per_block: int
     sha256: dict[str, str]
+    """Of labels and checksums."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class Entry:
     def path(self) -> Path:
         return self.root / f"{self.name}-{hash_of_json(self.key)[:16]}"
 
-    def fault(self) -> str | None:
-        """What keeps it from being used; None for an entry that is whole; "" where there is none."""
+    def fault(self, *, part: int = 0, num_parts: int = 1) -> str | None:
+        """What keeps it from being used; None for an entry that is whole; "" where there is none. Only a part of its rows is read:
+        `num_parts` readers see all of them."""
         if not self.path.exists():
             return ""
         try:
@@ -78,9 +84,17 @@ class Entry:
             for name, expected in facts.sha256.items():
                 if sha256_of(self.path / name) != expected:
                     return f"{name} has changed"
+            digests, blocks = np.load(self.path / CHECKSUMS), Blocks(self.num_samples, facts.rows_per_block)
+            changed = blocks.first_changed(
+                self.path / FEATURES,
+                digests,
+                header=len(self.header),
+                bytes_per_row=self.bytes_per_row,
+                blocks=blocks.share(part, num_parts),
+            )
         except (OSError, ValueError) as error:
             return str(error).splitlines()[0]
-        return None
+        return None if changed is None else f"{FEATURES} has changed (from row {changed * facts.rows_per_block:,} on)"
 
     def read(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """(features, labels), memory-mapped; writing to them would change nothing on disk."""
@@ -101,14 +115,20 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Of features.npy."""
-        return len(self.header) + self.num_samples * self.num_features * np.dtype(self.dtype).itemsize
+        return len(self.header) + self.num_samples * self.bytes_per_row
+
+    @property
+    def bytes_per_row(self) -> int:
+        return self.num_features * np.dtype(self.dtype).itemsize
 
 
 class Writing:
-    """An entry under way. `lay_out` and `publish` are the first rank's; `open`, `write` and `close` everybody's."""
+    """An entry under way. `lay_out` and `publish` are the first rank's; `open`, `write` (a block) and `close` everybody's."""
 
-    def __init__(self, entry: Entry, *, run_dir: Path):
-        self.entry = entry
+    def __init__(self, entry: Entry, *, run_dir: Path, rows_per_block: int):
+        self.entry, self.blocks = entry, Blocks(entry.num_samples, rows_per_block)
+        self.digests = self.blocks.empty()
+        """Of the blocks that this rank has written."""
         writer = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:8]
         self.place = entry.root / f"{TEMPORARY_PREFIX}{entry.path.name}-{writer}"
         self._file: int | None = None
@@ -122,7 +142,9 @@ class Writing:
             with open(self.place / FEATURES, "wb") as file:
                 file.write(self.entry.header)
                 file.flush()
-                os.posix_fallocate(file.fileno(), 0, self.entry.num_bytes)
+                if self.entry.num_bytes > shutil.disk_usage(self.place).free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                file.truncate(self.entry.num_bytes)  # posix_fallocate writes all of it where it is not supported
         except OSError:
             shutil.rmtree(self.place, ignore_errors=True)
             raise
@@ -136,6 +158,7 @@ class Writing:
         assert start + len(rows_BD) <= self.entry.num_samples
         stored = np.ascontiguousarray(rows_BD, np.dtype(self.entry.dtype).newbyteorder("<"))
         place, data = len(self.entry.header) + start * stored.strides[0], stored.reshape(-1).view(np.uint8).data
+        self.digests[self.blocks.number(start, len(rows_BD))] = digest_of(data)
         while data:
             written = os.pwrite(self._file, data, place)
             place, data = place + written, data[written:]
@@ -149,18 +172,21 @@ class Writing:
             finally:
                 os.close(descriptor)
 
-    def publish(self, labels_N: NDArray[np.int64]) -> None:
-        """Step 4."""
+    def publish(self, labels_N: NDArray[np.int64], digests: NDArray[np.int64]) -> None:
+        """Step 4, with the digests of all ranks."""
+        assert digests.any(axis=1).all()
         np.save(self.place / LABELS, labels_N.astype("<i8"))
-        entry, names = self.entry, (FEATURES, LABELS)
+        np.save(self.place / CHECKSUMS, digests.astype("<i8"))
+        entry, names = self.entry, (LABELS, CHECKSUMS)
         facts = Facts(
             key=entry.key,
             num_samples=entry.num_samples,
             num_features=entry.num_features,
+            rows_per_block=self.blocks.rows_per_block,
             sha256={name: sha256_of(self.place / name) for name in names},
         )
         write_json(self.place / FACTS, facts.model_dump(mode="json"))
-        for path in (self.place / LABELS, self.place):
+        for path in (*(self.place / name for name in names), self.place):
             sync(path)
         try:
             os.rename(self.place, entry.path)

@@ -9,7 +9,7 @@ import errno
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError, Manifest
 from data_prep.settings import UserError
+from finetune.accelerator import Patience
 from finetune.backbone import Backbone
 from finetune.probing.cache import Entry, Writing, no_room
 from finetune.probing.config import FeatureSettings
@@ -28,7 +29,6 @@ from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.settings import AugmentSettings
-from pretrain.collectives import all_sum, any_rank, barrier
 from pretrain.loader import Batch
 from pretrain.shards import ShardReader, open_split
 from pretrain.world import World
@@ -70,6 +70,8 @@ class FeatureMaker:
     world: World
     device: torch.device
     views: Views | None = None
+    patience: Patience = field(default_factory=Patience)
+    """Ranks are not done at the same time where they read and write."""
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
@@ -116,18 +118,20 @@ class FeatureMaker:
         return int(self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1])
 
     def _missing(self, entries: list[Entry]) -> list[int]:
-        """The numbers of those that are not there, or not whole; ranks share the reading."""
-        is_missing = torch.zeros(len(entries), device=self.device)
-        for number in range(self.world.rank, len(entries), self.world.num_ranks):
-            fault = entries[number].fault()
-            is_missing[number] = float(fault is not None)
-            if fault:
+        """The numbers of those that are not there, or not whole; ranks share the reading; the first with a fault says it."""
+        world = self.world
+        faults = [entry.fault(part=world.rank, num_parts=world.num_ranks) for entry in entries]
+        finders_RM = torch.zeros(world.num_ranks, len(entries))
+        finders_RM[world.rank] = torch.tensor([float(fault is not None) for fault in faults])
+        self.patience.all_sum(finders_RM)
+        for number, fault in enumerate(faults):
+            if fault and not finders_RM[: world.rank, number].any():
                 print(f"{entries[number].path}: {fault}; its features are computed again", file=sys.stderr)
-        return [int(number) for number in all_sum(is_missing).nonzero().flatten().tolist()]
+        return [int(number) for number in finders_RM.any(dim=0).nonzero().flatten().tolist()]
 
     def _compute(self, reader: ShardReader, wanted: list[tuple[Entry, int | None]], *, title: str) -> None:
-        entries = [entry for entry, _ in wanted]
-        works = [Writing(entry, run_dir=Path(self.settings.run_dir)) for entry in entries]
+        entries, size = [entry for entry, _ in wanted], self.settings.feature_batch_size
+        works = [Writing(entry, run_dir=Path(self.settings.run_dir), rows_per_block=size) for entry in entries]
         self._on_first([work.lay_out for work in works], entries)
         fault: Exception | None = None
         num_rows = 0
@@ -142,14 +146,16 @@ class FeatureMaker:
                 work.close(is_good=fault is None)
             except OSError as error:
                 fault = fault or error
-        is_good = not any_rank(fault is not None, device=self.device)
-        total = int(all_sum(torch.tensor([num_rows], device=self.device)))
+        is_good = not self.patience.any_rank(fault is not None)
+        total = int(self.patience.all_sum(torch.tensor([num_rows])))
         if not is_good and self.world.is_first:
             for work in works:
                 work.discard()
         self._raise_agreed(fault, is_good, entries)
         assert total == reader.num_samples * len(works), (total, reader.num_samples, len(works))
-        self._on_first([partial(work.publish, reader.labels) for work in works], entries)
+        digests = [self.patience.all_sum(torch.from_numpy(work.digests)).numpy() for work in works]
+        publish = [partial(work.publish, reader.labels, each) for work, each in zip(works, digests, strict=True)]
+        self._on_first(publish, entries)
 
     def _write_all(self, reader: ShardReader, works: list[Writing], views: list[int | None], *, title: str) -> int:
         """This rank's rows; returns how many it wrote. On a GPU a batch is written while the next ones are computed."""
@@ -167,8 +173,10 @@ class FeatureMaker:
                 raise _undecodable(reader, batch, self.settings.dataset)
             assert batch.mask_B is not None
             count = int(batch.mask_B.sum())  # padding is at the end
+            # once for all views
+            there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
             for work, view in zip(works, views, strict=True):
-                waiting.append(self._start(batch, view, augmentation, work, count=count))
+                waiting.append(self._start(there, view, augmentation, work, count=count))
                 while len(waiting) > 2:
                     num_rows += waiting.popleft()()
         return num_rows + sum(finish() for finish in waiting)
@@ -200,7 +208,7 @@ class FeatureMaker:
         return self.backbone.augmentation(self.views.augment, seed=self.views.seed, device=self.device)
 
     def _on_first(self, steps: Sequence[Callable[[], None]], entries: list[Entry]) -> None:
-        """On the first rank, with an end that all agree on."""
+        """On the first rank, with an end that all agree on and wait for."""
         fault: Exception | None = None
         if self.world.is_first:
             try:
@@ -208,8 +216,7 @@ class FeatureMaker:
                     step()
             except Exception as error:  # noqa: BLE001 (as above)
                 fault = error
-        self._raise_agreed(fault, not any_rank(fault is not None, device=self.device), entries)
-        barrier()
+        self._raise_agreed(fault, not self.patience.any_rank(fault is not None), entries)
 
     def _raise_agreed(self, fault: Exception | None, is_good: bool, entries: list[Entry]) -> None:
         if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):

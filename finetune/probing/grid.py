@@ -12,7 +12,7 @@ from data_prep.settings import UserError
 from finetune.accelerator import Patience
 from finetune.probing.config import ProbeSettings
 from finetune.probing.heads import Cell, Score, judge, train_heads
-from finetune.probing.lbfgs import minimise
+from finetune.probing.lbfgs import End, minimise
 from finetune.probing.rows import Rows
 from pretrain.world import World
 
@@ -33,29 +33,48 @@ def cells_of(settings: ProbeSettings) -> list[Cell]:
     return [Cell(*values) for values in itertools.product(settings.lrs, settings.weight_decays, settings.epochs)]
 
 
-def heads_of(rows: Rows, cells: list[Cell], *, settings: ProbeSettings, num_classes: int) -> Tensor:
-    """(G, E, K), by the optimizer of the settings."""
+@dataclass(frozen=True)
+class Head:
+    weights_EK: Tensor
+    num_steps: int
+    """That it was trained for; passes over the features, of L-BFGS."""
+
+
+def heads_of(rows: Rows, cells: list[Cell], *, settings: ProbeSettings, num_classes: int) -> list[Head]:
+    """By the optimizer of the settings."""
     if settings.optimizer != "lbfgs":
-        return train_heads(rows, cells, settings=settings, num_classes=num_classes)
-    heads, have_converged = minimise(rows, cells, tolerance=settings.tolerance, num_classes=num_classes)
-    for cell, has_converged in zip(cells, have_converged, strict=True):
-        if not has_converged:
-            words = f"weight decay {cell.weight_decay:g}: not at {settings.tolerance:g} after {cell.epochs} passes"
-            print(f"lbfgs, {words}; more epochs, or a larger tolerance, or a larger decay would end it")
-    return heads
+        heads_GEK = train_heads(rows, cells, settings=settings, num_classes=num_classes)
+        num_batches = -(-rows.num_rows // settings.batch_size)
+        return [Head(head, cell.epochs * num_batches) for head, cell in zip(heads_GEK, cells, strict=True)]
+    heads_GEK, ends = minimise(rows, cells, tolerance=settings.tolerance, num_classes=num_classes)
+    for cell, end in zip(cells, ends, strict=True):
+        if not end.has_converged:
+            print(f"lbfgs, weight decay {cell.weight_decay:g}: {_how_it_ended(end, settings)}")
+    return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
+
+
+def _how_it_ended(end: End, settings: ProbeSettings) -> str:
+    where = f"the gradient is {end.steepest:.1e} after {end.num_passes} passes, not yet {settings.tolerance:g}"
+    if end.is_stuck:
+        return (
+            f"{where}, and single precision sees no way down any more; such a head is mostly as good, and a larger "
+            "tolerance or decay would end it sooner"
+        )
+    return f"{where}; more epochs, or a larger tolerance, or a larger decay would end it"
 
 
 def judged_cells(
     train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World
-) -> tuple[list[Judged], dict[Cell, Tensor]]:
+) -> tuple[list[Judged], dict[Cell, Head]]:
     """All cells with their scores, known to every rank, and the heads of this rank's share."""
     cells, patience = cells_of(settings), Patience()
     mine = shares(cells, world.num_ranks)[world.rank]
     table = torch.zeros(len(cells), 2, dtype=torch.float64)
-    heads: dict[Cell, Tensor] = {}
+    heads: dict[Cell, Head] = {}
     if mine:
         own = heads_of(train, [cells[number] for number in mine], settings=settings, num_classes=num_classes)
-        for number, head, score in zip(mine, own, judge(held, own), strict=True):
+        weights = torch.stack([head.weights_EK for head in own])
+        for number, head, score in zip(mine, own, judge(held, weights), strict=True):
             heads[cells[number]] = head
             table[number] = torch.tensor([score.top1, score.loss], dtype=torch.float64)
     known = patience.all_sum(table).tolist()  # ranks without a cell wait here for all of the training

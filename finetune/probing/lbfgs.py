@@ -9,6 +9,7 @@ E rows of a head, G cells, K classes, C = K G (heads.py).
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,9 +39,15 @@ class Descent:
         self._history: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=HISTORY)
         """(step, change of the gradient, 1 / their product)."""
         self._has_begun = False
+        self._num_passes = 0
+
+    def end(self) -> "End":
+        is_stuck = self.is_done and not self.has_converged
+        return End(self._num_passes, self.has_converged, is_stuck, float(self._gradient.abs().max()))
 
     def take(self, loss: float, gradient: Tensor) -> None:
         """What was found at `trial`."""
+        self._num_passes += 1
         if not self._has_begun:
             self._has_begun = True
             self._accept(loss, gradient)
@@ -89,8 +96,21 @@ class Descent:
         return way
 
 
-def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[bool]]:
-    """(G, E, K) on the rows' device, and which have converged to `tolerance` within their number of passes."""
+@dataclass(frozen=True)
+class End:
+    """Of one head's way."""
+
+    num_passes: int
+    """Over the features, until it was done."""
+    has_converged: bool
+    is_stuck: bool
+    """Single precision saw no way down any more: neither converged, nor would more passes help."""
+    steepest: float
+    """Largest entry of the gradient that is left."""
+
+
+def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[End]]:
+    """(G, E, K) on the rows' device, and how each has ended within its number of passes."""
     most = max(cell.epochs for cell in cells)
     starts = torch.zeros(len(cells), rows.width, num_classes, dtype=torch.float64, device=rows.device)
     ways = [Descent(start, tolerance=tolerance) for start in starts]
@@ -105,7 +125,7 @@ def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes
             for number, loss, gradient in zip(active, losses, gradients_GEK, strict=True):
                 ways[number].take(loss, gradient)
             line.advance(note=f"{len(active)} not yet converged")
-    return torch.stack([way.point for way in ways]).float(), [way.has_converged for way in ways]
+    return torch.stack([way.point for way in ways]).float(), [way.end() for way in ways]
 
 
 def objective(rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]) -> tuple[list[float], Tensor]:

@@ -22,7 +22,7 @@ from finetune.probing.config import ProbeSettings
 from finetune.probing.features import FeatureMaker, Table, Views
 from finetune.probing.grid import Judged, best_of, edges, heads_of, judged_cells
 from finetune.probing.report import draw_grid, print_grid
-from finetune.probing.rows import Rows, Standard
+from finetune.probing.rows import Residence, Rows, Standard
 from finetune.recording import recorded
 from pretrain.__main__ import console
 from pretrain.counter import hash64
@@ -90,7 +90,7 @@ def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, A
             step = verdict.result["steps"]
             save_classifier(run_dir, verdict.classifier, backbone, manifest, step=step, run_key=identity.run_key)
             backbone.weights.tell(tracker, {"probe/top1": verdict.result["test_top1"]}, target=target_of(manifest))
-        save_result(run_dir, verdict.result)
+        save_result(run_dir, verdict.result)  # last: what a kill leaves without it is begun anew
         return verdict.result
 
 
@@ -110,8 +110,9 @@ def choose_and_test(
     train, num_features = splits.train, splits.test.features_ND.shape[1]
     standard = Standard.of(train[0].features_ND) if settings.standardise else Standard.none(num_features)
     kept, held = held_out(len(train[0].labels_N), settings)
-    holdout = Rows([splits.plain], standard=standard, device=device, chosen_n=held)
-    kept_rows = Rows(train, standard=standard, device=device, chosen_n=kept)
+    place: dict[str, Any] = {"device": device, "residence": Residence(device)}
+    holdout = Rows([splits.plain], standard=standard, chosen_n=held, **place)
+    kept_rows = Rows(train, standard=standard, chosen_n=kept, **place)
     judged, heads = judged_cells(kept_rows, holdout, settings=settings, num_classes=num_classes, world=world)
     best = best_of(judged)
     if not world.is_first:
@@ -119,11 +120,10 @@ def choose_and_test(
     head, rows = heads.get(best.cell), kept_rows
     if head is None or (settings.refit and settings.holdout_split is None):
         if settings.refit:
-            rows = Rows(train, standard=standard, device=device)
+            rows = Rows(train, standard=standard, **place)
         head = heads_of(rows, [best.cell], settings=settings, num_classes=num_classes)[0]
-    classifier = Classifier.of(head, standard)
-    scores = test_scores(classifier, Rows([splits.test], standard=Standard.none(num_features), device=device))
-    per_epoch = 1 if settings.optimizer == "lbfgs" else -(-rows.num_rows // settings.batch_size)
+    classifier = Classifier.of(head.weights_EK, standard)
+    scores = test_scores(classifier, Rows([splits.test], standard=Standard.none(num_features), **place))
     result = {
         "test_top1": scores.top1,
         "test_top5": scores.top5,
@@ -132,7 +132,7 @@ def choose_and_test(
         "chosen_weight_decay": best.cell.weight_decay,
         "chosen_epochs": best.cell.epochs,
         "holdout_top1": best.score.top1,
-        "steps": best.cell.epochs * per_epoch,
+        "steps": head.num_steps,
         "cells": [shown_cell(each) for each in judged],
     }
     return Verdict(judged, best, classifier, result)

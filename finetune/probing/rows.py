@@ -55,19 +55,50 @@ def filled_width(num_features: int) -> int:
     return -(-(num_features + 1) // ALIGNMENT) * ALIGNMENT
 
 
+class Residence:
+    """Tables that lie on the device, each once, whoever reads them; those that are asked for first, as far as there is room."""
+
+    def __init__(self, device: torch.device, *, room: float | None = None):
+        """`room` in bytes; None: a share of what is free when the first table is asked for."""
+        self.device, self._room = device, room
+        self._placed: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the address of a table, which is held as well, so that nothing else gets its address."""
+
+    def of(self, table_ND: Tensor) -> Tensor | None:
+        """None: there is no room for it."""
+        address = table_ND.data_ptr()
+        if address not in self._placed:
+            if self._room is None:
+                self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
+            if table_ND.nbytes > self._room:
+                return None
+            self._room -= table_ND.nbytes
+            placed = torch.empty_like(table_ND, device=self.device)
+            for start in range(0, len(table_ND), CHUNK):
+                placed[start : start + CHUNK] = table_ND[start : start + CHUNK].to(self.device)
+            self._placed[address] = table_ND, placed
+        return self._placed[address][1]
+
+
 class Rows:
     """The chosen rows of the tables of one split; equal in number and labels in all of them."""
 
     def __init__(
-        self, tables: Sequence[Table], *, standard: Standard, device: torch.device, chosen_n: Tensor | None = None
+        self,
+        tables: Sequence[Table],
+        *,
+        standard: Standard,
+        device: torch.device,
+        chosen_n: Tensor | None = None,
+        residence: "Residence | None" = None,
     ):
         self.device, self._tables = device, [table.features_ND for table in tables]
+        self._residence = residence or Residence(device)
         num_samples, self.num_features = self._tables[0].shape
         self._chosen_n = torch.arange(num_samples) if chosen_n is None else chosen_n
         self.labels_n = tables[0].labels_N[self._chosen_n].to(device)
         self.num_rows, self.width = len(self._chosen_n), filled_width(self.num_features)
         self._mean_D, self._scale_D = standard.mean_D.to(device), (1 / standard.std_D).to(device)
-        self._resident: dict[int, Tensor] = {}
         self._buffer_BE = torch.zeros(0, self.width, device=device)
 
     def epoch(self, view: int, order_n: Ids, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,7 +130,7 @@ class Rows:
             for ids in batches:
                 yield torch.index_select(table_ND, 0, ids)
             return
-        resident = self._placed(view)
+        resident = self._residence.of(table_ND)
         if resident is not None:
             for ids in torch.split(torch.cat(list(batches)).to(self.device), len(batches[0])):
                 yield torch.index_select(resident, 0, ids)
@@ -116,16 +147,3 @@ class Rows:
                 if following is not None:
                     ahead = pool.submit(gather, following)
                 yield pinned.to(self.device, non_blocking=True)
-
-    def _placed(self, view: int) -> Tensor | None:
-        """On the GPU, where it fits beside what is there."""
-        if view not in self._resident:
-            table_ND = self._tables[view]
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if table_ND.nbytes > ROOM_SHARE * free:
-                return None
-            placed = torch.empty_like(table_ND, device=self.device)
-            for start in range(0, len(table_ND), CHUNK):
-                placed[start : start + CHUNK] = table_ND[start : start + CHUNK].to(self.device)
-            self._resident[view] = placed
-        return self._resident[view]

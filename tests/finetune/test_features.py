@@ -1,12 +1,11 @@
 """Features on disk: what a forward pass gives, made once (on three ranks: test_probe.py), found again only under the same key."""
 
-import errno
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,11 +107,33 @@ def test_a_damaged_table_is_computed_again(
         (entry / FACTS).unlink()
     else:
         (entry / FEATURES).write_bytes(content[:-4] if damage == "cut" else content[:-4] + b"\0\0\0\1")
-    words = {"cut": "features.npy was cut", "altered": "features.npy has changed", "no facts": "No such file"}
+    words = {
+        "cut": "features.npy was cut",
+        "altered": "features.npy has changed (from row 32 on)",
+        "no facts": "No such file",
+    }
     assert torch.equal(maker.tables("val", [None])[0].features_ND, good)
     said = capsys.readouterr().err
     assert words[damage] in said and "its features are computed again" in said
     assert (entry / FEATURES).read_bytes() == content
+
+
+def test_readers_of_parts_see_all_of_a_table_and_nobody_more_than_its_own(
+    backbone_folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    maker = maker_of(
+        feature_settings(other_shapes, tmp_path, backbone_folder)
+    )  # of 35 rows: blocks of 8, 8, 8, 8 and 3
+    maker.tables("val", [None])
+    entry = maker.entry("val", None, num_features=24)
+    content = (entry.path / FEATURES).read_bytes()
+    finders = []
+    for row in range(35):
+        place = len(entry.header) + row * entry.bytes_per_row + row
+        (entry.path / FEATURES).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        faults = [entry.fault(part=part, num_parts=3) for part in range(3)]
+        finders.append([part for part, fault in enumerate(faults) if fault])
+    assert finders == [[0]] * 8 + [[1]] * 16 + [[2]] * 11
 
 
 def test_a_kill_leaves_nothing_that_counts_and_nothing_that_grows(
@@ -136,14 +157,14 @@ def test_two_jobs_that_compute_the_same_end_well(backbone_folder: Path, other_sh
     maker = maker_of(feature_settings(other_shapes, tmp_path, backbone_folder))
     entry = maker.entry("val", None, num_features=24)
     rows, labels = np.ones((35, 24), np.float32), np.zeros(35, np.int64)
-    jobs = [Writing(entry, run_dir=tmp_path / name) for name in ("one", "two")]
+    jobs = [Writing(entry, run_dir=tmp_path / name, rows_per_block=35) for name in ("one", "two")]
     for job in jobs:
         job.lay_out()
         job.open()
     for job in jobs:
         job.write(rows, start=0)
         job.close(is_good=True)
-        job.publish(labels)
+        job.publish(labels, job.digests)
     assert entry.fault() is None and [path.name for path in entry.root.iterdir()] == [entry.path.name]
     features_file = np.load(entry.path / FEATURES)
     assert features_file.shape == (35, 24) and (features_file == 1).all()
@@ -152,10 +173,7 @@ def test_two_jobs_that_compute_the_same_end_well(backbone_folder: Path, other_sh
 def test_a_full_disk_is_one_message_and_leaves_nothing(
     backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*unused: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(cache.os, "posix_fallocate", full)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4))  # without room for the header
     with pytest.raises(
         UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"
     ):

@@ -21,6 +21,7 @@ from finetune.probing.grid import Judged, best_of, cells_of, edges
 from finetune.probing.heads import Cell, Score
 from finetune.probing.probe import Splits, choose_and_test, held_out, probe
 from finetune.probing.report import draw_grid
+from finetune.recording import Weights
 from pretrain.card import read_card
 from pretrain.config import TrackingSettings
 from tests.conftest import Command
@@ -129,10 +130,25 @@ def test_what_is_left_out_fits_the_optimizer() -> None:
 
 
 def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    backbone_folder: Path,
+    other_shapes: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, **PROBE)
+    were_finished: list[bool] = []
+    tell = Weights.tell
+
+    def told(self: Weights, *words: Any, **also: Any) -> None:
+        were_finished.append((Path(settings.run_dir) / "result.json").exists())
+        tell(self, *words, **also)
+
+    monkeypatch.setattr(Weights, "tell", told)
     result = probe(settings, ALONE)
+    assert were_finished == [
+        False
+    ]  # a kill in between must not leave a run that is finished and of which nothing was told
     assert result is not None and len(result["cells"]) == 4 and "held-out top-1" in capsys.readouterr().out
     silent = TrackingSettings(enabled=False)
     asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)

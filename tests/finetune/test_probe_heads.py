@@ -1,5 +1,6 @@
 """Heads trained together equal plain optimizers and scikit-learn, each as if trained alone."""
 
+import itertools
 import math
 from typing import Any
 
@@ -9,16 +10,17 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
+from finetune.probing import lbfgs
 from finetune.probing.classifier import Classifier
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import Table
-from finetune.probing.grid import cells_of
+from finetune.probing.grid import cells_of, heads_of
 from finetune.probing.heads import Cell, judge, order_of, train_heads
 from finetune.probing.lbfgs import minimise
-from finetune.probing.rows import Standard
+from finetune.probing.rows import Residence, Standard
 from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.optim.lion import Lion
-from tests.finetune.conftest import CROPS
+from tests.finetune.conftest import CPU, CROPS
 from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of
 
 
@@ -124,8 +126,8 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
     table = blobs(300, seed=1, spread=0.6)
     decays = (1e-4, 1e-2, 1.0)
     cells = [Cell(1.0, decay, 500) for decay in decays]
-    heads, have_converged = minimise(rows_of(table), cells, tolerance=1e-6, num_classes=CLASSES)
-    assert have_converged == [True, True, True]
+    heads, ends = minimise(rows_of(table), cells, tolerance=1e-6, num_classes=CLASSES)
+    assert all(end.has_converged and end.num_passes < 500 for end in ends)
     values = standardised(table).double().numpy()
     for head, decay in zip(heads, decays, strict=True):
         peer = LogisticRegression(C=1 / (decay * 300), tol=1e-9, max_iter=5000).fit(values, table.labels_N.numpy())
@@ -133,6 +135,34 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
         logits = values @ head[:FEATURES].double().numpy() + head[FEATURES].double().numpy()
         found = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
         np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
+
+
+def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, settings = rows_of(blobs(300, seed=1, spread=0.6)), settings_of(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,))
+
+    def told(epochs: int) -> tuple[int, str]:
+        (head,) = heads_of(rows, [Cell(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)
+        return head.num_steps, capsys.readouterr().out
+
+    assert told(5)[0] == 5 and 5 < told(500)[0] < 500 and told(500)[1] == ""
+    assert "after 5 passes, not yet 1e-06; more epochs, or a larger tolerance" in told(5)[1]
+    ups = itertools.count()
+    monkeypatch.setattr(
+        lbfgs, "objective", lambda rows, heads, decays: ([float(next(ups))], torch.full_like(heads, 1e-4))
+    )  # uphill wherever it goes
+    passes, words = told(500)
+    assert 2 < passes < 50 and f"the gradient is 1.0e-04 after {passes} passes" in words
+    assert "single precision sees no way down any more" in words and "more epochs" not in words
+
+
+def test_a_table_lies_on_the_device_once_and_only_where_there_is_room() -> None:
+    one, other = (blobs(40, seed=seed).features_ND for seed in (1, 2))
+    residence = Residence(CPU, room=1.5 * one.nbytes)
+    placed = residence.of(one)
+    assert placed is not None and torch.equal(placed, one) and placed is not one
+    assert residence.of(one) is placed and residence.of(other) is None
 
 
 def test_a_head_is_judged_as_by_hand() -> None:
