@@ -85,8 +85,11 @@ def _train_epoch(
 def errors_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:
     """softmax - one hot, for each cell: the gradient of the summed cross-entropy."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
-    is_lone = logits_BKG.shape[2] == 1  # classes lie side by side then, and torch has a faster way for that
-    errors_BKG = (torch.softmax(logits_BC, dim=1) if is_lone else torch.softmax(logits_BKG, dim=1)).view_as(logits_BKG)
+    if logits_BKG.shape[2] == 1:  # classes lie side by side then, and torch has faster ways for that
+        errors_BC = torch.softmax(logits_BC, dim=1)
+        places_B1 = labels_B.unsqueeze(1)
+        return errors_BC.scatter_add_(1, places_B1, errors_BC.new_full((), -1.0).expand_as(places_B1))
+    errors_BKG = torch.softmax(logits_BKG, dim=1)
     errors_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B] -= 1
     return errors_BKG.view_as(logits_BC)
 
