@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -173,21 +172,6 @@ def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path:
             np.testing.assert_allclose(together[name], column, rtol=1e-4)
         else:
             assert together[name] == column, name
-
-
-def with_a_failing_rank(world: World, pretrained: str, dataset: str, run_dir: str) -> None:
-    if world.rank == 1:
-        ShardReader.read = Mock(side_effect=RuntimeError("a broken rank"))  # type: ignore[method-assign]
-    patience = {"timeout_s": 600, "heartbeat_timeout_s": 600}
-    evaluate_checkpoint(settings_of(Path(pretrained), Path(dataset), Path(run_dir), ranks=patience), world)
-
-
-def test_a_rank_that_fails_ends_the_others_at_once(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    """Which would wait for its rows ten minutes else (run_ranks gives them five seconds)."""
-    with pytest.raises(AssertionError, match="a broken rank") as told:
-        run_ranks(with_a_failing_rank, str(folder), str(shapes), str(tmp_path / "run"), num_ranks=2)
-    assert "exit codes [1, 1]" in str(told.value)
-    assert "rank 1 " in str(told.value) and "has failed (RuntimeError: a broken rank)" in str(told.value)
 
 
 def test_the_command_prints_its_result_and_then_the_stored_one(command: Command, folder: Path, shapes: Path) -> None:
