@@ -46,12 +46,12 @@ class Verdict:
 
     def __str__(self) -> str:
         what = {
-            "gone": "is gone; training stops",
-            "silent": f"was not heard of for {self.detail} s (frozen, or its node is lost); training stops",
-            "failed": f"has failed ({self.detail}); training stops",
-            "waits": "waits for data, and all were told to stop; training stops",
+            "gone": "is gone; the run stops",
+            "silent": f"was not heard of for {self.detail} s (frozen, or its node is lost); the run stops",
+            "failed": f"has failed ({self.detail}); the run stops",
+            "waits": "waits for data, and all were told to stop; the run stops",
         }[self.why]
-        return f"{self.peer} {what}; the same command goes on from the last checkpoint"
+        return f"{self.peer} {what}; the same command goes on with it"
 
 
 def _nothing() -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Heartbeat:
         except OSError as error:
             print(
                 f"WARNING: rank {self._me.rank}: no heartbeat, as {address}:{port} cannot be reached ({error}); if a rank dies, "
-                "the others notice only after engine.timeout_s",
+                "the others notice only after timeout_s of the settings",
                 file=sys.stderr,
             )
             return

@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "local_batch_size",
     "feature_batch_size",
     "features_dir",
+    "chunk_mb",
     "tracking.enabled",
     "tracking.peak_teraflops",
     "engine.zero_stage",

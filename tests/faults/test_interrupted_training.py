@@ -132,7 +132,7 @@ def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Pa
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert "launch: rank 1 ended with SIGKILL" in output and "Traceback" not in output
-    assert output.count(f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; training stops") == 1
+    assert output.count(f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; the run stops") == 1
     assert psutil.pid_exists(victim.pid) is False or victim.status() == psutil.STATUS_ZOMBIE
 
 

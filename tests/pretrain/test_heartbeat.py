@@ -97,7 +97,7 @@ def said(folder: Path) -> list[str]:
     return sorted(text.splitlines())
 
 
-GOES_ON = "training stops; the same command goes on from the last checkpoint"
+GOES_ON = "the run stops; the same command goes on with it"
 
 
 @pytest.mark.parametrize("victim", [0, 2])
