@@ -1,6 +1,7 @@
 """`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to be good."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
@@ -11,6 +12,7 @@ from finetune.verbs import add_common, end_on_signals, finished_before, launch_r
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
 from pretrain.run import check_settings
+from pretrain.world import World
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,33 +28,57 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def _probe(options: argparse.Namespace) -> int:
     settings = load_settings(ProbeSettings, path=options.config, overrides=options.overrides)
-    if options.show:
-        return show(settings)
-    world, run_dir = world_of(options), Path(settings.run_dir)
-    check_settings(run_dir, settings)
-    if finished_before(run_dir, world):
-        return OK
-    manifest = load_manifest(settings.dataset)
-    check_sources(settings, manifest, holdout=settings.holdout_split)
-    if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
-        raise DatasetError(
-            f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
-        )
-    if options.ranks:
-        return launch_ranks("probe", [options.config], options)
-    options.started = True
-    end_on_signals()  # before the long imports
-    from finetune.probing.probe import probe
 
-    result = probe(settings, world)
-    if result is not None:
-        where = f"lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
-        print(f"{run_dir}: top-1 {result['test_top1']:.1%} on {settings.test_split} at {where}")
-    return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
+    def check(manifest: Manifest) -> None:
+        if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
+            raise DatasetError(
+                f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
+            )
+
+    def work(world: World) -> str | None:
+        from finetune.probing.probe import probe
+
+        result = probe(settings, world)
+        if result is None:
+            return None
+        return (
+            f"{result['test_top1']:.1%} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
+        )
+
+    return _run("probe", options, settings, check=check, work=work, holdout=settings.holdout_split)
 
 
 def _knn(options: argparse.Namespace) -> int:
     settings = load_settings(KnnSettings, path=options.config, overrides=options.overrides)
+
+    def check(manifest: Manifest) -> None:
+        num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
+        if most > num_training:
+            raise DatasetError(
+                f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
+            )
+
+    def work(world: World) -> str | None:
+        from finetune.probing.knn import knn
+
+        result = knn(settings, world)
+        if result is None:
+            return None
+        return ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
+
+    return _run("knn", options, settings, check=check, work=work)
+
+
+def _run(
+    verb: str,
+    options: argparse.Namespace,
+    settings: FeatureSettings,
+    *,
+    check: Callable[[Manifest], None],
+    work: Callable[[World], str | None],
+    holdout: str | None = None,
+) -> int:
+    """`check`: what only the dataset can tell; `work`: top-1 in words, on the first rank."""
     if options.show:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
@@ -60,22 +86,15 @@ def _knn(options: argparse.Namespace) -> int:
     if finished_before(run_dir, world):
         return OK
     manifest = load_manifest(settings.dataset)
-    check_sources(settings, manifest)
-    num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
-    if most > num_training:
-        raise DatasetError(
-            f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
-        )
+    check_sources(settings, manifest, holdout=holdout)
+    check(manifest)
     if options.ranks:
-        return launch_ranks("knn", [options.config], options)
+        return launch_ranks(verb, [options.config], options)
     options.started = True
     end_on_signals()  # before the long imports
-    from finetune.probing.knn import knn
-
-    result = knn(settings, world)
-    if result is not None:
-        shown = ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
-        print(f"{run_dir}: top-1 on {settings.test_split} {shown}")
+    top1 = work(world)
+    if top1 is not None:
+        print(f"{run_dir}: top-1 on {settings.test_split} {top1}")
     return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
 
 
