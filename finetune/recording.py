@@ -42,8 +42,10 @@ class Weights:
 
     @property
     def name(self) -> str:
-        """Of the registered model."""
-        return _storable((self.run_dir or self.checkpoint).absolute().name)
+        """Of the registered model; of one of several seeds with the name of their group."""
+        place = (self.run_dir or self.checkpoint).absolute()
+        is_repeat = (place.parent / CONFIG_FILE).is_file()
+        return _storable(f"{place.parent.name}-{place.name}" if is_repeat else place.name)
 
     def tell(self, tracker: Tracker, results: Mapping[str, float], *, target: str) -> None:
         """Results of a task on a dataset stand as tags of the weights' version in the model registry."""

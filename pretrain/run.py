@@ -91,12 +91,12 @@ def check_settings(run_dir: Path, settings: Settings) -> None:
         )
 
 
-def check_place(run_dir: Path) -> None:
-    """Whether a run can be put there: told before ranks are started."""
+def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
+    """Whether something can be put there: told before ranks are started."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
         raise SettingsError(
-            f"run_dir: {run_dir} cannot be made, for {above} cannot be written to; name another run_dir"
+            f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}"
         )
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import SettingsError, load_settings
-from finetune.probing.apart import check_apart
+from finetune.apart import check_apart
 from finetune.probing.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
-from pretrain.run import check_settings
+from pretrain.run import check_place, check_settings
 from pretrain.world import World
 
 
@@ -85,6 +85,7 @@ def _run(
     check_settings(run_dir, settings)
     if finished_before(run_dir, world):
         return OK
+    check_place(settings.features_place, field="features_dir")
     manifest = load_manifest(settings.dataset)
     check_sources(settings, manifest, holdout=holdout)
     check(manifest)

@@ -87,7 +87,7 @@ class ProbeSettings(FeatureSettings):
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
     lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["lrs"]
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
-    on held-out samples is kept. Left out, the three lists fit the optimizer."""
+    on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
     weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["weight_decays"]
     epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = (50,)
     """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
@@ -120,7 +120,9 @@ class ProbeSettings(FeatureSettings):
         if not isinstance(tree, dict):
             return tree
         name = tree.get("optimizer", "lion")
-        return {**_GRIDS.get(name, {}), **_with_tuples(tree)}
+        grid = _GRIDS.get(name, {}) if isinstance(name, str) else {}
+        given = {key: value for key, value in tree.items() if not (key in grid and value is None)}
+        return {**grid, **_with_tuples(given)}
 
     @model_validator(mode="after")
     def _grid_makes_sense(self) -> "ProbeSettings":
@@ -138,8 +140,8 @@ class ProbeSettings(FeatureSettings):
                 raise ValueError(f"{name}: {list(values)} will not do; name each value once")
         if self.optimizer == "lbfgs" and (len(self.lrs) > 1 or len(self.epochs) > 1):
             raise ValueError(
-                "optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; leave lrs and epochs out, and name "
-                "several weight_decays"
+                "optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; leave them out (lrs=null), "
+                "and name several weight_decays"
             )
         return self
 

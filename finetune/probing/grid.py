@@ -92,7 +92,8 @@ def shares(cells: Sequence[Cell], num_ranks: int) -> list[list[int]]:
 
 
 def best_of(judged: list[Judged]) -> Judged:
-    """The highest held-out accuracy; of equals the smallest learning rate, then the shortest, then the largest decay."""
+    """The highest held-out accuracy; of equals the lowest held-out loss (to three digits, which no number of ranks changes), then
+    the smallest learning rate, the shortest, the largest decay."""
     usable = [each for each in judged if not each.has_diverged]
     if not usable:
         raise UserError(
@@ -100,21 +101,20 @@ def best_of(judged: list[Judged]) -> Judged:
         )
 
     def rank(each: Judged) -> tuple[float, ...]:
-        return -each.score.top1, each.cell.lr, each.cell.epochs, -each.cell.weight_decay
+        cell, score = each.cell, each.score
+        return -score.top1, round(score.loss, 3), cell.lr, cell.epochs, -cell.weight_decay
 
     return min(usable, key=rank)
 
 
-def edges(best: Cell, settings: ProbeSettings) -> list[str]:
-    """Where the best cell lies on the edge of the grid: a better one may lie beyond."""
+def edges(best: Judged, judged: list[Judged]) -> list[str]:
+    """Where the best cells lie on the edge of the grid alone: a better one may lie beyond."""
     hints = []
-    for name, value, values in (
-        ("lrs", best.lr, settings.lrs),
-        ("weight_decays", best.weight_decay, settings.weight_decays),
-        ("epochs", best.epochs, settings.epochs),
-    ):
-        if len(values) > 1 and value == max(values):
-            hints.append(f"{name}: the best, {value:g}, is the largest; try larger ones, too")
-        elif len(values) > 1 and value == min(values) and value > 0:
-            hints.append(f"{name}: the best, {value:g}, is the smallest; try smaller ones, too")
+    tied = [each.cell for each in judged if each.score.top1 == best.score.top1]
+    for name, field in (("lrs", "lr"), ("weight_decays", "weight_decay"), ("epochs", "epochs")):
+        values, found = ({getattr(cell, field) for cell in cells} for cells in ([j.cell for j in judged], tied))
+        if len(values) > 1 and found == {max(values)}:
+            hints.append(f"{name}: the best, {max(values):g}, is the largest; try larger ones, too")
+        elif len(values) > 1 and found == {min(values)} and min(values) > 0:
+            hints.append(f"{name}: the best, {min(values):g}, is the smallest; try smaller ones, too")
     return hints

@@ -162,7 +162,7 @@ def shown_cell(each: Judged) -> dict[str, float | int | None]:
 def report(verdict: Verdict, settings: ProbeSettings, tracker: Tracker) -> None:
     best, result = verdict.best.cell, verdict.result
     print_grid(verdict.judged, best, console())
-    for hint in edges(best, settings):
+    for hint in edges(verdict.best, verdict.judged):
         print(hint)
     for number, each in enumerate(verdict.judged):
         values = shown_cell(each)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from data_prep.settings import load_settings
+from finetune.apart import check_apart
 from finetune.tuning.config import TuneSettings
 from finetune.tuning.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
 from finetune.verbs import add_common, launch_ranks, show
@@ -58,6 +59,10 @@ def _check(settings: TuneSettings, *, num_ranks: int) -> None:
     """What can be told of one run before torch is imported."""
     training = settings.as_training(read_card(Path(settings.pretrained)))
     data = load_training_data(training.data)
+    judged = data.eval_part()
+    if judged is not None:
+        split, trained = judged.split, data.parts[0].split
+        check_apart(judged.directory, judged.manifest, train=trained, test=split, test_field="data.eval_split")
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(Path(settings.run_dir), settings)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

@@ -12,9 +12,9 @@ from scipy.stats import binom
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
+from finetune.apart import check_apart
 from finetune.judging.config import EvaluateSettings
 from finetune.judging.evaluate import evaluate_checkpoint
-from finetune.probing.apart import check_apart
 from finetune.probing.config import ProbeSettings
 from finetune.probing.features import Table
 from finetune.probing.grid import Judged, best_of, cells_of, edges
@@ -70,9 +70,11 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
     assert best_of(grid).cell == Cell(0.1, 0.5, 5)
     with pytest.raises(UserError, match="all 1 cells have diverged"):
         best_of(grid[-1:])
-    settings = settings_of(lrs=(0.1, 0.2, 0.3), weight_decays=(0.0, 0.5), epochs=(5,))
-    assert edges(Cell(0.3, 0.0, 5), settings) == ["lrs: the best, 0.3, is the largest; try larger ones, too"]
-    assert edges(Cell(0.2, 0.0, 5), settings) == []
+    lower = judged(0.3, 0.5, 0.8, 0.9)  # of equals the one that is surer of what is right
+    assert best_of([*grid, lower]).cell == lower.cell
+    row = [judged(0.1, 0.0, 0.7), judged(0.2, 0.0, 0.8), judged(0.3, 0.0, 0.9)]
+    assert edges(row[2], row) == ["lrs: the best, 0.3, is the largest; try larger ones, too"]
+    assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
     picture = draw_grid(grid[1:3], Cell(0.1, 0.5, 5), facts="facts")
     assert picture.width > 200 and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 3
 

@@ -141,6 +141,11 @@ def test_folds_and_seeds_that_will_not_do_are_refused(
         (folded[0], ["data.fold=3"], "has 3 folds, numbered from 0"),
         (folded[0], ["data.fold=1", "folds=true"], "leave one of them out"),
         (other_shapes, ["seeds=[1,1]"], "seeds: [1, 1] will not do"),
+        (
+            other_shapes,
+            ["data.eval_split=train"],
+            "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well",
+        ),
     ):
         config = tune_config(tmp_path, pretrained, dataset)
         assert finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2

@@ -186,6 +186,9 @@ LATER = [
     ("probe", ["pretrained=nowhere"], "nowhere: holds no checkpoint; give a run directory"),
     ("probe", ["holdout_share=1.5"], "holdout_share: 1.5 will not do"),
     ("probe", ["test_split=vall"], "has no split 'vall'; did you mean 'val'?"),
+    ("probe", ["optimizer={name: sgd}"], "optimizer: {'name': 'sgd'} is not one of its values"),
+    ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "leave them out (lrs=null)"),
+    ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
     (
         "tune",

@@ -1,4 +1,4 @@
-"""Whether the splits that a probe learns from, chooses with and is judged on are kept apart. No torch here.
+"""Whether the splits that one learns from, chooses with and is judged on are kept apart. No torch here.
 
 A sample is a place in a tar: two splits share it when shards of both are the same tar (by hash) and their indices name the same
 offset in it. That finds subsets of one dataset that were cut to overlap, and a split that holds another; copies of pictures in
@@ -28,9 +28,17 @@ def shared_samples(directory: Path | str, manifest: Manifest, one: str, other: s
     return num_shared, first
 
 
-def check_apart(directory: Path | str, manifest: Manifest, *, train: str, test: str, holdout: str | None) -> None:
+def check_apart(
+    directory: Path | str,
+    manifest: Manifest,
+    *,
+    train: str,
+    test: str,
+    holdout: str | None = None,
+    test_field: str = "test_split",
+) -> None:
     """One clear message where a split holds samples of another."""
-    pairs = [("test_split", test, train)]
+    pairs = [(test_field, test, train)]
     if holdout is not None:
         pairs += [("holdout_split", holdout, test), ("holdout_split", holdout, train)]
     for field, one, other in pairs:
