@@ -70,6 +70,7 @@ class Delivery:
 
     def say(self, status: Status | str) -> None:
         if self.run_id is not None and self._said != status:
+            self._store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
             self._store.say(self.run_id, status)
             self._said = status
 

@@ -43,10 +43,17 @@ class Store:
         tags = {RUN_KEY_TAG: identity.run_key}
         if identity.parent_key:
             tags[PARENT_KEY_TAG] = identity.parent_key
-            parent = self._find(experiment_id, identity.parent_key)
-            if parent is not None:
-                tags["mlflow.parentRunId"] = parent
-        return str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
+        run_id = str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
+        self.adopt(run_id, identity)
+        return run_id
+
+    def adopt(self, run_id: str, identity: RunIdentity) -> None:
+        """Puts a run under its parent, where that is in the experiment: it may be delivered later than its child."""
+        if not identity.parent_key:
+            return
+        parent = self._find(self._client.get_run(run_id).info.experiment_id, identity.parent_key)
+        if parent is not None:
+            self._client.set_tag(run_id, "mlflow.parentRunId", parent)
 
     def say(self, run_id: str, status: str) -> None:
         if status == "RUNNING":

@@ -118,6 +118,28 @@ def test_a_child_run_hangs_under_its_parent(tmp_path: Path, by_hand: None) -> No
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
 
 
+def test_a_child_that_is_delivered_before_its_parent_hangs_under_it_in_the_end(tmp_path: Path, by_hand: None) -> None:
+    parent = identity(tmp_path / "parent")
+    identity(tmp_path / "child", parent_key=parent.run_key)
+    child = tracker(tmp_path / "child")
+    child.metrics({"loss": 1.0}, step=1)
+    wait_for_journal(tmp_path / "child", b"loss")
+    delivery = Delivery(tmp_path / "child")
+    delivery.deliver()
+    tracker(tmp_path / "parent").close("FINISHED")
+    sync(tmp_path / "parent")
+    child.close("FINISHED")
+    sync(tmp_path / "child")
+    runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
+    assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
+
+
+def wait_for_journal(run_dir: Path, word: bytes) -> None:
+    journal, deadline_s = run_dir / "tracking" / "journal.jsonl", time.monotonic() + 30
+    while not (journal.exists() and word in journal.read_bytes()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
 def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
