@@ -15,7 +15,7 @@ harmonic sum of the two, printed as such.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.judging.answering import Views, answer
+from finetune.judging.answering import answer
 from finetune.judging.config import ViewSettings
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
@@ -87,7 +87,7 @@ class Bench:
             result: Tensor = self.model(images_BCHW)
         return result
 
-    def evaluate(self, views: Views) -> float:
+    def evaluate(self, views: Sequence[int | None]) -> float:
         found = answer(
             self.logits,
             self.reader,
@@ -116,7 +116,7 @@ class Bench:
         return float(count * self.case.batch)
 
     def passes(self) -> float:
-        return sum(self.evaluate(Views(1, plain=False)) for _ in range(self.case.views))
+        return sum(self.evaluate([0]) for _ in range(self.case.views))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -135,11 +135,11 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     bench = Bench(case, world, device)
     one_pass, many = f"{case.views} views, one pass", f"{case.views} passes"
     contestants: dict[str, Callable[[], float]] = {
-        "evaluate": lambda: bench.evaluate(Views()),
+        "evaluate": lambda: bench.evaluate([None]),
         "loader alone": lambda: bench.loader(normalised=False),
         "loader, normalised": lambda: bench.loader(normalised=True),
         "forward alone": bench.forward,
-        one_pass: lambda: bench.evaluate(Views(case.views, plain=False)),
+        one_pass: lambda: bench.evaluate(range(case.views)),
         many: bench.passes,
     }
     found = rates(contestants, rounds=rounds)
