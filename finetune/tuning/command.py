@@ -9,7 +9,7 @@ from finetune.tuning.config import TuneSettings
 from finetune.tuning.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
 from finetune.verbs import add_common, launch_ranks, show
 from pretrain.__main__ import OK, leave, world_of
-from pretrain.card import read_card
+from pretrain.card import ModelCard, read_card
 from pretrain.config import check_against_ranks
 from pretrain.datasets import check_against_data, load_training_data
 from pretrain.preemption import StopFlag
@@ -39,8 +39,9 @@ def _tune(options: argparse.Namespace) -> int:
         return OK
     repeats = repeats_of(settings)
     check_resume_of(settings, repeats)
+    card = read_card(Path(settings.pretrained))  # once: it reads and hashes the weights
     for each in repeats:
-        _check(each, num_ranks=world.num_ranks)
+        _check(each, card, num_ranks=world.num_ranks)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True
@@ -55,9 +56,9 @@ def _tune(options: argparse.Namespace) -> int:
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 
-def _check(settings: TuneSettings, *, num_ranks: int) -> None:
+def _check(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> None:
     """What can be told of one run before torch is imported."""
-    training = settings.as_training(read_card(Path(settings.pretrained)))
+    training = settings.as_training(card)
     data = load_training_data(training.data)
     judged = data.eval_part()
     if judged is not None:
