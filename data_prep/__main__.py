@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import BrokenExecutor
 
 from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
+from data_prep.publish import Busy
 from data_prep.settings import UserError, parse_command_line
 
 
@@ -14,6 +15,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_command_line(parser, arguments)
     try:
         return int(options.run(options))
+    except Busy as error:
+        print(f"data_prep: {error}", file=sys.stderr)
+        return FAULTY
     except UserError as error:
         print(f"data_prep: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,8 @@ from typing import IO, Any
 from data_prep.settings import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
+HASHED_BYTES = 4 << 20
+"""How much of a file is read at once, to be hashed."""
 
 
 @contextmanager
@@ -90,9 +93,16 @@ def remove_leftovers(*places: Path) -> None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, *, gets_on: Callable[[], None] | None = None) -> str:
+    """`gets_on` is called after each piece, for those who watch whether anything happens."""
+    with open(path, "rb", buffering=0) as file:
+        if gets_on is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, piece = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            gets_on()
+        return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -111,15 +121,30 @@ def make_directory(directory: Path) -> None:
         raise UserError(f"{directory}: cannot be made, for a file is in its place; name another directory") from None
 
 
+class Busy(UserError):  # noqa: N818
+    """Another process holds the place now: nobody's mistake, and later the same command may do."""
+
+
 @contextmanager
-def sole_writer(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends."""
+def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
+    """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends.
+
+    `notice` is said before a wait.
+    """
     make_directory(directory)
     with open(directory / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not wait:
+                raise Busy(
+                    f"{directory}: another process is writing here; wait for it, or choose another directory"
+                ) from None
+            if notice:
+                print(notice, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
             raise UserError(
-                f"{directory}: another process is writing here; wait for it, or choose another directory"
+                f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for a mount with flock"
             ) from None
         yield

@@ -111,10 +111,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     """The plan that other tasks are working on, if it is ours and the source is still as they found it."""
     directory = Path(settings.out)
     begun = load_begun(directory)
-    if begun is None:
-        raise UserError(
-            f"{directory}: the process that was making the plan has ended without one; start this task again"
-        )
+    assert begun is not None  # the gate of tasks.py
     if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
         raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
     _check_decoder(directory, begun)

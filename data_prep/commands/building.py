@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.commands import FAULTY, OK, add_workers, settings_of
-from data_prep.manifest import Manifest
+from data_prep.manifest import REJECTED_NAME, Manifest
 from data_prep.settings import dump
 
 if TYPE_CHECKING:
@@ -56,13 +57,18 @@ def _build(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK
-        print(
-            f"{settings.out}: task {options.task} has its {num_shards} shards; after the last task: data_prep merge {settings.out}"
-        )
+        shards = "shard" if num_shards == 1 else "shards"
+        print(f"{settings.out}: task {options.task} has its {num_shards} {shards}; {_what_is_next(settings.out)}")
         return OK
     from data_prep.building.build import build
 
     return published(lambda: build(settings), settings.out, as_json=options.json)
+
+
+def _what_is_next(out: str) -> str:
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm has queued it)"
+    return f"after the last task: data_prep merge {out}"
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -90,7 +96,8 @@ def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> in
         return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
-    print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}")
+    where = f"; {Path(out) / REJECTED_NAME} says which and why" if manifest.num_rejected else ""
+    print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}{where}")
     if manifest.num_left_out:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items())
         print(f"left out by the config, not read: {reasons}")

@@ -2,14 +2,16 @@
 merge publishes nothing that is not whole and of this very build.
 """
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from tests.data_prep.samples import (
     held_at_work,
     picture,
     started,
+    wait_until,
     write_classes,
     write_files,
 )
@@ -217,14 +220,13 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
 ) -> None:
     out = tmp_path / "animals"
     with at_work(source, out, "0/2"):
-        for words, message in (
-            (lambda: task(source, out, "0/2"), "another process is writing here"),
-            (lambda: task(source, out, "1/3"), "2 tasks are at work in"),
-            (lambda: task(source, out, "1/2", "image_size=20"), "tasks of another config are at work in"),
-            (lambda: merge(out), "another process is writing here"),
-            (lambda: build(source, out, *CUT), "another process is writing here"),
+        for words, code, message in (
+            (lambda: task(source, out, "1/3"), 2, "2 tasks are at work in"),
+            (lambda: task(source, out, "1/2", "image_size=20"), 2, "tasks of another config are at work in"),
+            (lambda: merge(out), 1, "another process is writing here"),
+            (lambda: build(source, out, *CUT), 1, "another process is writing here"),
         ):
-            assert words() == 2
+            assert words() == code
             said = capsys.readouterr().err
             assert message in said
         assert task(source, out, "1/2") == 0
@@ -242,6 +244,7 @@ def test_a_source_that_changes_between_tasks_is_refused(
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
     assert task(mine, out, "1/2") == 2
     assert "holds an unfinished dataset of another config or source" in capsys.readouterr().err
+    (out / "parts/plan/failed.json").unlink()  # for those that may have waited meanwhile
     assert files_of(out) == before
 
 
@@ -284,18 +287,136 @@ def test_a_wrong_task_number_is_one_clear_line(
 
 
 def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert task(source, tmp_path / "animals", "8/9") == 0
-    assert "task 8/9 has its 0 shards" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "task 8/9 has its 0 shards" in said and "after the last task: data_prep merge" in said
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    assert task(source, tmp_path / "animals", "0/9") == 0
+    said = capsys.readouterr().out
+    assert "task 0/9 has its 1 shard; when all tasks are done the merge publishes" in said
 
 
-def test_the_lock_of_a_task_is_its_own(tmp_path: Path, source: Path) -> None:
+def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path: Path, source: Path) -> None:
+    """A node that SLURM has lost may work on for a while: the next start must not fail because of it."""
     out = tmp_path / "animals"
     assert task(source, out, "0/2") == 0
-    with sole_writer(out / "parts" / "task-0"):
-        assert task(source, out, "0/2") == 2
-        assert task(source, out, "1/2") == 0
+    with contextlib.ExitStack() as stack:
+        with sole_writer(out / "parts" / "task-0"):
+            again = stack.enter_context(running(source, out, "0/2"))
+            assert again.stderr is not None
+            assert "task 0/2 is at work elsewhere, from an earlier start" in again.stderr.readline()
+            assert task(source, out, "1/2") == 0
+        _, said = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+
+
+PLANNER = """
+import os, sys, time
+from data_prep.__main__ import main
+from data_prep.building import tasks
+from data_prep.settings import UserError
+prepare, log, fate = tasks.prepare, sys.argv[1], sys.argv[2]
+
+def logged(*args, **kwargs):
+    with open(log, "a") as file:
+        file.write("planning\\n")
+    while fate == "dies" or fate.startswith("fails") and not os.path.exists(log + "-goes-on"):
+        time.sleep(0.1)
+    if fate.startswith("fails"):
+        raise UserError("source: is not what it seems")
+    return prepare(*args, **kwargs)
+
+tasks.prepare = logged
+tasks.socket.gethostname = lambda: fate.partition(" on ")[2]
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@contextlib.contextmanager
+def planners(log: Path, *tasks: tuple[str, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """A task (fate, words) each: the first is at its plan, and the others wait for it."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for fate, words in tasks:
+            command = [sys.executable, "-c", PLANNER, str(log), fate, *words]
+            processes.append(subprocess.Popen(command, text=True, stderr=subprocess.PIPE, start_new_session=True))
+            wait_until(lambda: log.exists() and log.read_text() == "planning\n")
+        for each in processes[1:]:
+            assert each.stderr is not None and "waiting for the plan" in each.stderr.readline()
+        yield processes
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)
+            each.communicate()
+
+
+def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out, log = tmp_path / "animals", tmp_path / "log"
+    fates = [(f"{number}/3", fate) for number, fate in enumerate(("dies", "lives", "lives"))]
+    with planners(log, *((fate, words_of(source, out, which)) for which, fate in fates)) as (first, *others):
+        os.killpg(first.pid, signal.SIGKILL)
+        for each in others:
+            _, said = each.communicate(timeout=60)
+            assert each.returncode == 0, said
+        assert log.read_text() == "planning\n" * 2, "one of the two, not both"
+    assert task(source, out, "0/3") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_what_a_user_must_mend_is_found_once_for_all_that_wait(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out, log = tmp_path / "animals", tmp_path / "log"
+    another = [*words_of(source, out, "2/3"), "seed=1"]
+    first = [("fails", words_of(source, out, "0/3")), ("lives", words_of(source, out, "1/3"))]
+    with planners(log, *first) as processes:
+        Path(f"{log}-goes-on").touch()
+        for each in processes:
+            _, said = each.communicate(timeout=60)
+            assert each.returncode == 2 and "data_prep: source: is not what it seems" in said
+        assert log.read_text() == "planning\n"
+    log.unlink()
+    Path(f"{log}-goes-on").unlink()
+    with planners(log, first[0], ("lives", another)) as processes:  # another config finds out for itself
+        Path(f"{log}-goes-on").touch()
+        assert [each.wait(60) for each in processes] == [2, 0]
+    shutil.rmtree(out)
+    for number in range(3):  # mended; what was wrong before is forgotten
+        assert task(source, out, f"{number}/3") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(
+    tmp_path: Path, source: Path
+) -> None:
+    out, log = tmp_path / "animals", tmp_path / "log"
+    fates = ("fails on n1", "fails on n2", "fails on n3", "lives on n4")
+    tasks = [(fate, words_of(source, out, f"{number}/4")) for number, fate in enumerate(fates)]
+    with planners(log, *tasks[:2]) as processes:
+        Path(f"{log}-goes-on").touch()
+        for each in processes:
+            assert each.wait(60) == 2
+    assert log.read_text() == "planning\n" * 2
+    for path in (log, Path(f"{log}-goes-on")):
+        path.unlink()
+    (out / "parts/plan/failed.json").unlink()
+    with planners(log, tasks[0], tasks[3]) as processes:  # n1 alone is wrong
+        Path(f"{log}-goes-on").touch()
+        assert [each.wait(60) for each in processes] == [2, 0]
+    shutil.rmtree(out)
+    for path in (log, Path(f"{log}-goes-on")):
+        path.unlink()
+    with planners(log, *tasks[:3]) as processes:
+        Path(f"{log}-goes-on").touch()
+        assert [each.wait(60) for each in processes] == [2, 2, 2]
+    assert log.read_text() == "planning\n" * 2, "the third believes the other two"
 
 
 def test_parts_made_by_another_pillow_are_not_mixed(
