@@ -15,7 +15,7 @@ from data_prep.settings import Settings
 from pretrain.card import ModelCard, hash_of_weights, parse_card, resolve
 from pretrain.config import TrackingSettings
 from pretrain.datasets import Part
-from pretrain.page import dataset_of, git_commit, shown_command, target_of
+from pretrain.page import dataset_of, git_commit, on_slurm, shown_command, slurm_tags, target_of
 from pretrain.preemption import Interrupted
 from pretrain.run import CONFIG_FILE, claim, flatten, owner_of
 from pretrain.tracker import RunIdentity, Tracker
@@ -115,7 +115,7 @@ def _open(
         "target": target_of(manifest),
         "model": weights.card.model.label if weights else "pixels",
         "origin": weights.card.origin if weights else "",
-    }
+    } | slurm_tags()
     source["mlflow.note.content"] = _note(run_dir, used, weights, source | tags)
     datasets = tuple(dataset_of(part, context) for part, context in used)
     tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=source | tags, datasets=datasets)
@@ -129,5 +129,5 @@ def _note(run_dir: Path, used: Sequence[tuple[Part, str]], weights: Weights | No
     of = f"of `{weights.checkpoint.absolute()}`" if weights else "without a model"
     return (
         f"**{tags['task']}** on **{tags['dataset']}**, {splits}: {tags['model']}, {of}\n\n"
-        f"In `{run_dir.absolute()}`: `{tags['mlflow.source.name']}`, code {tags['mlflow.source.git.commit']}"
+        f"In `{run_dir.absolute()}`: `{tags['mlflow.source.name']}`, code {tags['mlflow.source.git.commit']}{on_slurm()}"
     )

@@ -32,6 +32,7 @@ from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
 from pretrain.shards import ShardReader
 from pretrain.skipped_steps import SkippedSteps, samples_of_rank
+from pretrain.staging import staged
 from pretrain.step import Engine
 from pretrain.system_metrics import NodeSampler, node_name
 from pretrain.tracker import RunIdentity, Tracker
@@ -58,6 +59,7 @@ class Task:
 
     def trainer(self) -> Trainer:
         settings, run_dir = self.settings, Path(self.settings.run_dir)
+        assert self.read_data.parts  # all ranks together, before anything is read
         barrier()  # all ranks measure at once
         peak = find_peak(
             self.engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
@@ -87,6 +89,7 @@ class Task:
             show_filters=self.show_filters,
             title=run_dir.name,
             seed=settings.train.seed,
+            hang_timeout_s=settings.engine.hang_timeout_s,
         )
 
     @cached_property
@@ -94,12 +97,17 @@ class Task:
         return open_cache(self.data)
 
     @cached_property
+    def read_data(self) -> TrainingData:
+        """As it is read; all ranks ask for it together."""
+        return staged(self.data, world=self.world, device=self.engine.device, stop=self.stop)
+
+    @cached_property
     def reader(self) -> ShardReader:
-        return ShardReader(self.data.parts, image_size=self.data.image_size, cache=self.cache)
+        return ShardReader(self.read_data.parts, image_size=self.data.image_size, cache=self.cache)
 
     @cached_property
     def eval_reader(self) -> ShardReader | None:
-        part = self.data.eval_part()
+        part = self.read_data.eval_part()
         return ShardReader([part], image_size=self.data.image_size, cache=self.cache) if part else None
 
     @cached_property

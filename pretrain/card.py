@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from data_prep.publish import sha256_of
 from data_prep.settings import Settings, UserError
+from pretrain.headway import HEADWAY
 from pretrain.models.spec import ModelSpec
 
 MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
@@ -98,7 +99,7 @@ def fault_of(path: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG,
     try:
         hashes: dict[str, str] = json.loads((path / HASHES).read_text())
         for name in needed:
-            if sha256_of(path / name) != hashes.get(name):
+            if sha256_of(path / name, gets_on=HEADWAY.touch) != hashes.get(name):
                 return f"{name} has changed"
     except (OSError, ValueError) as error:
         return str(error)

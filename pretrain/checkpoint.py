@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.publish import (
@@ -55,7 +54,7 @@ from pretrain.card import (
 )
 from pretrain.retention import Best, Retention, prune, published_best, write_best
 from pretrain.step import EngineState
-from pretrain.tensor_file import write_tensors
+from pretrain.tensor_file import read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def load(path: Path) -> Restored:
     """Of a checkpoint that has been verified."""
     state = json.loads((path / TRAINER).read_text())
     scale = state.get("engine.loss_scale", {})
-    engine = EngineState(load_file(path / MODEL), load_file(path / OPTIMIZER), state["num_updates"], scale)
+    engine = EngineState(read_tensors(path / MODEL), read_tensors(path / OPTIMIZER), state["num_updates"], scale)
     best = state.get("best")  # older checkpoints do not know of it, nor of what follows
     trainer = TrainerState(
         state["step"],
@@ -190,6 +189,6 @@ def load_weights(path: Path) -> tuple[ModelCard, dict[str, Tensor]]:
     directory = resolve(path)
     card = parse_card(directory)
     try:
-        return card, load_file(directory / MODEL)
+        return card, read_tensors(directory / MODEL)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{directory / MODEL}: cannot be read ({error}); copy it again, or use another") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pretrain.card import CheckpointError, checkpoints_dir
 from pretrain.checkpoint import Snapshot, publish, settle
+from pretrain.headway import HEADWAY
 from pretrain.retention import Best, Retention, published_best, write_best
 
 _REMEDIES = {
@@ -167,6 +168,7 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def _failed(self, snapshot: Snapshot, error: OSError) -> None:
+        HEADWAY.touch()
         with self._changed:
             self._num_tries += 1
             self._num_failures += 1

@@ -51,6 +51,9 @@ class DataSettings(Settings):
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
     for temporary files."""
     cache_gb: float = Field(50, gt=0)
+    stage_dir: str | None = None
+    """A directory on each node's own disk: the shards are copied there before training reads them, once for all ranks and jobs of
+    the node. Without room for them training reads them where they lie, and says so. Remote shards have `cache_dir`."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True)
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
     them."""
@@ -153,6 +156,10 @@ class EngineSettings(Settings):
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it. (One that has died
     is noticed within a second.) Longer than any call that keeps Python from running its threads."""
+    hang_timeout_s: float | None = Field(540.0, ge=0)
+    """Seconds without any headway (a step, a batch of the evaluation, a piece of a checkpoint, ...) after which the run counts as
+    hung: all ranks leave their stacks in RUN/stacks and end, and the one that is behind is named. Longer than the longest of these,
+    the first step with its compilation too; shorter than timeout_s, which leaves no stacks. 0 or null: never."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.manifest import DatasetError, Manifest, Split, load_annotation, load_manifest
+from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_annotation, load_manifest
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings
 from pretrain.counter import hash64, hex_key
@@ -19,6 +19,7 @@ from pretrain.durations import parse_length
 from pretrain.mixture import Mixture, mixture_weights
 from pretrain.models.spec import ModelSpec
 from pretrain.order import Chosen, Ids, Line, Order, epoch_length
+from pretrain.stage_area import StagedCopy
 
 FOLDS = "folds"
 Statistic = tuple[float, float, float]
@@ -35,6 +36,8 @@ class Part:
     """None: they keep their numbers."""
     fold: int | None = None
     """Trained on alone, of a split with the annotation `folds`."""
+    staged: StagedCopy | None = None
+    """Where shards and indices are read instead, if they were brought to this node's disk."""
 
     @property
     def num_samples(self) -> int:
@@ -52,6 +55,17 @@ class Part:
     @property
     def content(self) -> Split:
         return self.manifest.splits[self.split]
+
+    def tar(self, shard: Shard) -> Path:
+        """Of a local shard."""
+        return self.directory / shard.file if self.staged is None else self.staged.tar(shard)
+
+    def index(self, shard: Shard) -> Path:
+        return self.index_directory / shard.index_file
+
+    @property
+    def index_directory(self) -> Path:
+        return self.directory if self.staged is None else self.staged.directory
 
     def stored_size(self, image_size: int | None) -> int:
         """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""
@@ -120,7 +134,9 @@ class TrainingData:
     def eval_part(self) -> Part | None:
         """Of the first dataset, in the classes of the whole."""
         first, split = self.parts[0], self.settings.eval_split
-        return None if split is None else Part(first.directory, first.manifest, split, first.classes)
+        return (
+            None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
+        )
 
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]

@@ -6,9 +6,9 @@ journal and goes out when the server is back, when the run is resumed, or when `
     RUN/tracking/delivered.json     the run's id in the store, how many bytes of the journal have arrived, and which files are owed
 
 Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands once, and the run is found by
-its key. A run that is resumed goes on in the same MLflow run. Files are sent after the figures and are owed until they arrive: a
-store for files that is out of order holds up no figure. The status is the journal's; where that has no end, and there is no trainer
-any more, the run has FAILED.
+its key. A run that is resumed goes on in the same MLflow run; where the store has lost that, all of the journal is sent again.
+Files are sent after the figures and are owed until they arrive: a store for files that is out of order holds up no figure. The
+status is the journal's; where that has no end, and there is no trainer any more, the run has FAILED.
 """
 
 import json
@@ -29,6 +29,7 @@ from pretrain.tracking import Store
 
 POLL_S = 1.0
 _BATCH_EVENTS = 200
+_ATTEMPTS = 3
 _FILES = ("artifact", "image", "version")
 
 
@@ -44,15 +45,24 @@ class Delivery:
         self.offset: int = position.get("offset", 0)
         self.ended = _has_ended(self._journal_path, self.offset)
         """Whether the journal, as far as it has arrived, says how the run ended."""
+        self.num_bytes_sent = 0
+        """Of the journal, by this delivery."""
         self._owed: list[dict[str, Any]] = position.get("owed", [])
         self._said: str | None = None
         """The status that this delivery has given the run."""
         self._store = Store(self.identity.uri)
+        self._is_known = self.run_id is None
+        """Whether the store has the run, as far as has been asked."""
 
     def deliver(self) -> None:
         """Sends all complete lines; raises what the store raises, having kept what arrived."""
         if not self._journal_path.exists():
             return
+        self._store.check_in_place()
+        if not self._is_known:
+            if not self._store.has_run(self.run_id or ""):
+                self._begin_again()
+            self._is_known = True
         with open(self._journal_path, "rb") as journal:
             journal.seek(self.offset)
             while True:
@@ -63,7 +73,9 @@ class Delivery:
                 self._send(events)
                 self._owed += [event for event in events if event["event"] in _FILES]
                 self._owed.sort(key=lambda event: event["event"] == "version")  # a registry in trouble holds up no file
-                self.offset += sum(len(line) for line in lines)
+                num_bytes = sum(len(line) for line in lines)
+                self.offset += num_bytes
+                self.num_bytes_sent += num_bytes
                 self._keep_position()
                 journal.seek(self.offset)
         self._send_files()
@@ -73,6 +85,14 @@ class Delivery:
             self._store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
             self._store.say(self.run_id, status)
             self._said = status
+
+    def words_of(self, error: Exception) -> str:
+        return self._store.words_of(error)
+
+    def _begin_again(self) -> None:
+        """The store was made anew."""
+        self.run_id, self.offset, self.ended, self._owed, self._said = None, 0, False, [], None
+        self._keep_position()
 
     def _keep_position(self) -> None:
         position = {"run_id": self.run_id, "offset": self.offset, "owed": self._owed}
@@ -137,11 +157,24 @@ def sync(run_dir: Path) -> int:
     _limit_retries()
     with sole_writer(run_dir / "tracking"):
         delivery = Delivery(run_dir)
-        before = delivery.offset
-        delivery.deliver()
-        if not delivery.ended and not _is_held(run_dir):  # it died, and so did its deliverer
-            delivery.say("FAILED")
-        return delivery.offset - before
+        for attempt in range(_ATTEMPTS):
+            try:
+                delivery.deliver()
+                if not delivery.ended and not _is_held(run_dir):  # it died, and so did its deliverer
+                    delivery.say("FAILED")
+            except UserError:
+                raise
+            except Exception as error:
+                if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+                    raise  # not of the store: a mistake of ours
+                if attempt == _ATTEMPTS - 1 or isinstance(error, OSError):
+                    raise UserError(
+                        f"{run_dir}: the store does not take it ({delivery.words_of(error)}); sync again later"
+                    ) from error
+                time.sleep(POLL_S)  # two that write at once may be in each other's way
+            else:
+                break
+        return delivery.num_bytes_sent
 
 
 def _is_held(run_dir: Path) -> bool:
@@ -177,7 +210,7 @@ def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeo
             wait_s, said = POLL_S, ""
         except Exception as error:  # noqa: BLE001
             # whatever the store raises, the journal keeps the events, and the next round tries again
-            fault = f"{type(error).__name__}: {error}"
+            fault = delivery.words_of(error)
             if fault != said:  # an outage of a day is one line
                 print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
             said = fault

@@ -16,6 +16,7 @@ from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment.augmentation import Augmentation
 from pretrain.collectives import Exchange, all_sum
+from pretrain.headway import HEADWAY
 from pretrain.loader import Batch, Batches, evaluation_batches
 from pretrain.preemption import Interrupted, StopFlag
 from pretrain.real_labels import RealLabels
@@ -90,6 +91,7 @@ def tally(
         ) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):
+            HEADWAY.mark(f"evaluating batch {number + 1:,}")
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
             logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device)

@@ -5,24 +5,30 @@ this run is ignored. 1. Each end beats. 2. A connection that closes without a go
 `timeout_s`, a frozen rank or a lost node; a rank that fails by itself says so before it goes. 3. The first rank tells all, and
 prints the line; every rank ends with 1, wherever its main thread hangs. If it is the first rank that is gone, all see it by
 themselves, and the first survivor of each node says it. 4. A rank that is to stop, but waits for data in vain, ends all with 0.
+5. `watch`: beats carry where a rank stands (headway.py); if one makes no headway for too long, all hang, and the one that is behind
+is named. Ranks that end because of a hang leave their stacks (stacks.py). A world of one has this alone, and no connection.
 
-The verdict is over what has been read: a thread that was kept from running first reads what has come meanwhile. Beats may carry a
-small dict (`tell`) to the first rank (`heard`); both are called in this thread, and may not block.
+The verdict is over what has been read: a thread that was kept from running first reads what has come meanwhile. Ranks are looked
+over once per beat, not per message. Beats may carry a small dict (`tell`) to the first rank (`heard`); neither may block.
 """
 
 import hmac
 import os
 import secrets
-import select
+import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from pretrain.heartbeat_wire import Garbage, Message, Peer, Wire, listen
+from pretrain.hang_watch import HangWatch
+from pretrain.headway import HEADWAY
+from pretrain.heartbeat_wire import Garbage, Message, Peer, Wire, encoded, listen
+from pretrain.verdict import Verdict, may_be_others_fault
 from pretrain.world import World
 
 FAILED_GRACE_S = 1.0
@@ -33,30 +39,6 @@ BLAME_S = 3.0
 """How long a failed exchange waits for news of a rank that is gone."""
 _HELLO_S, _CONNECT_S = 10.0, 20.0
 
-Why = Literal["gone", "silent", "failed", "waits"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why training ends."""
-
-    peer: Peer
-    why: Why
-    detail: str = ""
-
-    def __str__(self) -> str:
-        what = {
-            "gone": "is gone; the run stops",
-            "silent": f"was not heard of for {self.detail} s (frozen, or its node is lost); the run stops",
-            "failed": f"has failed ({self.detail}); the run stops",
-            "waits": "waits for data, and all were told to stop; the run stops",
-        }[self.why]
-        return f"{self.peer} {what}; the same command goes on with it"
-
-
-def _nothing() -> dict[str, Any]:
-    return {}
-
 
 @dataclass
 class _Connection:
@@ -66,7 +48,7 @@ class _Connection:
 
 
 class Heartbeat:
-    """Use `start` on all ranks together, and `stop` when this rank's work is done. A world of one has none."""
+    """Use `start` on all ranks together, and `stop` when this rank's work is done. A world of one has nothing but `watch`."""
 
     def __init__(
         self,
@@ -75,7 +57,7 @@ class Heartbeat:
         timeout_s: float,
         at_end: Callable[[bool], None] = lambda stopped: None,
         waits_in_vain_s: Callable[[], float] = lambda: 0.0,
-        tell: Callable[[], dict[str, Any]] = _nothing,
+        tell: Callable[[], dict[str, Any]] = dict,
         heard: Callable[[int, dict[str, Any]], None] = lambda rank, said: None,
     ):
         """`at_end(stopped)` is what must still be done, within bounds, when a verdict ends this process."""
@@ -91,17 +73,22 @@ class Heartbeat:
         """Of the connections: the main thread says goodbye itself."""
         self._is_ending = False
         self._verdict = threading.Event()
+        self._is_alone = world.num_ranks == 1
+        self._watch: HangWatch | None = None
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
+        self._files = selectors.DefaultSelector()  # epoll: it costs the same for one connection and for a thousand
+        self._files.register(self._woken, selectors.EVENT_READ)
 
     def start(self, announce: Callable[[list[int]], list[int]]) -> "Heartbeat":
         """`announce` gives all ranks the numbers of the first one."""
-        if self._world.num_ranks == 1:
+        if self._is_alone:
             return self
         address = os.environ["MASTER_ADDR"]
         if self._world.is_first:
             self._listener = listen(address, is_one_node=self._world.is_one_node)
             self._listener.setblocking(False)
+            self._files.register(self._listener, selectors.EVENT_READ)
         facts = (
             [self._listener.getsockname()[1], secrets.randbits(62), secrets.randbits(62)] if self._listener else [0] * 3
         )
@@ -110,10 +97,22 @@ class Heartbeat:
         if not self._world.is_first:
             self._connect(address, port)
         os.register_at_fork(after_in_child=self._forget)  # or a child would hold the connection of a dead rank open
+        self._begin()
+        return self
+
+    def watch(self, directory: Path, *, hang_timeout_s: float | None) -> None:
+        """From now on this rank has to make headway, unless the timeout is 0 or None; stacks go to `directory`. Once is enough."""
+        if self._watch is None and (self._thread is not None or (self._is_alone and hang_timeout_s)):
+            self._watch = HangWatch(
+                directory, self._world, self._me, hang_timeout_s=hang_timeout_s, silence_timeout_s=self._timeout_s
+            )
+            if self._thread is None:
+                self._begin()
+
+    def _begin(self) -> None:
         self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._guarded, name="heartbeat", daemon=True)
         self._thread.start()
-        return self
 
     def attend(
         self,
@@ -134,7 +133,7 @@ class Heartbeat:
         """On the way out with an error: returns if it is this rank's own, and then the others know."""
         if self._thread is None or self._is_ending:
             return
-        if _may_be_others_fault(error) and self._verdict.wait(BLAME_S):
+        if not self._is_alone and may_be_others_fault(error) and self._verdict.wait(BLAME_S):
             time.sleep(600)  # the thread ends this process
         self._leave({"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"})
 
@@ -144,7 +143,7 @@ class Heartbeat:
                 return
             self._is_ending = True
             if self._world.is_first and "failed" in message:
-                message = _as_message(Verdict(self._me, "failed", message["failed"]))
+                message = self._with_cause(Verdict(self._me, "failed", message["failed"])).as_message()
             self._send_all(message)
         os.write(self._waker, b"x")
         self._thread.join(2 * self._interval_s)
@@ -160,71 +159,92 @@ class Heartbeat:
                 self._is_ending = True
                 self._send_all({"bye": True})
         self._forget()
+        if self._watch is not None:
+            self._watch.close()
 
     def _work(self) -> None:
         beat_s = 0.0
         while not self._is_ending:
-            if time.monotonic() >= beat_s:
+            self._mind_a_pause()
+            judges = time.monotonic() >= beat_s
+            if judges:
                 beat_s = time.monotonic() + self._interval_s
                 self._beat()
-            poll = select.poll()  # select() knows only the first 1,024 files of a process
+            ready = [key.fd for key, _ in self._files.select(0 if judges else max(0.0, beat_s - time.monotonic()))]
             with self._lock:
-                sockets = [each.wire.socket for each in self._connections.values()]
-            for watched in [*sockets, *([self._listener] if self._listener else [])]:
-                poll.register(watched, select.POLLIN)
-            poll.register(self._woken, select.POLLIN)
-            poll.poll(max(0.0, beat_s - time.monotonic()) * 1000)
-            with self._lock:
-                verdict = None if self._is_ending else self._look()
+                verdict = None if self._is_ending else self._look(ready, judges=judges)
             if verdict is not None:
                 self._end(verdict)
 
     def _send_all(self, message: Message) -> None:
+        line = encoded(message)
         for connection in self._connections.values():
             if connection.peer is not None:
-                connection.wire.send(message)
+                connection.wire.send_line(line)
 
     def _beat(self) -> None:
+        standing = self._watch.beat() if self._watch else None
+        if self._is_alone:
+            return
         said = self._tell()
         if self._world.is_first and said:
             self._heard(0, said)
         message: Message = {"beat": {} if self._world.is_first else said}
+        if standing is not None:
+            message["at"] = standing
         if self._waits_in_vain_s() > VAIN_WAIT_S:
-            message = _as_message(Verdict(self._me, "waits"))
+            message = Verdict(self._me, "waits").as_message()
         with self._lock:
             self._send_all(message)
         if "verdict" in message and self._world.is_first:
             self._end(Verdict(self._me, "waits"))
 
-    def _look(self) -> Verdict | None:
+    def _look(self, ready: list[int], *, judges: bool) -> Verdict | None:
         """Reads everything that has come, and only then judges."""
         self._mind_a_pause()
-        self._accept()
+        for file in ready:
+            if self._listener is not None and file == self._listener.fileno():
+                self._accept(self._listener)
+            elif file in self._connections and (verdict := self._read(file)) is not None:
+                return verdict
+        return self._judged() if judges else None
+
+    def _read(self, key: int) -> Verdict | None:
+        connection = self._connections[key]
+        try:
+            for message in connection.wire.receive():
+                connection.heard_s = time.monotonic()
+                if (verdict := self._understood(connection, message)) is not None:
+                    return verdict
+        except (Garbage, KeyError, TypeError, ValueError):
+            connection.wire.is_open = False
+        return None if connection.wire.is_open else self._dropped(key)
+
+    def _dropped(self, key: int) -> Verdict | None:
+        """Without a goodbye it is a dead rank's."""
+        connection = self._connections.pop(key)
+        self._files.unregister(connection.wire.socket)
+        connection.wire.close()
+        return None if connection.peer is None else self._with_cause(Verdict(connection.peer, "gone"))
+
+    def _judged(self) -> Verdict | None:
         for key, connection in list(self._connections.items()):
-            try:
-                for message in connection.wire.receive():
-                    connection.heard_s = time.monotonic()
-                    verdict = self._understood(connection, message)
-                    if verdict is not None:
-                        return verdict
-            except (Garbage, KeyError, TypeError, ValueError):
-                connection.wire.close()
-            if connection.peer is None and time.monotonic() - connection.heard_s > _HELLO_S:
-                connection.wire.close()
-            if not connection.wire.is_open:
-                connection.wire.close()
-                del self._connections[key]
-                if connection.peer is not None:
-                    return Verdict(connection.peer, "gone")
-        for connection in self._connections.values():
-            if connection.peer is not None and time.monotonic() - connection.heard_s > self._timeout_s:
+            silent_s = time.monotonic() - connection.heard_s
+            if not connection.wire.is_open or (connection.peer is None and silent_s > _HELLO_S):
+                if (verdict := self._dropped(key)) is not None:
+                    return verdict
+            elif connection.peer is not None and silent_s > self._timeout_s:
                 return Verdict(connection.peer, "silent", f"{self._timeout_s:g}")
-        return None
+        return self._watch.judge() if self._watch else None
+
+    def _with_cause(self, verdict: Verdict) -> Verdict:
+        return self._watch.with_cause(verdict) if self._watch else verdict
 
     def _mind_a_pause(self) -> None:
         """While a whole job is suspended nobody beats, and nobody can be blamed: after a pause of our own, time begins anew."""
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
+            HEADWAY.excuse(now_s - self._looked_s)
             for connection in self._connections.values():
                 connection.heard_s = now_s
         self._looked_s = now_s
@@ -237,23 +257,30 @@ class Heartbeat:
             if self._world.is_first:
                 connection.wire.send(self._me.as_message() | {"token": self._token})
         elif "verdict" in message:
-            return Verdict(Peer.of(message), message["verdict"], str(message["detail"]))
+            return Verdict.of(message)
         elif "failed" in message:
-            return Verdict(connection.peer, "failed", str(message["failed"]))
+            return self._with_cause(Verdict(connection.peer, "failed", str(message["failed"])))
         elif "bye" in message:
             connection.peer = None
-            connection.wire.close()
-        elif message["beat"]:
-            self._heard(connection.peer.rank, message["beat"])
+            connection.wire.is_open = False
+        else:
+            if self._watch and "at" in message:
+                self._watch.heard(connection.peer, message["at"])
+            if message["beat"]:
+                self._heard(connection.peer.rank, message["beat"])
         return None
 
-    def _accept(self) -> None:
-        while self._listener is not None:
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
-            self._connections[connection.fileno()] = _Connection(Wire(connection), time.monotonic())
+            self._add(_Connection(Wire(connection), time.monotonic()))
+
+    def _add(self, connection: _Connection) -> None:
+        self._connections[connection.wire.socket.fileno()] = connection
+        self._files.register(connection.wire.socket, selectors.EVENT_READ)
 
     def _connect(self, address: str, port: int) -> None:
         try:
@@ -266,28 +293,31 @@ class Heartbeat:
             )
             return
         wire.send(self._me.as_message() | {"token": self._token})
-        self._connections[wire.socket.fileno()] = _Connection(wire, time.monotonic(), Peer(0, address, 0))
+        self._add(_Connection(wire, time.monotonic(), Peer(0, address, 0)))
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this process, unless it is about to end in its own way."""
         self._verdict.set()
         with self._lock:
             if self._world.is_first:
-                self._send_all(_as_message(verdict))
+                self._send_all(verdict.as_message())
         if verdict.why == "failed":
             time.sleep(FAILED_GRACE_S)
         with self._lock:
             if self._is_ending:
                 return
             self._is_ending = True
+        watch = self._watch if verdict.wants_stacks else None
         if self._speaks(verdict):
-            line = f"{verdict}\n" if not sys.stderr.isatty() else f"\n{verdict}\n"
-            os.write(2, line.encode())
+            line = f"{verdict}; stacks of all ranks: {watch.directory}\n" if watch else f"{verdict}\n"
+            os.write(2, ("\n" + line if sys.stderr.isatty() else line).encode())
+        if watch:
+            watch.leave_stacks(verdict)
         self._at_end(verdict.why == "waits")
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _speaks(self, verdict: Verdict) -> bool:
-        if verdict.peer.rank != 0 or verdict.why == "waits":
+        if verdict.peer.rank != 0 or verdict.why in ("waits", "hangs"):
             return self._world.is_first
         return self._world.local_rank == (1 if verdict.peer.node == self._me.node else 0)
 
@@ -298,13 +328,3 @@ class Heartbeat:
         for connection in self._connections.values():
             connection.wire.socket.close()
         self._connections = {}
-
-
-def _as_message(verdict: Verdict) -> Message:
-    return verdict.peer.as_message() | {"verdict": verdict.why, "detail": verdict.detail}
-
-
-def _may_be_others_fault(error: BaseException) -> bool:
-    """A collective whose partner is gone raises RuntimeError, or a subclass of torch.distributed's."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, RuntimeError) and not names & {"OutOfMemoryError", "NotImplementedError", "RecursionError"}

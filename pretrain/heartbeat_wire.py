@@ -47,9 +47,10 @@ class Wire:
         self._buffer = b""
 
     def send(self, message: Message) -> None:
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
         """What does not fit is left out whole: the other end is frozen, or gone, and its silence will tell."""
-        line = json.dumps(message).encode() + b"\n"
-        assert len(line) <= LONGEST_LINE, len(line)
         try:
             if self.socket.send(line) < len(line):
                 self.is_open = False
@@ -75,10 +76,18 @@ class Wire:
             yield from map(_parsed, lines)
             if len(self._buffer) > LONGEST_LINE:
                 raise Garbage("a line without end")
+            if len(data) < LONGEST_LINE:
+                break  # that was all; an end that has come, too, is seen next time
 
     def close(self) -> None:
         self.is_open = False
         self.socket.close()
+
+
+def encoded(message: Message) -> bytes:
+    line = json.dumps(message).encode() + b"\n"
+    assert len(line) <= LONGEST_LINE, len(line)
+    return line
 
 
 def _parsed(line: bytes) -> Message:

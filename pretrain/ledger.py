@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from data_prep.progress import ProgressLine
 from pretrain.collectives import Agreed, Exchange
 from pretrain.evaluate import Scores
+from pretrain.headway import HEADWAY
 from pretrain.meter import Meter, in_words
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.tracker import Tracker
@@ -52,6 +53,7 @@ class Ledger:
     def settle(self) -> None:
         while self._open:
             entry = self._open.pop(0)
+            HEADWAY.mark("waiting for the end of the step on all ranks", step=entry.step)
             self._settle(entry, entry.exchange.read())
 
     def _settle(self, entry: Entry, agreed: Agreed) -> None:

@@ -9,19 +9,19 @@ Invariants: a shard stays mapped while a `reading` block that named it is open; 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
 from data_prep.manifest import DatasetError, Shard
 from data_prep.settings import UserError
+from pretrain.datasets import Part
 from pretrain.mapping import FileRange
 from pretrain.order import Ids
 from pretrain.shard_cache import Held, ShardCache
 
 
 class MappedShards:
-    def __init__(self, shards: Sequence[tuple[Path, Shard]], *, cache: ShardCache | None):
+    def __init__(self, shards: Sequence[tuple[Part, Shard]], *, cache: ShardCache | None):
         self._shards, self._cache = shards, cache
         self.files = FileRange([shard.num_bytes for _, shard in shards])
         self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
@@ -78,7 +78,7 @@ class MappedShards:
                 self._held.pop(number).release()
 
     def _map(self, number: int) -> None:
-        directory, shard = self._shards[number]
+        part, shard = self._shards[number]
         with self._mapping[number]:
             if self._mapped[number]:
                 return
@@ -90,7 +90,7 @@ class MappedShards:
                     self._held[number] = held
             else:
                 self._check_local(number)
-                self.files.map(number, directory / shard.file, num_bytes=shard.num_bytes)
+                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
             self._mapped[number] = True
 
     def _check_room(self, numbers: Sequence[int]) -> None:
@@ -104,8 +104,8 @@ class MappedShards:
             )
 
     def _check_local(self, number: int) -> None:
-        directory, shard = self._shards[number]
-        path = directory / shard.file
+        part, shard = self._shards[number]
+        path, directory = part.tar(shard), part.directory
         try:
             num_bytes = path.stat().st_size
         except OSError as error:

@@ -33,7 +33,20 @@ def tags_of(
         "dataset": data.name,
         "target": "+".join(target_of(part.manifest) for part in data.parts),
         "model": settings.model.label,
-    }
+    } | slurm_tags()
+
+
+def slurm_tags() -> dict[str, str]:
+    """The job and the nodes of this start, where there is one."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    return {"slurm.job_id": job, "slurm.nodes": os.environ.get("SLURM_JOB_NODELIST", "")} if job else {}
+
+
+def on_slurm() -> str:
+    """For a note."""
+    tags = slurm_tags()
+    return f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}" if tags else ""
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
@@ -57,7 +70,7 @@ def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit
         f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
         f"{settings.train.duration} at a batch of {settings.train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
         f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}; code {commit}",
-        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`",
+        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`{on_slurm()}",
     ]
     return "\n\n".join(lines)
 
@@ -122,14 +135,26 @@ def shown_command(words: list[str]) -> str:
     """The command line as one would type it, without what only fsspec may know."""
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", word, flags=re.DOTALL) for word in words[1:]]
+    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", _given(word), flags=re.DOTALL) for word in words[1:]]
     return shlex.join([name, *known, *os.environ.get(LAUNCHED_WITH, "").split()])
 
 
+def _given(word: str) -> str:
+    """A job reads the copy of a config that cluster/snapshot has kept: the file that it is a copy of."""
+    copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
+    if copy is None:
+        return word
+    root, is_whole, path = copy.groups()
+    return path if not is_whole else f"/{path}".removeprefix(f"{root}/")
+
+
 def git_commit() -> str:
-    """The commit of the code that runs, with a mark where it was changed since."""
+    """The commit of the code that runs, with a mark where it was changed since. A job's code is a snapshot that says it."""
     here = Path(__file__).parent
+    said = here.parent / "COMMIT"
     try:
+        if said.exists():
+            return said.read_text().strip() or "unknown"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=here,

@@ -7,6 +7,7 @@ RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
 RUN/logs/             what DeepSpeed and Python warned of, one file per rank
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
+RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -39,10 +40,12 @@ MAY_CHANGE = (
     "engine.compile",
     "engine.timeout_s",
     "engine.heartbeat_timeout_s",
+    "engine.hang_timeout_s",
     "checkpoint",
     "data.cache_dir",
     "data.cache_gb",
     "data.max_bad_share",
+    "data.stage_dir",
     "train.local_batch_size",
     "train.log_every_steps",
     "train.eval_every",
@@ -51,6 +54,10 @@ MAY_CHANGE = (
     "train.prefetch_batches",
 )
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most)."""
+
+
+def stacks_dir(run_dir: Path | str) -> Path:
+    return Path(run_dir) / "stacks"
 
 
 def finished_result(run_dir: Path) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from pretrain.checkpoint import Snapshot, TrainerState
 from pretrain.checkpoint_writer import CheckpointWriter
 from pretrain.collectives import any_rank, highest
 from pretrain.evaluate import Scores
+from pretrain.headway import HEADWAY
 from pretrain.retention import Best
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
@@ -93,6 +94,7 @@ class Saver:
         if step == self.saved_step:
             self._best_is_new = False
             return
+        HEADWAY.mark("making a checkpoint", step=step)
         while self._is_late():
             if self.world.is_first:
                 what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
@@ -144,6 +146,7 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """Returns when all is on disk. The other ranks wait for the first one, however long it takes, while it is seen to live."""
+        HEADWAY.mark("writing the last checkpoint")
         error: Exception | None = None
         done = not self.world.is_first
         while True:

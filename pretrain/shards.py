@@ -76,7 +76,7 @@ class ShardReader:
         _refuse_remote(self._placed, cache)
         self._starts = np.cumsum([0, *(placed.shard.num_samples for placed in self._placed)])
         self.num_samples = int(self._starts[-1])
-        self._shards = MappedShards([(placed.part.directory, placed.shard) for placed in self._placed], cache=cache)
+        self._shards = MappedShards([(placed.part, placed.shard) for placed in self._placed], cache=cache)
         self._indices = FileRange([_index_size(placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
@@ -194,8 +194,8 @@ class ShardReader:
     def _open_index(self, number: int) -> int:
         """Where its rows begin in the table."""
         placed = self._placed[number]
-        index = load_index(placed.part.directory, placed.shard)
-        path = placed.part.directory / placed.shard.index_file
+        index = load_index(placed.part.index_directory, placed.shard)
+        path = placed.part.index(placed.shard)
         _check_index(index, path, placed, raw_size=self.stored_size if self._is_raw[number] else None)
         self._indices.map(number, path, num_bytes=_index_size(placed))
         return int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def _refuse_remote(placed: Sequence[_Placed], cache: ShardCache | None) -> None:
 
 
 def _index_size(placed: _Placed) -> int:
-    path = placed.part.directory / placed.shard.index_file
+    path = placed.part.index(placed.shard)
     try:
         return path.stat().st_size
     except OSError as error:

@@ -4,8 +4,10 @@ The status is said last: a run is FINISHED when its last checkpoint is on disk a
 """
 
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,13 +15,17 @@ from pretrain import checkpoint
 from pretrain.card import CheckpointError, checkpoints_dir, parse_card
 from pretrain.checkpoint import TrainerState
 from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_all_ranks
+from pretrain.headway import HEADWAY
 from pretrain.heartbeat import Heartbeat
 from pretrain.preemption import LAST_WRITE_S
 from pretrain.retention import step_of
-from pretrain.run import save_result
+from pretrain.run import save_result, stacks_dir
+from pretrain.saving import LOOK_S
 from pretrain.system_metrics import node_teller
 from pretrain.trainer import Outcome, Trainer
 from pretrain.world import World
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -46,6 +52,7 @@ def supervise(
         if stopped:
             trainer.tracker.close("KILLED")
 
+    heartbeat.watch(stacks_dir(trainer.run_dir), hang_timeout_s=trainer.hang_timeout_s)
     heartbeat.attend(
         at_end=at_end,
         waits_in_vain_s=trainer.stop.waits_in_vain_s,
@@ -62,7 +69,9 @@ def supervise(
 
 
 def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> Outcome:
+    HEADWAY.mark("reading the newest checkpoint")
     outcome = trainer.fit(restore(trainer))
+    HEADWAY.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         scores = outcome.scores
         result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
@@ -81,7 +90,7 @@ def restore(trainer: Trainer) -> TrainerState:
     path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
     if path is None:
         return TrainerState(step=0, samples_consumed=0)
-    restored = checkpoint.load(path)
+    restored = patiently(lambda: checkpoint.load(path), device=trainer.engine.device)
     if parse_card(restored.path).manifest_hash != trainer.card_at(0).manifest_hash:
         raise CheckpointError(
             f"{restored.path}: was trained on another build of the dataset; bring it back, or name another run_dir"
@@ -96,16 +105,27 @@ def restore(trainer: Trainer) -> TrainerState:
     return restored.trainer
 
 
+def patiently(read: Callable[[], Result], *, device: torch.device) -> Result:
+    """What `read` finds on this rank, when all ranks are done with theirs: however slow a disk is, no collective waits long for it.
+    Reading says by itself that it gets on."""
+    threads = futures.ThreadPoolExecutor(1, thread_name_prefix="reading")
+    found = threads.submit(read)
+    threads.shutdown(wait=False)
+    while True:
+        futures.wait([found], timeout=LOOK_S)
+        if not any_rank(not found.done(), device=device):
+            return found.result()
+
+
 def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
     """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
     same disks, and if they do not, their sha256.json differs."""
     barrier()  # the first rank may still be tidying up
     found, fault = None, None
-    if world.local_rank == 0:
-        try:
-            found = checkpoint.newest_whole(run_dir)
-        except CheckpointError as error:
-            fault = error
+    try:
+        found = patiently(lambda: checkpoint.newest_whole(run_dir) if world.local_rank == 0 else None, device=device)
+    except CheckpointError as error:
+        fault = error
     if any_rank(fault is not None, device=device):
         raise fault or CheckpointError(f"{run_dir}: another rank finds no whole checkpoint; see its message")
     step = highest(step_of(found) if found else -1, device=device)

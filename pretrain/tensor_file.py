@@ -1,19 +1,30 @@
 """Writes a safetensors file in pieces, and hashes what it writes: no second reading, and hardly a moment of Python's lock.
+And reads one.
 
 `safetensors.save_file` holds the lock for the whole file, which would stop training for as long. Here each piece of a few MB is
 hashed and written by C code without the lock. The bytes are those that safetensors itself would write.
+
+Both say that they get on (headway.py) whenever the file system has done some more, so a slow one is not taken for a hang. What is
+written lies in memory first, and would go to disk all at once at the end, which may take any time: so it goes every now and then.
 """
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from pretrain.headway import HEADWAY
+
 PIECE_BYTES = 4 << 20
+FLUSHED_BYTES = 256 << 20
+"""Written to disk at once: at 1 MB/s still in half of engine.hang_timeout_s."""
+_PAGE_BYTES = 4096
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -32,14 +43,45 @@ _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """The file's sha256. The tensors are on the CPU."""
-    digest = hashlib.sha256()
+    digest, in_memory = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
+            HEADWAY.touch()
             digest.update(piece)
             left = piece
             while left:
                 left = left[file.write(left) :]
+            in_memory += len(piece)
+            if in_memory >= FLUSHED_BYTES:
+                _flush(file.fileno())
+                in_memory = 0
+        _flush(file.fileno())
     return digest.hexdigest()
+
+
+def _flush(descriptor: int) -> None:
+    """Waits until the disk has it, without Python's lock."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has but the latter
+    HEADWAY.touch()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """As safetensors itself does: mapped into memory, so the ranks of a node share what they read."""
+    tensors: dict[str, Tensor] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            tensors[name] = file.get_tensor(name)
+            _bring_in(tensors[name])
+    return tensors
+
+
+def _bring_in(mapped: Tensor) -> None:
+    """What is merely mapped is read when it is first looked at: now, where it is said that this gets on."""
+    HEADWAY.touch()
+    whole = mapped.reshape(-1).view(torch.uint8)
+    for start in range(0, len(whole), PIECE_BYTES):
+        whole[start : start + PIECE_BYTES : _PAGE_BYTES].sum()
+        HEADWAY.touch()
 
 
 def _pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:

@@ -186,8 +186,9 @@ class Tracker:
             code = self._deliverer.wait()
         if code != 0:
             log = self.run_dir / "tracking" / "delivery.log"
+            reason = f": {_last_line(log)}" if code == 1 else ""  # else it was killed and has said nothing
             print(
-                f"tracking: MLflow has not got everything yet ({log}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not got everything yet ({log}{reason}); later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
@@ -207,3 +208,10 @@ class Tracker:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, name="tracking", daemon=True))
         self._threads[-1].start()
+
+
+def _last_line(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+    except OSError:
+        return ""

@@ -1,14 +1,14 @@
 """The MLflow store: the only file that imports mlflow. What is said twice stands once, for deliveries are repeated.
 
 A run is found by its key (`RunIdentity.run_key`), whatever process asks; a picture has a name made of its key and step; a model
-version is found by the hash of its weights. Every method raises what the store raises.
+version is found by the hash of its weights. Every method raises what the store raises; `words_of` makes a line of it.
 """
 
 import struct
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from uuid import UUID, uuid5
 
 from PIL import Image
 
+from data_prep.settings import UserError
+from pretrain.embedded_store import EmbeddedStore, Schema
 from pretrain.stored_run import StoredRun
 from pretrain.tracker import RunIdentity
 
@@ -25,12 +27,38 @@ if TYPE_CHECKING:
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
 _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
 """Errors of a store that is out of order, or not reached: the event is sent again later."""
+_LONGEST_WORDS = 300
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _RUNS_AT_ONCE, _THUMBNAIL = 1000, 100, 1000, 256
 
 
 class Store:
     def __init__(self, uri: str):
         self.uri = uri
+        self._embedded = EmbeddedStore.of(uri)
+
+    def check_in_place(self) -> None:
+        if self._embedded is not None:
+            self._embedded.check_in_place()
+
+    def has_run(self, run_id: str) -> bool:
+        """Not, where the store was lost and made anew."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
+
+    def words_of(self, error: Exception) -> str:
+        """One line for what a method has raised, with the remedy where one is known."""
+        if isinstance(error, UserError):
+            return str(error)
+        damage = self._embedded.words_of_damage(error) if self._embedded is not None else None
+        lines = str(error).strip().splitlines() or [""]
+        return damage or f"{type(error).__name__}: {lines[0]}"[:_LONGEST_WORDS]
 
     def open_run(self, identity: RunIdentity) -> str:
         """The id of the run of this key, found or new."""
@@ -45,6 +73,8 @@ class Store:
             tags[PARENT_KEY_TAG] = identity.parent_key
         run_id = str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
         self.adopt(run_id, identity)
+        for child in self._client.search_runs([experiment_id], f"tags.`{PARENT_KEY_TAG}` = '{identity.run_key}'"):
+            self._client.set_tag(child.info.run_id, "mlflow.parentRunId", run_id)  # delivered sooner, and at its end
         return run_id
 
     def adopt(self, run_id: str, identity: RunIdentity) -> None:
@@ -194,11 +224,19 @@ class Store:
         return str(min(same)) if same else None
 
     def _create_experiment(self, name: str) -> str:
-        beside = Path(self.uri.removeprefix("sqlite:///")).parent if self.uri.startswith("sqlite:///") else None
-        location = (beside / "mlartifacts").as_uri() if beside else None
+        """Made, unless another process has made it just now."""
+        from mlflow.exceptions import MlflowException
+
+        location = self._artifacts if self._embedded is not None else None
         # or the page opens on its views for language models
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        return str(self._client.create_experiment(name, artifact_location=location, tags=kind))
+        try:
+            return str(self._client.create_experiment(name, artifact_location=location, tags=kind))
+        except MlflowException as error:
+            first = self._client.get_experiment_by_name(name)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or first is None:
+                raise
+            return str(first.experiment_id)
 
     def _find(self, experiment_id: str, run_key: str) -> str | None:
         found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
@@ -217,8 +255,37 @@ class Store:
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
+        if self._embedded is not None:
+            self._embedded.open(_schema(self._artifacts))
         return MlflowClient(tracking_uri=self.uri)
+
+    @property
+    def _artifacts(self) -> str:
+        """Where an embedded store keeps files."""
+        assert self._embedded is not None
+        return (self._embedded.path.parent.absolute() / "mlartifacts").as_uri()
+
+
+def _schema(artifacts: str) -> Schema:
+    from alembic.script import ScriptDirectory
+    from mlflow.store.db.utils import _get_alembic_config
+
+    revisions = [each.revision for each in ScriptDirectory.from_config(_get_alembic_config("")).walk_revisions()]
+    return Schema(newest=revisions[0], known=revisions, make=partial(_make, artifacts=artifacts))
+
+
+def _make(path: Path, *, artifacts: str) -> None:
+    """With MLflow's own first experiment, which the first two that open a store would otherwise both make."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from sqlalchemy import event
+
+    uri = f"sqlite:///{path}"
+    engine = SqlAlchemyStore._get_or_create_engine(uri)
+    event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous = off"))
+    engine.dispose()  # the connection that has not heard it
+    SqlAlchemyStore(uri, artifacts)
+    engine.dispose()
 
 
 def _described(tags: Mapping[str, str]) -> str:

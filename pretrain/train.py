@@ -18,7 +18,7 @@ from pretrain.models.cost import num_parameters
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.preemption import StopFlag
-from pretrain.run import claim
+from pretrain.run import claim, stacks_dir
 from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
 from pretrain.world import World
@@ -32,6 +32,7 @@ def train(settings: PretrainSettings, world: World) -> Outcome:
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         device = start_distributed(world, timeout_s=settings.engine.timeout_s)
         with watched(world, timeout_s=settings.engine.heartbeat_timeout_s, device=device) as heartbeat:
+            heartbeat.watch(stacks_dir(settings.run_dir), hang_timeout_s=settings.engine.hang_timeout_s)
             if any_rank(stop.raised_by is not None, device=device):
                 return Outcome(0, False, None, 0.0)
             return supervise(prepare(settings, data, world, device=device, stop=stop).trainer(), heartbeat)

@@ -22,6 +22,7 @@ from pretrain.collectives import Exchange, any_rank
 from pretrain.counter import hash64
 from pretrain.evaluate import Scores
 from pretrain.feed import Feed
+from pretrain.headway import HEADWAY
 from pretrain.ledger import Entry, Ledger
 from pretrain.meter import Meter
 from pretrain.order import BatchPlan
@@ -80,6 +81,8 @@ class Trainer:
     """What the first layer looks at, at the start and at each evaluation; called by every rank."""
     title: str
     seed: int
+    hang_timeout_s: float | None
+    """Without any headway; see headway.py for what counts."""
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, began_s = start.step, None, time.monotonic()
@@ -156,11 +159,13 @@ class Trainer:
     def _step(self, step: int, feed: Feed, meter: Meter) -> Entry:
         """Queues the step that takes the model from `step` to `step + 1`."""
         lr = self.schedule.lr(step)
+        HEADWAY.mark("waiting for data", step=step + 1)
         with meter.waiting(), self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         if step == 0:
             self.show_fed(fed[0].prepared)
             self.show_filters(step)
+        HEADWAY.mark("computing", step=step + 1)
         torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
@@ -183,6 +188,7 @@ class Trainer:
         if stopping:
             return None, True
         self.show_filters(step)
+        HEADWAY.mark("before its evaluation", step=step)
         try:
             scores = self.evaluate()
         except Interrupted:

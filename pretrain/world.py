@@ -44,6 +44,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
             f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK"
         )
     rank, local_rank, num_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
+        environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local)
 

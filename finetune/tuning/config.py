@@ -37,6 +37,8 @@ class TuneEngineSettings(Settings):
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it."""
+    hang_timeout_s: float | None = Field(540.0, ge=0)
+    """Seconds without any headway after which the run counts as hung, as in pretraining. 0 or null: never."""
 
 
 class TuneSettings(Settings):

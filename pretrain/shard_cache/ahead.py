@@ -7,6 +7,9 @@ fetched again in its turn; nothing here keeps a lock on what is whole.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from data_prep.manifest import Shard
 from data_prep.remote import StoppedError
@@ -14,19 +17,22 @@ from pretrain.shard_cache.directory import Refusal
 
 LOOK_AGAIN_S = 0.5
 """What other processes have let go of, or evicted."""
+Result = TypeVar("Result")
 
 
 class ReadAhead:
-    """`obtain(shard, place)` fetches a shard that is needed after `place` others; None: it did."""
+    """`reserve(shard, place)` makes room for a shard that is needed after `place` others, and returns what then fetches it."""
 
     def __init__(
         self,
-        obtain: Callable[[Shard, int], Refusal | None],
+        reserve: Callable[[Shard, int], Callable[[], None] | Refusal],
         *,
         is_whole: Callable[[Shard], bool],
         num_threads: int,
     ):
-        self._obtain, self._is_whole, self._num_threads = obtain, is_whole, num_threads
+        self._reserve, self._is_whole, self._num_threads = reserve, is_whole, num_threads
+        self._turn = threading.Lock()
+        """Held from the choice of a shard until its room is taken: else one that is needed later could take that room."""
         self._changed = threading.Condition()
         self._wanted: list[Shard] = []
         self._begun: set[str] = set()
@@ -77,31 +83,46 @@ class ReadAhead:
             thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                found = self._next()
-                while found is None and not self._closed:
-                    if not self._changed.wait(LOOK_AGAIN_S if self._wanted else None):
-                        self._look_again()
-                    found = self._next()
-                if self._closed or found is None:
-                    return
-                shard, place = found
-                self._begun.add(shard.sha256)
-            refusal: Refusal | None = None
-            try:
-                refusal = self._obtain(shard, place)
-            except StoppedError:
-                return
-            except Exception:  # noqa: BLE001
-                # `hold` of this shard tries again, and what it meets is what the user must see
+        with suppress(StoppedError):
+            while True:
+                with self._turn:
+                    found = self._wait_for_next()
+                    if found is None:
+                        return
+                    shard, place = found
+                    fetch = self._attempt(shard, partial(self._reserve, shard, place))
+                if callable(fetch):
+                    self._attempt(shard, fetch)
                 with self._changed:
-                    self._failed.add(shard.sha256)
+                    self._begun.discard(shard.sha256)
+                    self._full |= fetch is Refusal.NO_ROOM
+                    if fetch is Refusal.IS_FETCHED:
+                        self._left.add(shard.sha256)
+                    self._changed.notify_all()
+
+    def _wait_for_next(self) -> tuple[Shard, int] | None:
+        """Begins with it; None: there is nothing to wait for any more."""
+        with self._changed:
+            found = self._next()
+            while found is None and not self._closed:
+                if not self._changed.wait(LOOK_AGAIN_S if self._wanted else None):
+                    self._look_again()
+                found = self._next()
+            if self._closed or found is None:
+                return None
+            self._begun.add(found[0].sha256)
+            return found
+
+    def _attempt(self, shard: Shard, step: Callable[[], Result]) -> Result | None:
+        """`hold` of a shard that failed tries again, and what it meets is what the user must see."""
+        try:
+            return step()
+        except StoppedError:
+            raise
+        except Exception:  # noqa: BLE001
             with self._changed:
-                self._begun.discard(shard.sha256)
-                self._full |= refusal is Refusal.NO_ROOM
-                if refusal is Refusal.IS_FETCHED:
-                    self._left.add(shard.sha256)
+                self._failed.add(shard.sha256)
+            return None
 
     def _next(self) -> tuple[Shard, int] | None:
         if self._full:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -115,7 +116,7 @@ class ShardCache:
         self._waiting_bytes: list[int] = []
         self._told_s = -TELL_AGAIN_S
         self._ahead = ReadAhead(
-            self._obtain_ahead, is_whole=self._directory.is_whole, num_threads=self._parallel_downloads
+            self._reserve_ahead, is_whole=self._directory.is_whole, num_threads=self._parallel_downloads
         )
 
     def _mind_forks(self) -> None:
@@ -129,7 +130,7 @@ class ShardCache:
         waiting = False
         try:
             while True:
-                found = self._obtain(shard, place=NOW, keep=True)
+                found = self._obtain(shard)
                 if isinstance(found, FileIO):
                     return found
                 if found is Refusal.IS_WHOLE:
@@ -173,16 +174,19 @@ class ShardCache:
             "end that process, or name another data.cache_dir"
         )
 
-    def _obtain_ahead(self, shard: Shard, place: int) -> Refusal | None:
+    def _reserve_ahead(self, shard: Shard, place: int) -> Callable[[], None] | Refusal:
         self._directory.check(shard)
-        found = self._obtain(shard, place=place, keep=False)
-        return found if isinstance(found, Refusal) else None
-
-    def _obtain(self, shard: Shard, *, place: int, keep: bool) -> FileIO | Refusal:
-        """Fetches the shard unless it is there, or nothing can be done for now. The file is locked if we are to `keep` it."""
         part = self._directory.reserve(shard, place=place)
-        if isinstance(part, Refusal):
-            return part
+        return part if isinstance(part, Refusal) else partial(self._fetch, part, shard, keep=False)
+
+    def _obtain(self, shard: Shard) -> FileIO | Refusal:
+        """Fetches the shard, and keeps a lock on it, unless it is there, or nothing can be done for now."""
+        part = self._directory.reserve(shard, place=NOW)
+        if not isinstance(part, Refusal):
+            self._fetch(part, shard, keep=True)
+        return part
+
+    def _fetch(self, part: FileIO, shard: Shard, *, keep: bool) -> None:
         try:
             fill(
                 part,
@@ -197,7 +201,6 @@ class ShardCache:
         except BaseException:
             self._directory.drop(part, shard)
             raise
-        return part
 
     def _tell(self, what: str) -> None:
         now_s = time.monotonic()

@@ -92,6 +92,14 @@ def test_killed_at_random_moments_it_ends_at_the_same_bits(
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 
 
+def test_data_that_was_staged_trains_to_the_same_bits(config: Path, undisturbed: Path, tmp_path: Path) -> None:
+    run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
+    output = finish(start(config, run_dir, f"data.stage_dir={scratch}"))
+    assert output.count("\nstaged ") == 1 and f" MB to {scratch} ({socket.gethostname()}) in " in output
+    assert_same_bits(run_dir, undisturbed)
+    assert "WARNING" not in output and not (run_dir / "stacks").exists()
+
+
 def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Path) -> None:
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     model = "model={kind: mixer, patch_size: 8, num_channels: 6, depth: 2, permuted_blocks: [1], dropout: 0.2}"

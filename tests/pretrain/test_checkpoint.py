@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import json
+import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +25,13 @@ from pretrain.card import CheckpointError, ModelCard, fault_of, list_checkpoints
 from pretrain.checkpoint import Snapshot, TrainerState
 from pretrain.checkpoint_writer import CheckpointWriter, Patience
 from pretrain.evaluate import Scores
+from pretrain.headway import HEADWAY
 from pretrain.models.spec import MlpSpec
 from pretrain.retention import Best, Retention, step_of
 from pretrain.saving import Saver, SavingPlan
 from pretrain.step import EngineState
+from pretrain.supervision import agreed_checkpoint, patiently
+from pretrain.tensor_file import read_tensors
 from pretrain.tracker import Tracker
 from pretrain.world import World
 from tests.ranks import run_ranks
@@ -264,6 +269,70 @@ def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
     assert first == ["done", "no space; of all ranks: False"]
     lost = "the last checkpoint could not be written; see what the first rank says"
     assert second == ["done", f"{lost}; of all ranks: True"]
+
+
+class SlowDisk:
+    """Takes what is written at once, and brings it to disk at 1,000 bytes/s of the clock that hangs are judged by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now_s, self.longest_stall_s, self._on_disk = 1000.0, 0.0, dict[int, int]()
+        monkeypatch.setattr("pretrain.headway.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self.flush)
+
+    def flush(self, descriptor: int) -> None:
+        file = os.fstat(descriptor)
+        if stat.S_ISREG(file.st_mode):
+            self.now_s += (file.st_size - self._on_disk.get(file.st_ino, 0)) / 1000
+            self._on_disk[file.st_ino] = file.st_size
+        self.longest_stall_s = max(self.longest_stall_s, HEADWAY.standing().stalled_s)
+
+
+def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr("pretrain.tensor_file.FLUSHED_BYTES", 16_000)
+    monkeypatch.setattr("pretrain.tensor_file.PIECE_BYTES", 4_000)
+    HEADWAY.mark("making a checkpoint")
+    engine = EngineState({"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1)
+    checkpoint.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
+    assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
+
+
+def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors, each as long as ten pieces that are hashed, and as twenty that are loaded."""
+    path, touches = save(tmp_path, 1), list[str]()
+    tensors = {name: torch.arange(1000.0) for name in ("a", "b")}
+    (path / "model.safetensors").unlink()
+    digest = WRITE_TENSORS(path / "model.safetensors", tensors)
+    (path / "sha256.json").write_text(json.dumps({"model.safetensors": digest}))
+    monkeypatch.setattr("data_prep.publish.HASHED_BYTES", 400)
+    monkeypatch.setattr("pretrain.tensor_file.PIECE_BYTES", 200)
+    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("hashing"))
+    assert fault_of(path, needed=("model.safetensors",)) is None and 20 <= len(touches) <= 22
+    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("loading"))
+    read = read_tensors(path / "model.safetensors")
+    assert touches.count("loading") >= 40
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors) and read.keys() == tensors.keys()
+
+
+def slow_reads(world: World, folder: str) -> list[Any]:
+    """What each rank finds when the first takes longer to verify, and the second to load, than any collective may."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
+    device, newest_whole = torch.device("cpu"), checkpoint.newest_whole
+
+    def slow(run_dir: Path) -> Path | None:
+        time.sleep(7)
+        return newest_whole(run_dir)
+
+    checkpoint.newest_whole = slow
+    path = agreed_checkpoint(Path(folder), world, device=device)
+    return [path and path.name, patiently(lambda: time.sleep(7 * world.rank) or world.rank, device=device)]
+
+
+def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    assert run_ranks(slow_reads, str(tmp_path), num_ranks=2) == [["step-00000007", 0], ["step-00000007", 1]]
 
 
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:

@@ -12,13 +12,6 @@ from pretrain.tracker import RunIdentity, Tracker
 from pretrain.tracking import Store
 
 
-@pytest.fixture(scope="module")
-def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture(autouse=True)
 def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs seconds: the test calls `sync`."""

@@ -13,7 +13,7 @@ from data_prep.manifest import load_manifest
 from pretrain.card import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.datasets import load_training_data
-from pretrain.page import datasets_of, shown_command
+from pretrain.page import datasets_of, on_slurm, shown_command, slurm_tags
 from pretrain.pictures import draw_filters, strongest_filters
 from tests.training import finish, start, write_config
 
@@ -87,6 +87,31 @@ def test_the_command_is_shown_as_it_can_be_typed() -> None:
         "data.storage={key: secret}",
     ]
     assert shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        ("/home/me/wm/jobs/snapshots/0a1b/configs/pretrain/x.yaml", "configs/pretrain/x.yaml"),
+        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/wm/mine.yaml", "mine.yaml"),
+        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/other.yaml", "/home/me/other.yaml"),
+        ("note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml", "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml"),
+    ],
+)
+def test_a_jobs_command_names_the_config_that_was_given(kept: str, given: str) -> None:
+    assert shown_command(["/x/pretrain/__main__.py", "train", kept, "a=b"]) == f"pretrain train {given} a=b"
+
+
+def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert slurm_tags() == {} and on_slurm() == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert slurm_tags() == {"slurm.job_id": "17", "slurm.nodes": "n[1-2]"}
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert on_slurm() == "; on SLURM: job 15_3 on n[1-2]"
 
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:

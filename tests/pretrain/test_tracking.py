@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from data_prep.publish import sole_writer
+from data_prep.settings import UserError
 from pretrain.delivery import Delivery, deliver_while_training, sync
 from pretrain.journal import Journal
 from pretrain.tracker import RunIdentity, Tracker
@@ -32,14 +33,6 @@ DATASET = {
     "profile": "{}",
     "context": "training",
 }
-
-
-@pytest.fixture(scope="module")
-def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store without runs; making one takes seconds, copying it none."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -283,10 +276,10 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
             raise PermissionError("no credentials")
 
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        with pytest.raises(PermissionError):
+        with pytest.raises(UserError, match="no credentials"):
             sync(run_dir)
         write_journal(run_dir, loss(2), end("FINISHED"))
-        with pytest.raises(PermissionError):
+        with pytest.raises(UserError, match="no credentials"):
             sync(run_dir)
     (run,) = runs_in(store)
     assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [1, 2]
