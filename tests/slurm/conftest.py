@@ -1,10 +1,12 @@
 """A real SLURM cluster for tests, private to this test session: lab.sh on loopback. Skips where it cannot be had."""
 
+import contextlib
 import os
 import re
 import select
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A running lab: n1 and n2 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
+    """A running lab: n1, n2, n3 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
 
     def __init__(self, *, python: Path | None = None, **lab_environment: str):
         # not pytest's tmp_path: a munge socket's path is limited to 107 characters
@@ -44,9 +46,9 @@ class Cluster:
         self.directory.chmod(0o755)
         self.root = self.directory / "checkout"
         self.root.mkdir()
-        (self.root / "cluster").mkdir()
-        (self.root / "cluster/pretrain.slurm").symlink_to(REPOSITORY / "cluster/pretrain.slurm")
-        (self.root / "cluster/site.env").write_text(f"NODE_SCRATCH={self.directory}/node\n")
+        for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
+            shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={self.directory}/node PREFLIGHT=0\n")
         if python is None:
             (self.root / ".venv").symlink_to(sys.prefix)
         else:
@@ -64,7 +66,7 @@ class Cluster:
     def __enter__(self) -> Self:
         self._errors = open(self.directory / "lab.log", "w+")
         self._lab = subprocess.Popen(
-            [LAB, self.directory, str(_free_ports(4))],
+            [LAB, self.directory, str(_free_ports(5))],
             env=self.environment | self._lab_environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -72,7 +74,7 @@ class Cluster:
             bufsize=0,
         )
         try:
-            self._expect(b"ready\n", timeout_s=40)
+            self._expect(b"ready\n", timeout_s=90)
         except BaseException:
             self.__exit__()
             raise
@@ -90,10 +92,10 @@ class Cluster:
         shutil.rmtree(self.directory)
 
     def tell(self, command: str) -> None:
-        """`crash NODE`, `hang NODE` or `revive NODE`."""
+        """`crash NODE`, `hang NODE`, `revive NODE` or `on NODE COMMAND`."""
         assert self._lab.stdin is not None
         self._lab.stdin.write(command.encode() + b"\n")
-        self._expect(b"done\n", timeout_s=10)
+        self._expect(b"done\n", timeout_s=30)
 
     def __call__(self, *words: object) -> str:
         """The output of a SLURM command."""
@@ -117,7 +119,18 @@ class Cluster:
     def job(self, number: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "-o", "show", "job", number)))
 
-    def wait(self, number: str, *states: str, timeout_s: float = 100) -> dict[str, str]:
+    def tasks(self, number: str) -> list[dict[str, str]]:
+        """Of an array each task; of another job itself."""
+        lines = self("scontrol", "-o", "show", "job", number).splitlines()
+        return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+
+    def mlflow(self, query: str, *, runs: str) -> list[tuple[str, ...]]:
+        """The answer of the tracking store beside the runs in that directory."""
+        store = f"file:{self.root / runs}/mlflow.db?mode=ro"  # a wrong place is an error, not a new store
+        with contextlib.closing(sqlite3.connect(store, uri=True)) as opened:
+            return opened.execute(query).fetchall()
+
+    def wait(self, number: str, *states: str, timeout_s: float = 200) -> dict[str, str]:
         """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and 106 s.)"""
         deadline_s = time.monotonic() + timeout_s
         while (job := self.job(number))["JobState"] not in states:
@@ -127,8 +140,31 @@ class Cluster:
         return job
 
     def log(self, number: str) -> str:
-        path = self.root / f"pretrain-{number}.log"
-        return path.read_text() if path.exists() else ""
+        """What the job itself has written, over all its starts."""
+        return "".join(path.read_text() for path in sorted(self.root.glob(f"*-{number}.log")))
+
+    def rank_logs(self, number: str) -> list[str]:
+        return [path.read_text() for path in sorted((self.root / "jobs" / number).glob("rank-*.log"))]
+
+    def wait_for(self, number: str, text: str, *, timeout_s: float = 150) -> None:
+        """Until the job, or a rank of it, has written `text`."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in (said := self.log(number) + "".join(self.rank_logs(number))):
+            late = time.monotonic() > deadline_s
+            assert not late and self.job(number)["JobState"] not in ("FAILED", "CANCELLED"), f"no {text!r}: {said}"
+            time.sleep(0.05)
+
+    def rank_process(self, number: str, *, rank: int, program: str = "pretrain") -> int:
+        """The process of a running rank; its node's pid namespace is within this one."""
+        wanted = {f"SLURM_CONF={self.environment['SLURM_CONF']}", f"SLURM_JOB_ID={number}", f"SLURM_PROCID={rank}"}
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                words = (place / "cmdline").read_text().split("\0")
+                if words[1:3] == ["-m", program] and wanted <= set((place / "environ").read_text().split("\0")):
+                    found.append(int(place.name))
+        assert len(found) == 1, found
+        return found[0]
 
     def _expect(self, line: bytes, *, timeout_s: float) -> None:
         assert self._lab.stdout is not None
@@ -155,10 +191,17 @@ def _free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[Cluster]:
+def need_slurm() -> None:
+    """Skips where it cannot be had, or fails where it must (`make cluster-test`, CI)."""
     reason = why_not()
+    if reason is not None and os.environ.get("REQUIRE_SLURM"):
+        pytest.fail(reason)
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    need_slurm()
     with Cluster() as cluster:
         yield cluster

@@ -5,9 +5,10 @@
 #                         crash NODE    daemon and tasks die at once
 #                         hang NODE     nothing there runs any more, and no connection is closed (as in a power cut)
 #                         revive NODE   after one of these
+#                         on NODE COMMAND   runs it there, in the node's own namespaces (a mount is seen by that node alone)
 #                       The end of its input ends everything. SLURM_CONF=DIR/slurm.conf is all that clients need.
 #
-# Nodes: n1 and n2 (2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
+# Nodes: n1, n2, n3 (2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
 # LAB_CONF (lines) is added to slurm.conf, LAB_HOSTS=none leaves the nodes' names unresolvable.
 #
 # Everything lives in one pid namespace whose pid 1 is this shell, so no process outlives it, however it ends. Each node has its own
@@ -18,7 +19,7 @@ if [ -z "${INSIDE_LAB:-}" ]; then
     INSIDE_LAB=1 exec unshare --mount --uts --pid --fork --mount-proc --kill-child "$0" "$@"
 fi
 lab=$1 port=$2
-declare -A address=([n1]=127.0.0.11 [n2]=127.0.0.12 [g1]=127.0.0.13)
+declare -A address=([n1]=127.0.0.11 [n2]=127.0.0.12 [n3]=127.0.0.13 [g1]=127.0.0.14)
 export SLURM_CONF=$lab/slurm.conf
 
 configure() {
@@ -68,7 +69,7 @@ SlurmctldTimeout=10
 SlurmdTimeout=6
 MessageTimeout=5
 TCPTimeout=2
-KillWait=5
+KillWait=20
 InactiveLimit=0
 CompleteWait=0
 MinJobAge=600
@@ -77,9 +78,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n1 NodeAddr=${address[n1]} Port=$((port + 1)) CPUs=2 RealMemory=100000 State=UNKNOWN
 NodeName=n2 NodeAddr=${address[n2]} Port=$((port + 2)) CPUs=2 RealMemory=100000 State=UNKNOWN
-NodeName=g1 NodeAddr=${address[g1]} Port=$((port + 3)) CPUs=4 RealMemory=100000 Gres=gpu:4 State=UNKNOWN
-PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
-PartitionName=high Nodes=n1,n2 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+NodeName=n3 NodeAddr=${address[n3]} Port=$((port + 3)) CPUs=2 RealMemory=100000 State=UNKNOWN
+NodeName=g1 NodeAddr=${address[g1]} Port=$((port + 4)) CPUs=4 RealMemory=100000 Gres=gpu:4 State=UNKNOWN
+PartitionName=low Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=n1,n2,n3 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE
 ${LAB_CONF:-}
 END
@@ -110,7 +112,7 @@ hang_node() {
 
 first_of() { tr -d ' ' <"/proc/$1/task/$1/children"; }
 
-all_idle() { [ "$(timeout 5 sinfo -h -N -p low,gpu -t idle -o %N 2>/dev/null | wc -l)" = 3 ]; }
+all_idle() { [ "$(timeout 5 sinfo -h -N -p low,gpu -t idle -o %N 2>/dev/null | wc -l)" = 4 ]; }
 
 hostname controller
 configure
@@ -125,11 +127,12 @@ until all_idle; do
     sleep 0.05
 done
 echo ready
-while read -r verb node; do
+while read -r verb node command; do
     case $verb in
         crash) stop_node "$node" ;;
         hang) hang_node "$node" ;;
         revive) stop_node "$node" && start_node "$node" ;;
+        on) nsenter --target "$(first_of "$(<"$lab/node.$node.pid")")" --mount --uts --pid bash -c "$command" >&2 || continue ;;
         *) echo "unknown: $verb" && continue ;;
     esac
     echo "done"

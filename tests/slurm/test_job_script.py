@@ -7,31 +7,50 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import Cluster, why_not
+from tests.slurm.conftest import Cluster, need_slurm
 
 PYTHON = r"""#!/bin/bash
 # stands in for .venv/bin/python: -m pretrain show|train CONFIG, where CONFIG says what the ranks do
-if [ "$3" = show ]; then echo "run_dir: runs/$4"; exit; fi
-echo "rank $SLURM_PROCID of $SLURM_NTASKS, local $SLURM_LOCALID of $SLURM_NTASKS_PER_NODE, gpus $CUDA_VISIBLE_DEVICES," \
-    "master $MASTER_ADDR, on $(hostname), caches $TRITON_CACHE_DIR $TORCH_EXTENSIONS_DIR"
+case $2 in
+    cluster.sweep) printf '%s\n' pretrain train "second-time-$5"; exit ;;
+    cluster.preflight)
+        [ "$(hostname)" = n2 ] || exit 0
+        echo "n2	slow" >>"$3/bad-nodes"
+        exit 3 ;;
+    cluster.job)
+        name=$(basename "$5")
+        [ ! -e "runs/$name/result.json" ] || state=finished
+        [[ $name != blind* ]] || [[ $name = blind-quick* && $(hostname) != n1 ]] || state="blind: /data/x"
+        printf '%s\n' "${state:-unfinished}" "runs/$name" "as it is"
+        [[ $name != no-python* ]] || [ "$(hostname)" != n1 ] || exit 127
+        exit ;;
+    pretrain) ;;
+    *) exit ;;
+esac
+name=$(basename "$4")
 finish() { [ "$SLURM_PROCID" != 0 ] || { mkdir -p "runs/$1" && echo {} >"runs/$1/result.json"; }; exit 0; }
 trap 'echo "rank $SLURM_PROCID got USR2"; exit 0' USR2
 trap 'echo "rank $SLURM_PROCID got TERM"; exit 0' TERM
-case $4 in
-    quick*) finish "$4" ;;
-    second-time*) [ -z "${SLURM_RESTART_COUNT:-}" ] || finish "$4" ;;
-    crash*) exit 1 ;;
+echo "rank $SLURM_PROCID of $SLURM_NTASKS, local $SLURM_LOCALID of $SLURM_NTASKS_PER_NODE, gpus $CUDA_VISIBLE_DEVICES," \
+    "master $MASTER_ADDR, on $(hostname), caches $TRITON_CACHE_DIR $TORCH_EXTENSIONS_DIR"
+[ ! -f "$4" ] || { echo "config: $(<"$4")"; finish "$name"; }
+case $name in
+    quick* | no-python* | blind*) finish "$name" ;;
+    second-time*) [ -z "${SLURM_RESTART_COUNT:-}" ] || finish "$name" ;;
+    crash*)
+        [ "$SLURM_PROCID" = 1 ] || { sleep 1; exit 1; }
+        echo "disk on fire"
+        exit 7 ;;
 esac
 while :; do sleep 0.1; done
 """
 SCRIPT = "cluster/pretrain.slurm"
+pytestmark = pytest.mark.timeout(400)  # they wait for SLURM
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    need_slurm()
     path = tmp_path_factory.mktemp("bin") / "python"
     path.write_text(PYTHON)
     path.chmod(0o755)
@@ -44,11 +63,13 @@ def lab(stand_in: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def wait_for(lab: Cluster, job: str, text: str) -> None:
-    deadline_s = time.monotonic() + 30
-    while text not in lab.log(job):
-        assert time.monotonic() < deadline_s, lab.log(job)
-        time.sleep(0.05)
+def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
+    """Until both of a job's ranks are at work, and hear signals, in this start of it."""
+    for rank in (0, 1):
+        deadline_s = time.monotonic() + 150
+        while sum(log.count(f"rank {rank} of ") for log in lab.rank_logs(job)) < start:
+            assert time.monotonic() < deadline_s, lab.log(job)
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +79,7 @@ def test_one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster, options: list[st
     name = f"quick-{len(options)}"
     job = lab.sbatch("--partition=gpu", *options, SCRIPT, name)
     lab.wait(job, "COMPLETED")
-    ranks = sorted(line for line in lab.log(job).splitlines() if line.startswith("rank"))
+    ranks = [line for log in lab.rank_logs(job) for line in log.splitlines()[1:]]
     count = len(gpus.split(","))
     mine = lab.directory / "node" / f"wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
     assert ranks == [
@@ -73,37 +94,129 @@ def test_node_names_that_do_not_resolve_are_replaced_by_addresses(stand_in: Path
     with Cluster(python=stand_in, LAB_HOSTS="none") as lab:
         job = lab.sbatch("--nodes=2", SCRIPT, "quick")
         lab.wait(job, "COMPLETED")
-        assert lab.log(job).count("master 127.0.0.11, on n") == 2, lab.log(job)
+        assert ["master 127.0.0.11, on n" in log for log in lab.rank_logs(job)] == [True, True]
 
 
 def test_a_preempted_job_comes_back_though_only_its_ranks_were_told(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "second-time")
-    wait_for(lab, job, "rank 1")
+    await_ranks(lab, job)
     urgent = lab.sbatch("--partition=high", "--nodes=2", "--exclusive", "--wrap", "true")
     lab.wait(urgent, "COMPLETED")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
-    log = lab.log(job)
-    assert "rank 0 got TERM" in log and "rank 1 got TERM" in log and "srun ended with 0\n" in log, log
+    assert ["got TERM" in log for log in lab.rank_logs(job)] == [True, True]
+    assert "it was preempted, srun ended with 0\n" in lab.log(job), lab.log(job)
+
+
+def test_the_signal_before_the_time_limit_puts_it_back(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=2", SCRIPT, "second-time-limit")
+    await_ranks(lab, job)
+    lab("scontrol", "update", f"JobId={job}", "TimeLimit=5")  # USR2@300 is due at once; SLURM looks every 30 s
+    lab.wait_for(job, "requeueing")
+    lab("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+    assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
+    assert ["got USR2" in log for log in lab.rank_logs(job)] == [True, True]
 
 
 def test_a_cancelled_job_stays_cancelled(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "for-ever")
-    wait_for(lab, job, "rank 1")
+    await_ranks(lab, job)
     lab("scancel", job)
     lab.wait(job, "CANCELLED")
-    wait_for(lab, job, "SLURM is ending the job")
+    lab.wait_for(job, "SLURM is ending this start")
     assert lab.job(job)["JobState"] == "CANCELLED"
-
-
-def test_restarts_have_an_end(lab: Cluster) -> None:
-    job = lab.sbatch("--nodes=2", "--export=ALL,MAX_RESTARTS=0", SCRIPT, "for-ever")
-    wait_for(lab, job, "rank 1")
-    lab("scancel", "--batch", "--signal=USR2", job)
-    lab.wait(job, "FAILED")
-    assert "all 0 restarts (MAX_RESTARTS) are used up" in lab.log(job)
 
 
 def test_what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "crash")
     assert lab.wait(job, "FAILED")["Restarts"] == "2"
-    assert "failed three times" in lab.log(job)
+    log = lab.log(job)
+    assert "failed 3 times without a new checkpoint" in log
+    assert log.count("rank 1 on n2 failed first, with exit code 7; the last lines of") == 3, log
+    assert "    disk on fire" in log, log  # what rank 1 said, though the job's log shows the first rank
+
+
+def test_restarts_that_lead_nowhere_have_an_end(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1", SCRIPT, "for-ever")
+    for start in (1, 2, 3):
+        await_ranks(lab, job, start=start)
+        lab("scancel", "--batch", "--signal=USR2", job)
+        if start < 3:
+            lab.wait(job, "PENDING")
+    lab.wait(job, "FAILED")
+    assert "3 starts without a new checkpoint" in lab.log(job)
+
+
+def test_a_bad_node_is_avoided(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=2", "--export=ALL,PREFLIGHT=1", SCRIPT, "quick-elsewhere")
+    ended = lab.wait(job, "COMPLETED")
+    assert (ended["Restarts"], ended["NodeList"], ended["ExcNodeList"]) == ("1", "n[1,3]", "n2"), lab.log(job)
+    assert "the next start avoids n2" in lab.log(job)
+
+
+def test_a_job_that_needs_a_bad_node_ends(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=3", "--export=ALL,PREFLIGHT=1", SCRIPT, "quick-nowhere")
+    assert lab.wait(job, "FAILED")["Restarts"] == "0"
+    assert "without n2 partition low has 2 nodes; submit it again with fewer --nodes" in lab.log(job)
+
+
+def test_a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
+    (lab.root / "crash-sweep").write_text("")
+    array = lab.sbatch("--array=3,5", "cluster/sweep.slurm", "crash-sweep")
+    for task in (3, 5):
+        lab.wait_for(f"{array}_{task}", "rank 0 of 1")
+        lab("scancel", "--batch", "--signal=USR2", f"{array}_{task}")
+    for task in (3, 5):
+        assert lab.wait(f"{array}_{task}", "COMPLETED")["Restarts"] == "1"
+        assert lab.log(f"{array}_{task}").count(f"member {task} of crash-sweep") == 2  # appended, by the same member
+        assert (lab.root / f"runs/second-time-{task}/result.json").exists()
+
+
+def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
+    config = lab.root / "configs/mine.yaml"
+    for place in (config, lab.root / "mine.yaml"):
+        place.write_text("as submitted")
+    kept = [lab("cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in ("configs/mine.yaml", "mine.yaml")]
+    plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
+    for place in (config, lab.root / "mine.yaml"):
+        place.write_text("edited")
+        os.utime(
+            place, (time.time() + 7, time.time() + 7)
+        )  # SLURM's times are whole seconds, and clocks differ a little
+    for job in [*kept, *plain]:
+        lab("scontrol", "release", job)
+    for job in kept:
+        lab.wait(job, "COMPLETED")
+        assert "config: as submitted" in lab.rank_logs(job)[0]
+    lab.wait(plain[0], "FAILED")
+    assert "configs/mine.yaml; submit it again" in lab.log(plain[0])
+    lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business
+
+
+def test_edited_code_is_refused_where_nothing_was_kept(lab: Cluster) -> None:
+    code = lab.root / "pretrain/edited.py"
+    job = lab.sbatch("--hold", SCRIPT, "quick-code")
+    try:
+        code.write_text("edited")
+        later = time.time() + 7  # SLURM's times are whole seconds, and clocks differ a little
+        os.utime(code, (later, later))
+        lab("scontrol", "release", job)
+        lab.wait(job, "FAILED")
+        assert "changed after the job was submitted: pretrain/edited.py; submit it again" in lab.log(job)
+    finally:
+        code.unlink()
+
+
+def test_a_node_without_python_is_avoided(lab: Cluster) -> None:
+    job = lab.sbatch(SCRIPT, "no-python-quick")
+    ended = lab.wait(job, "FAILED", "COMPLETED")
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "n1"), lab.log(job)
+
+
+def test_a_node_that_does_not_see_the_data_is_avoided_and_two_mean_that_it_is_not_there(lab: Cluster) -> None:
+    job = lab.sbatch(SCRIPT, "blind-quick")
+    ended = lab.wait(job, "FAILED", "COMPLETED")
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "n1"), lab.log(job)
+    assert (lab.root / "jobs" / job / "bad-nodes").read_text() == "n1\t/data/x is not there\n"
+    job = lab.sbatch(SCRIPT, "blind-everywhere")
+    ended = lab.wait(job, "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1") and "on n1 neither" in lab.log(job), lab.log(job)

@@ -1,0 +1,107 @@
+#!/bin/bash
+# When a job starts again, and when it gives up. Sourced by job.sh, whose names it uses ($job, $job_dir, progress).
+#
+# $job_dir/starts has two lines for each start: "begin RESTART MARK NODES TIME" and "end RESTART MARK HOW TIME", where MARK is a checksum
+# of the run's checkpoints. A start without an end is one whose node was lost. Starts that left the mark as they found it got nowhere.
+# shellcheck disable=SC2154
+
+# shellcheck source=cluster/patiently.sh
+. "$snapshot/cluster/patiently.sh"
+
+mark() { progress | tr ' ' -; }
+
+begin_start() { record begin "$SLURM_JOB_NODELIST"; }
+
+end_start() { record end "$1"; }
+
+record() { # or a job that cannot write would start again for ever
+    echo "$1 $restarts $(mark) $2 $(date -Is)" >>"$job_dir/starts" || fail "cannot write $job_dir/starts; not started again"
+}
+
+# Prints how many of the last starts failed, how many ended otherwise, all at the present mark; and how many failed in a row at any mark
+# (two jobs that share a run_dir: the one fails as long as the other makes progress).
+idle_starts() {
+    [ -e "$job_dir/starts" ] || return 0
+    awk -v now="$(mark)" '
+        $1 == "begin" { count++; began[count] = $3; how[count] = "lost" }
+        $1 == "end" { how[count] = $4 }
+        END {
+            for (i = count; i > 0 && began[i] == now; i--) if (how[i] == "failed") failed++; else other++
+            for (i = count; i > 0 && how[i] == "failed"; i--) in_a_row++
+            print failed + 0, other + 0, in_a_row + 0
+        }' "$job_dir/starts"
+}
+
+give_up_reason() { # fails while there is none
+    local failed=0 other=0 in_a_row=0 limit=${MAX_IDLE_STARTS:-3}
+    read -r failed other in_a_row < <(idle_starts)
+    if [ "${failed:-0}" -ge "$limit" ]; then
+        echo "failed $failed times without a new checkpoint (MAX_IDLE_STARTS=$limit); not started again." \
+            "See $job_dir; submit it again to go on"
+    elif [ $((failed + other)) -ge $((3 * limit)) ]; then
+        echo "$((failed + other)) starts without a new checkpoint (3 x MAX_IDLE_STARTS), $failed of them failures; not started again." \
+            "Is the time limit too short, or preemption too frequent for checkpoint.every? See $job_dir/starts; submit it again to go on"
+    elif [ "${in_a_row:-0}" -ge $((3 * limit)) ]; then
+        echo "failed $in_a_row times in a row, though there were new checkpoints; not started again. Does another job write $run_dir?"
+    else
+        return 1
+    fi
+}
+
+why_stopped() { # in words, for the log
+    local times
+    times=$(scontrol -o show job "$job" 2>/dev/null | sed -n 's/.* StartTime=\([^ ]*\).* PreemptTime=\([^ ]*\).*/\1 \2/p')
+    if [[ ${times#* } > ${times% *} && $times != *None ]]; then echo "it was preempted"; else echo "its ranks were told to stop"; fi
+}
+
+give_up_if_idle() {
+    local reason
+    if reason=$(give_up_reason); then fail "$reason"; fi
+}
+
+start_again() { # back into the queue, or the end with the reason
+    local state
+    state=$(patiently squeue -h -j "$job" -o %T) || fail "SLURM does not answer; submit it again to go on"
+    [ "$state" = RUNNING ] || fail "SLURM is ending this start (${state:-gone}): the job was cancelled or requeued, or a node failed"
+    give_up_if_idle
+    check_nodes_left
+    say "requeueing"
+    stopped=''
+    patiently scontrol requeue "$job" || fail "the job cannot be requeued here; submit it again to go on"
+    exclude_bad_nodes
+    # SLURM mostly tells this shell that it has taken the job back, and kills it after KillWait: no need to wait for that
+    for _ in {1..30}; do [ -z "$stopped" ] || break; sleep 0.1; done
+    exit 1
+}
+
+num_bad_nodes() { cat "$job_dir/bad-nodes" 2>/dev/null | wc -l; }
+
+# A job whose nodes do not suffice would pend for ever.
+check_nodes_left() {
+    [ -s "$job_dir/bad-nodes" ] || return 0
+    local others features
+    features=$(scontrol -o show job "$job" | sed -n 's/.* Features=\([^ ]*\).*/\1/p')
+    case $features in *[!A-Za-z0-9_.\&-]*) features= ;; esac # none, or more than a list of what nodes must have
+    others=$(patiently sinfo -h -N -p "$SLURM_JOB_PARTITION" -o "%N %f") || return 0
+    others=$(awk -v wanted="$features" '
+        { count = split(wanted, words, "&"); for (i = 1; i <= count; i++) if (!index("," $2 ",", "," words[i] ",")) next; print $1 }
+        ' <<<"$others" | sort -u | grep -cvxFf <(bad_nodes))
+    [ "$others" -ge "$SLURM_JOB_NUM_NODES" ] ||
+        fail "not started again: without $(bad_nodes | paste -sd ,) partition $SLURM_JOB_PARTITION has $others nodes${features:+ with $features}; submit it again with \
+fewer --nodes"
+}
+
+bad_nodes() { cut -f 1 "$job_dir/bad-nodes" | sort -u; }
+
+# Only a pending job's nodes can be chosen, and only now is it one: SLURM lets this shell go on for KillWait, ours to use.
+exclude_bad_nodes() {
+    [ -s "$job_dir/bad-nodes" ] || return 0
+    local bad known tries=0
+    known=$(scontrol -o show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p' | grep -vxF '(null)')
+    bad=$(bad_nodes | paste -sd ,)
+    until scontrol update JobId="$job" ExcNodeList="$bad${known:+,$known}" 2>/dev/null; do
+        [ $((++tries)) -lt 20 ] || { say "WARNING: $bad could not be excluded from the next start"; return; }
+        sleep 0.2
+    done
+    say "the next start avoids $bad"
+}

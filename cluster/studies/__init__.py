@@ -1,0 +1,1 @@
+"""Sweeps and studies as files: what they hold, what of it is finished, how it is queued or run here."""

@@ -1,0 +1,225 @@
+"""One command of ours as a value: what it reads, what it writes, and how far it has come. No torch here.
+
+Sweeps and studies are lists of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is
+told before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
+from the settings that it has now: the same directory with other settings is a mistake, not a finished piece of work.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.building.config import BuildSettings
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.settings import Settings, SettingsError, apply_override, read_yaml, validate
+from finetune.probing.config import ProbeSettings
+from finetune.tuning import repeats
+from finetune.tuning.config import TuneSettings
+from pretrain.card import list_checkpoints
+from pretrain.config import DataSettings, PretrainSettings
+from pretrain.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.run import CONFIG_FILE, check_settings, finished_result
+
+Kind = Literal["build", "pretrain", "probe", "tune"]
+
+
+@dataclass(frozen=True)
+class Command:
+    words: tuple[str, str]
+    schema: type[Settings]
+    script: str
+    """The template that runs it on SLURM."""
+
+
+COMMANDS: Mapping[Kind, Command] = {
+    "build": Command(("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm"),
+    "pretrain": Command(("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm"),
+    "probe": Command(("finetune", "probe"), ProbeSettings, "cluster/probe.slurm"),
+    "tune": Command(("finetune", "tune"), TuneSettings, "cluster/finetune.slurm"),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    kind: Kind
+    config: str
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def settings(self) -> Settings:
+        try:
+            tree = copy.deepcopy(_tree(self.config))
+            for override in self.overrides:
+                apply_override(tree, override)
+            return validate(COMMANDS[self.kind].schema, tree)
+        except SettingsError as error:
+            raise in_file(self.config, error) from None
+
+    @property
+    def words(self) -> list[str]:
+        """What follows `python -m`."""
+        return [*COMMANDS[self.kind].words, self.config, *self.overrides]
+
+    @property
+    def writes(self) -> str:
+        """The dataset or the run directory."""
+        settings = self.settings
+        assert isinstance(settings, BuildSettings | PretrainSettings | ProbeSettings | TuneSettings)
+        return settings.out if isinstance(settings, BuildSettings) else settings.run_dir
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Those that it reads."""
+        match self.settings:
+            case PretrainSettings(data=data) | TuneSettings(data=data):
+                return (data.dataset, *(other.dataset for other in data.also))
+            case ProbeSettings(dataset=dataset):
+                return (dataset,)
+        return ()
+
+    @property
+    def pretrained(self) -> str | None:
+        """The run, or the checkpoint of one, that it starts from."""
+        settings = self.settings
+        return settings.pretrained if isinstance(settings, ProbeSettings | TuneSettings) else None
+
+    def is_finished(self) -> bool:
+        """Raises `SettingsError` where its place is another's."""
+        settings = self.settings
+        if isinstance(settings, BuildSettings):
+            return _is_built(settings)
+        check_settings(Path(self.writes), settings)
+        if finished_result(Path(self.writes)) is None:
+            return False
+        return not isinstance(settings, TuneSettings) or repeats.is_finished(settings)  # seeds may have been added
+
+    def check(self) -> None:
+        """Raises `ValueError` for what can be told before it starts. Data that is not there yet is not looked at."""
+        settings = self.settings
+        if self.is_finished() or not isinstance(settings, PretrainSettings):
+            return
+        if all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets):
+            data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
+            check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+
+    @property
+    def reads(self) -> list[str]:
+        """The paths of what must be there before it starts: a dataset by its manifest."""
+        found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [self.pretrained or ""]
+        return [path for path in found if path and "://" not in path]
+
+    @property
+    def absent(self) -> list[str]:
+        """Those of them that are not."""
+        return [path for path in self.reads if not Path(path).exists()]
+
+    def missing(self) -> list[str]:
+        """What it reads and what is not there: a line each. What only a remote machine knows is taken to be there."""
+        settings = self.settings
+        if isinstance(settings, BuildSettings):
+            source = getattr(settings.source, "path", None)
+            is_there = source is None or "://" in str(source) or Path(source).exists()
+            return [] if is_there else [f"source.path: {source} is not there; put it there, or name its place"]
+        absent = self.absent
+        found = [
+            f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit cluster/data_prep.slurm CONFIG builds one"
+            for dataset in self.datasets
+            if f"{dataset}/{MANIFEST_NAME}" in absent
+        ]
+        if self.pretrained in absent:
+            found.append(f"pretrained: {self.pretrained} is not there; pretrain it first")
+        return found
+
+    def state(self) -> str:
+        """In words, for a table."""
+        try:
+            if self.is_finished():
+                return "finished"
+        except SettingsError:
+            return "other settings"
+        run_dir = Path(self.writes)
+        checkpoints = list_checkpoints(run_dir)
+        where = f" at step {int(checkpoints[-1].name.removeprefix('step-')):,}" if checkpoints else ""
+        if _last_end(run_dir) == "FAILED":
+            return f"failed{where}"
+        if where:
+            return f"begun,{where}"
+        return "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
+
+
+def refuse_options(words: list[str]) -> None:
+    options = [word for word in words if word.startswith("-")]
+    if options:
+        raise SettingsError(
+            f"{options[0]}: after CONFIG a job takes key=value alone; sbatch's options stand before the script, and ranks follow "
+            "from --nodes and RANKS_PER_NODE (cluster/site.env)"
+        )
+
+
+def in_file(path: str, error: SettingsError) -> SettingsError:
+    """The same mistakes, each with the file that they are in."""
+    return SettingsError(
+        "\n".join(line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines())
+    )
+
+
+def _tree(config: str) -> dict[str, Any]:
+    path = Path(config).absolute()
+    return _read(path, path.stat().st_mtime_ns) if path.is_file() else read_yaml(Path(config))
+
+
+@lru_cache
+def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
+    """The members of a sweep share few files, and reading YAML is what takes longest."""
+    return read_yaml(path)
+
+
+@lru_cache(maxsize=16)
+def _data_of(data: str) -> TrainingData:
+    """Members of a sweep mostly share it."""
+    return load_training_data(DataSettings.model_validate_json(data))
+
+
+def _is_built(settings: BuildSettings) -> bool:
+    if not (Path(settings.out) / MANIFEST_NAME).exists():
+        return False
+    manifest = load_manifest(settings.out)
+    source = settings.source.model_dump(mode="json")
+    pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
+    pairs += [
+        (key, getattr(settings, key), getattr(manifest, key)) for key in ("image_size", "encoding", "crop", "seed")
+    ]
+    for field, wanted, stored in pairs:
+        if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place
+            raise SettingsError(
+                f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out, or remove it"
+            )
+    return True
+
+
+def _last_end(run_dir: Path) -> str | None:
+    """What its journal says of its last start: FAILED and the like; None while that goes on, or where it was killed."""
+    try:
+        lines = (run_dir / "tracking" / "journal.jsonl").read_bytes().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if b'"start"' in line or b'"end"' in line:
+            try:
+                event = json.loads(line)
+            except ValueError:  # a kill has cut the line
+                continue
+            if event["event"] in ("start", "end"):
+                return str(event.get("status"))
+    return None
+
+
+def print_columns(heads: list[str], rows: list[list[str]], *, say: Callable[[str], None] = print) -> None:
+    """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    for row in [heads, *rows]:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

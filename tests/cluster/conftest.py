@@ -1,0 +1,21 @@
+"""Sweeps and studies name their files from the repository root: here an empty directory with its configs and its cluster/."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.checkouts import whole_checkout
+from tests.ranks import REPOSITORY
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """All of a checkout: what shell files need."""
+    return whole_checkout(tmp_path)

@@ -1,0 +1,78 @@
+"""The pre-flight and the heartbeat on a real SLURM: a bad node is named and avoided, a frozen rank ends the start, not the job."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Cluster
+
+CONFIG = """
+run_dir: runs/hurt/run
+data: {{dataset: {dataset}}}
+model: {{kind: mlp, depth: 2, width: 32}}
+augment: {{flip_probability: 0.0}}
+optimizer: {{name: lion, lr: 2e-4}}
+train: {{duration: 200 steps, global_batch_size: 16, eval_every: 1000 steps, log_every_steps: 50}}
+engine: {{zero_stage: 1, precision: fp32, timeout_s: 60, heartbeat_timeout_s: 10, hang_timeout_s: 50}}
+checkpoint: {{every: 10 steps}}
+"""
+# SLURM_WAIT: what is frozen is killed so long after the others have ended
+OPTIONS = "PREFLIGHT=1,PREFLIGHT_TIMEOUT_S=120,RANKS_PER_NODE=2,SLURM_WAIT=2"
+pytestmark = pytest.mark.timeout(900)  # three pre-flights and two starts of four ranks
+
+
+@pytest.fixture
+def read_only_on_n2(slurm: Cluster) -> Iterator[Path]:
+    """A directory that cannot be written to on that one node."""
+    place = slurm.directory / "scratch"
+    place.mkdir()
+    slurm.tell(f"on n2 mount -t tmpfs -o ro tmpfs {place}")
+    try:
+        yield place
+    finally:
+        slurm.tell(f"on n2 umount {place}")
+
+
+def await_checkpoint(slurm: Cluster, job: str, run_dir: Path) -> None:
+    deadline_s = time.monotonic() + 240
+    while not (run_dir / "checkpoints/latest").exists():
+        assert time.monotonic() < deadline_s and slurm.job(job)["JobState"] != "FAILED", slurm.log(job)
+        time.sleep(0.1)
+
+
+def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes: Path, read_only_on_n2: Path) -> None:
+    run_dir, config = slurm.root / "runs/hurt/run", slurm.root / "hurt.yaml"
+    config.write_text(CONFIG.format(dataset=shapes))
+    job = slurm.sbatch(
+        "--nodes=2", f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}", "cluster/pretrain.slurm", config.name
+    )
+    slurm.wait_for(job, "start 1: 2 x 2 ranks on n[1-2]")
+    slurm.wait_for(job, "start 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
+    reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"
+    assert (slurm.root / "jobs" / job / "bad-nodes").read_text() == reason
+    assert slurm.job(job)["ExcNodeList"] == "n2" and "the next start avoids n2" in slurm.log(job)
+
+    await_checkpoint(slurm, job, run_dir)
+    os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
+    slurm.wait(job, "COMPLETED", timeout_s=200)
+    log = slurm.log(job)
+    verdict = r"rank 3 \(node n3, pid \d+\) was not heard of for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
+    assert re.search(verdict, log) and "going on from step-" in log, log
+    stacks = [(run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in range(4)]
+    for rank, text in enumerate(stacks[:3]):
+        assert f"rank {rank} (node n" in text and "pretrain/trainer.py" in text, text
+    said = "its process is stopped, by SIGSTOP"
+    assert said in stacks[3] and said in slurm.rank_logs(job)[2] and "    rank 3 (node n3, pid" in log, stacks[3]
+
+    starts = [line.split() for line in (slurm.root / "jobs" / job / "starts").read_text().splitlines()]
+    nodes, ends = ([words[3] for words in starts if words[0] == word] for word in ("begin", "end"))
+    assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, starts
+    # on a machine that is too busy a rank may fall silent by itself
+    assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), starts
+    assert (run_dir / "result.json").exists()
+    assert slurm.mlflow("select name, status from runs", runs="runs/hurt") == [("run", "FINISHED")]

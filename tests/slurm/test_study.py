@@ -1,0 +1,107 @@
+"""cluster/study.sh on a real SLURM: every template end to end, each job after those that it waits for, and a chain that breaks."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_prep.manifest import load_manifest
+from tests.slurm.conftest import Cluster
+
+STUDY = """
+prepare:
+  - config: configs/data_prep/demo_pretrain.yaml
+    overrides: [out=data/whole-a, source.num_classes=8, source.num_train_per_class=20, {small}]
+    sbatch: [--array=0-1, --cpus-per-task=1]
+  - config: configs/data_prep/demo_transfer.yaml
+    overrides: [out=data/whole-b, source.num_classes=8, source.num_train_per_class=10, {small}]
+    sbatch: [--array=0-1, --cpus-per-task=1]
+{runs}
+""".replace(
+    "{small}", "source.num_val_per_class=4, source.image_size=20, image_size=16, samples_per_shard=50, num_workers=1"
+)
+RUNS = """
+pretrain:
+  config: configs/pretrain/demo_mlp.yaml
+  overrides: [run_dir=runs/{name}/pretrain, data.dataset={a}, model.depth=2, model.width=32, schedule.warmup=0 steps, {few}]
+  sbatch: [{sbatch}]
+probe:
+  config: configs/probe/demo.yaml
+  overrides: [run_dir=runs/{name}/probe, pretrained=runs/{name}/pretrain, dataset={b}, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
+finetune:
+  config: configs/finetune/demo.yaml
+  overrides: [run_dir=runs/{name}/tune, pretrained=runs/{name}/pretrain, data.dataset={b}, schedule.warmup=0 steps, {few}]
+""".replace(
+    "{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps"
+)
+pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
+
+
+def jobs_of(said: str) -> list[list[str]]:
+    """The jobs of each stage, of a dataset the array and the merge, as the study's table has them."""
+    rows = said.partition("stage  ")[2].partition("look: ")[0].splitlines()[1:]
+    return [re.split(r"  +", row)[1].split(", ") for row in rows]
+
+
+def test_a_whole_study(slurm: Cluster) -> None:
+    study = slurm.root / "whole.yaml"
+    study.write_text(STUDY.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")))
+    jobs = jobs_of(slurm("cluster/study.sh", study.name, "--", "--time=30"))
+    assert [len(each) for each in jobs] == [2, 2, 1, 1, 1], jobs
+    (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,) = jobs
+    for job in (a, merge_a, b, merge_b, pretrain, probe, tune):
+        slurm.wait(job, "COMPLETED", timeout_s=200)
+
+    awaited = {
+        merge_a: (a,),
+        merge_b: (b,),
+        pretrain: (merge_a,),
+        probe: (merge_b, pretrain),
+        tune: (merge_b, pretrain),
+    }
+    tasks = {job: slurm.tasks(job) for job in (a, b, *awaited)}
+    assert [len(tasks[job]) for job in (a, b)] == [2, 2]
+    for task in (task for each in tasks.values() for task in each):
+        assert (task["JobState"], task["Restarts"], task["TimeLimit"]) == ("COMPLETED", "0", "00:30:00"), task
+    for job, others in awaited.items():
+        ends = [task["EndTime"] for other in others for task in tasks[other]]
+        assert min(task["StartTime"] for task in tasks[job]) >= max(ends), (job, others)
+
+    for name, num_samples in (("whole-a", 8 * 24), ("whole-b", 8 * 14)):
+        directory = slurm.root / "data" / name
+        shards = [shard for split in load_manifest(directory).splits.values() for shard in split.shards]
+        assert sum(shard.num_samples for shard in shards) == num_samples and len(shards) >= 3
+        for shard in shards:
+            assert hashlib.sha256((directory / shard.file).read_bytes()).hexdigest() == shard.sha256
+    for run in ("pretrain", "probe", "tune"):
+        assert json.loads((slurm.root / "runs/whole" / run / "result.json").read_text())
+    parent = "select value from tags where tags.run_uuid = runs.run_uuid and key = 'mlflow.parentRunId'"
+    tracked = slurm.mlflow(f"select run_uuid, name, status, ({parent}) from runs order by name", runs="runs/whole")
+    pretraining = tracked[0][0]
+    assert [row[1:] for row in tracked] == [
+        ("pretrain", "FINISHED", None), ("probe", "FINISHED", pretraining), ("tune", "FINISHED", pretraining),
+    ]  # fmt: skip
+
+    before = slurm("squeue", "--noheader", "--states=all", "--format=%i")
+    assert slurm("cluster/study.sh", study.name).splitlines()[-1] == "all stages are finished"
+    assert slurm("squeue", "--noheader", "--states=all", "--format=%i") == before
+
+
+def test_what_waits_for_a_pretraining_that_cannot_start_leaves_the_queue(slurm: Cluster, shapes: Path) -> None:
+    dataset, study = slurm.root / "data/lost", slurm.root / "broken.yaml"
+    shutil.copytree(shapes, dataset)
+    study.write_text(RUNS.format(name="broken", a="data/lost", b=shapes, sbatch="--hold"))
+    (pretrain,), (probe,), (tune,) = jobs_of(slurm("cluster/study.sh", study.name))
+    assert [slurm.job(job)["JobState"] for job in (pretrain, probe, tune)] == ["PENDING"] * 3
+    shutil.rmtree(dataset)
+    slurm("scontrol", "release", pretrain)
+    ended = slurm.wait(pretrain, "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
+    assert f"pretrain: {dataset.relative_to(slurm.root)}" in slurm.log(pretrain), slurm.log(pretrain)
+    for job in (probe, tune):
+        assert slurm.wait(job, "CANCELLED")["StartTime"] in ("Unknown", slurm.job(job)["EndTime"])
+        assert slurm.log(job) == ""
+    assert not (slurm.root / "runs/broken").exists()
