@@ -2,10 +2,15 @@
 
 BIN := .venv/bin
 
-.PHONY: demo test lint types arrows tests format lock clean-demo
+.PHONY: cluster-test demo study test lint types arrows tests format lock clean-demo
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
+
+# prepare -> pretrain -> probe + finetune on this machine and all its GPUs; on SLURM: cluster/study.sh FILE.
+STUDY := configs/study/demo.yaml
+study: .venv/.installed
+	$(BIN)/python -m cluster.study $(STUDY) --local $(ARGS)
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows tests
@@ -22,6 +27,10 @@ arrows:
 
 tests:
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Starts a private SLURM of four nodes on loopback, and leaves nothing behind. Root; apt-get install slurm-wlm munge.
+cluster-test: .venv/.installed
+	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
 
 format: .venv/.installed
 	$(BIN)/ruff format .

@@ -6,6 +6,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = (
     ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
 )
 
+# Two processes of tests share two cores, and threads that spin while they wait take a third of both.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
