@@ -173,11 +173,12 @@ def test_a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
 
 def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
     config = lab.root / "configs/mine.yaml"
-    for place in (config, lab.root / "mine.yaml"):
+    for place in (config, lab.root / "outside.yaml"):  # their names are their runs'
         place.write_text("as submitted")
-    kept = [lab("cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in ("configs/mine.yaml", "mine.yaml")]
+    names = ("configs/mine.yaml", "outside.yaml")
+    kept = [lab("cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in names]
     plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
-    for place in (config, lab.root / "mine.yaml"):
+    for place in (config, lab.root / "outside.yaml"):
         place.write_text("edited")
         os.utime(
             place, (time.time() + 7, time.time() + 7)
