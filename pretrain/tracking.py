@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
-from PIL import Image
+from PIL import Image, features
 
 from data_prep.settings import UserError
 from pretrain.embedded_store import EmbeddedStore, Schema
@@ -144,7 +144,9 @@ class Store:
             stem = f"{key}+step+{step}+timestamp+{time_ms}+{unique}"
             image.save(Path(folder) / f"{stem}.png")
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            image.save(Path(folder) / f"{stem}+compressed.webp")
+            # the name that MLflow's page looks for; browsers go by the bytes, and not every PIL can write WebP
+            format = "WEBP" if features.check("webp") else "PNG"
+            image.save(Path(folder) / f"{stem}+compressed.webp", format)
             for file in sorted(Path(folder).iterdir()):
                 self._client.log_artifact(run_id, str(file), "images")
         self._client.set_tag(run_id, "mlflow.loggedImages", "True")

@@ -312,6 +312,18 @@ def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path
         assert image.size == (128, 256)
 
 
+def test_pictures_do_without_a_pil_that_writes_webp(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, picture(run_dir, step=0), end("FINISHED"))
+    monkeypatch.setattr("pretrain.tracking.features.check", lambda feature: False)
+    sync(run_dir)
+    small = next((tmp_path / "mlartifacts").rglob("*+compressed.webp"))
+    with Image.open(small) as image:
+        assert (image.format, image.size) == ("PNG", (128, 256))
+
+
 def test_a_damaged_picture_holds_up_no_file_behind_it(
     tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
