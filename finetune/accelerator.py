@@ -4,6 +4,7 @@ import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from finetune.accelerator_settings import RanksSettings
 from pretrain.collectives import is_distributed
+from pretrain.headway import HEADWAY
 from pretrain.heartbeat import Heartbeat
+from pretrain.run import stacks_dir
 from pretrain.supervision import watched
 from pretrain.world import World
 
@@ -44,6 +47,7 @@ class Joined:
 
     accelerator: Accelerator
     heartbeat: Heartbeat
+    hang_timeout_s: float | None
 
     @property
     def device(self) -> torch.device:
@@ -51,8 +55,9 @@ class Joined:
         return device
 
     @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """Within what takes its time to close after an error: the others' verdict over this rank would cut that short."""
+    def attended(self, run_dir: Path) -> Iterator[None]:
+        """The work itself: it has to get on, and an error is told at once, not after what takes its time to close around this."""
+        self.heartbeat.watch(stacks_dir(run_dir), hang_timeout_s=self.hang_timeout_s)
         try:
             yield
         except BaseException as error:
@@ -65,7 +70,7 @@ def joined_ranks(world: World, ranks: RanksSettings, *, precision: str = "fp32")
     """Entered by all ranks of a short run: one that is gone, frozen or fails meanwhile ends the others, and is named."""
     accelerator = start_accelerator(world, precision=precision, timeout_s=ranks.timeout_s)
     with watched(world, timeout_s=ranks.heartbeat_timeout_s, device=accelerator.device) as heartbeat:
-        yield Joined(accelerator, heartbeat)
+        yield Joined(accelerator, heartbeat, ranks.hang_timeout_s)
 
 
 class Patience:
@@ -79,7 +84,8 @@ class Patience:
         """The sum over ranks, in place, of numbers in the host's memory."""
         assert not values.is_cuda
         if self._group is not None:
-            dist.all_reduce(values, group=self._group)
+            with HEADWAY.waiting("waiting for the other ranks"):
+                dist.all_reduce(values, group=self._group)
         return values
 
     def any_rank(self, flag: bool) -> bool:

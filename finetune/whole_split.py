@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from data_prep.progress import progress
+from pretrain.headway import HEADWAY
 from pretrain.loader import Batch, evaluation_batches
 from pretrain.shards import ShardReader
 from pretrain.world import World
@@ -21,5 +22,6 @@ def batches_of(
         ) as batches,
     ):
         for batch in batches:
+            HEADWAY.touch()
             yield batch
             line.advance(min(local_batch_size * world.num_ranks, reader.num_samples - line.done))

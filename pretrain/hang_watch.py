@@ -36,6 +36,10 @@ class HangWatch:
     def heard(self, peer: Peer, message: Message) -> None:
         self._standings.note(peer, Standing.of(message))
 
+    def left(self, peer: Peer) -> None:
+        """Its work is done; the others go on."""
+        self._standings.forget(peer)
+
     def judge(self) -> Verdict | None:
         return self._standings.hang(self._timeout_s) if self._timeout_s else None
 

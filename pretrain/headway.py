@@ -9,6 +9,8 @@ hence `HEADWAY`.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +56,14 @@ class Headway:
         before = self._mark
         self._mark = Mark(before.number + 1, before.step if step is None else step, stage)
         self._touched_s = time.monotonic()
+
+    @contextmanager
+    def waiting(self, stage: str) -> Iterator[None]:
+        """A stage within another: for others, which are behind until they come here, too."""
+        before = self._mark.stage
+        self.mark(stage)
+        yield
+        self.mark(before)
 
     def touch(self) -> None:
         """From any thread: what was begun gets on."""

@@ -183,15 +183,13 @@ class Heartbeat:
                 connection.wire.send_line(line)
 
     def _beat(self) -> None:
-        standing = self._watch.beat() if self._watch else None
+        at = {"at": self._watch.beat()} if self._watch else {}
         if self._is_alone:
             return
         said = self._tell()
         if self._world.is_first and said:
             self._heard(0, said)
-        message: Message = {"beat": {} if self._world.is_first else said}
-        if standing is not None:
-            message["at"] = standing
+        message: Message = {"beat": {} if self._world.is_first else said} | at
         if self._waits_in_vain_s() > VAIN_WAIT_S:
             message = Verdict(self._me, "waits").as_message()
         with self._lock:
@@ -261,6 +259,8 @@ class Heartbeat:
         elif "failed" in message:
             return self._with_cause(Verdict(connection.peer, "failed", str(message["failed"])))
         elif "bye" in message:
+            if self._watch:
+                self._watch.left(connection.peer)
             connection.peer = None
             connection.wire.is_open = False
         else:

@@ -4,13 +4,11 @@ And reads one.
 `safetensors.save_file` holds the lock for the whole file, which would stop training for as long. Here each piece of a few MB is
 hashed and written by C code without the lock. The bytes are those that safetensors itself would write.
 
-Both say that they get on (headway.py) whenever the file system has done some more, so a slow one is not taken for a hang. What is
-written lies in memory first, and would go to disk all at once at the end, which may take any time: so it goes every now and then.
+Both say that they get on (headway.py) whenever the file system has done some more, so a slow one is not taken for a hang.
 """
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +17,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pretrain.flushing import FLUSHED_BYTES, flush
 from pretrain.headway import HEADWAY
 
 PIECE_BYTES = 4 << 20
-FLUSHED_BYTES = 256 << 20
-"""Written to disk at once: at 1 MB/s still in half of engine.hang_timeout_s."""
 _PAGE_BYTES = 4096
 _NAMES = {
     torch.float64: "F64",
@@ -53,16 +50,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
                 left = left[file.write(left) :]
             in_memory += len(piece)
             if in_memory >= FLUSHED_BYTES:
-                _flush(file.fileno())
+                flush(file.fileno())
                 in_memory = 0
-        _flush(file.fileno())
+        flush(file.fileno())
     return digest.hexdigest()
-
-
-def _flush(descriptor: int) -> None:
-    """Waits until the disk has it, without Python's lock."""
-    getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has but the latter
-    HEADWAY.touch()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

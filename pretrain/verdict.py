@@ -54,6 +54,9 @@ class Standings:
     def note(self, peer: Peer, standing: Standing) -> None:
         self._known[peer.rank] = peer, standing
 
+    def forget(self, peer: Peer) -> None:
+        self._known.pop(peer.rank, None)
+
     def hang(self, timeout_s: float) -> Verdict | None:
         """When nobody of those that are behind, and so hold the others up, has got on for so long."""
         known = list(self._known.values())

@@ -23,6 +23,7 @@ from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.collectives import all_sum, is_distributed
+from pretrain.headway import HEADWAY
 from pretrain.loader import Batch
 from pretrain.shards import ShardReader
 from pretrain.threads import lone_threads
@@ -45,11 +46,13 @@ def answer(
 ) -> Answers | None:
     """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
     patience = Patience()
+    HEADWAY.mark(f"answering {reader.parts[0].split}")
     layout = Layout.of(num_classes=num_classes, num_views=0 if list(views) == [None] else len(views))
     rows, num_bad = answer_share(
         logits_of, reader, augmentation, views=views, layout=layout, local_batch_size=local_batch_size, world=world
     )
     patience.any_rank(False)  # a slow rank may be longer at its share than any exchange may take
+    HEADWAY.mark("gathering the answers")
     gathered = gather_rows(rows)
     bad = int(all_sum(torch.tensor(num_bad, device=augmentation.device)))
     if gathered is None:
@@ -82,6 +85,7 @@ def answer_share(
                 mean = _Mean(batch.labels_B.to(augmentation.device, non_blocking=True), layout)
                 count = min(size * world.num_ranks, reader.num_samples - seen)
                 seen += count
+            HEADWAY.touch()
             mean.add(logits_of(images_BCHW))
             if place == len(views) - 1:
                 assert batch.mask_B is not None
@@ -98,6 +102,7 @@ def gather_rows(rows_RC: Tensor) -> Tensor | None:
         return rows_RC.cpu()
     is_first, found = dist.get_rank() == 0, list[Tensor]()
     for part in torch.split(rows_RC.contiguous(), ROWS_AT_ONCE):
+        HEADWAY.touch()
         places = [torch.empty_like(part) for _ in range(dist.get_world_size())] if is_first else None
         dist.gather(part, places, dst=0)
         found += [place.cpu() for place in places or ()]

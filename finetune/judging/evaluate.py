@@ -46,6 +46,7 @@ from finetune.judging.scoring import Confusion, PerClass, calibration, moments, 
 from finetune.recording import recorded
 from pretrain.collectives import same_on_all_ranks
 from pretrain.datasets import Part
+from pretrain.headway import HEADWAY
 from pretrain.page import target_of
 from pretrain.real_labels import RealLabels
 from pretrain.run import save_result
@@ -82,7 +83,7 @@ def _evaluate(evaluation: Evaluation, part: Part, joined: Joined, world: World) 
             weights=evaluation.weights,
             tags={"task": "evaluate"},
         ) as tracker,
-        joined.blaming(),
+        joined.attended(evaluation.run_dir),
     ):
         if world.is_first:
             evaluation.mark()
@@ -136,6 +137,7 @@ def _tell(
     run_dir = evaluation.run_dir
     facts = {"weights_sha256": evaluation.weights.sha256, "manifest_hash": part.manifest.hash}
     facts |= {"dataset": part.manifest.name, "split": part.split}
+    HEADWAY.mark("writing the results")
     write_predictions(run_dir / PREDICTIONS, answers, reader, classes=evaluation.card.classes, facts=facts)
     write_per_class(run_dir / PER_CLASS, per_class, confusion, numbers=numbers)
     write_confusion(run_dir / CONFUSION, confusion)

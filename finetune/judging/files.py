@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from data_prep.publish import atomic_file, write_atomic
 from finetune.judging.answers import Answers, Floats
 from finetune.judging.scoring import Confusion, PerClass
+from pretrain.headway import HEADWAY
 from pretrain.order import Ids
 from pretrain.shards import ShardReader
 
@@ -49,6 +50,7 @@ def write_predictions(
     schema, names = _SCHEMA.with_metadata(dict(facts)), pa.array(classes, pa.string())
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for start in range(0, max(1, len(answers)), ROWS_PER_GROUP):
+            HEADWAY.touch()
             rows = slice(start, start + ROWS_PER_GROUP)
             writer.write_table(_table(answers, rows, reader, schema=schema, names=names))
 

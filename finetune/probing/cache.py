@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
 from data_prep.settings import Settings, UserError
 from finetune.probing.checksums import Blocks, digest_of
+from pretrain.flushing import FLUSHED_BYTES, flush
 
 FEATURES, LABELS, CHECKSUMS, FACTS = "features.npy", "labels.npy", "checksums.npy", "features.json"
 VISIBLE_WITHIN_S = 60.0
@@ -132,6 +133,8 @@ class Writing:
         writer = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:8]
         self.place = entry.root / f"{TEMPORARY_PREFIX}{entry.path.name}-{writer}"
         self._file: int | None = None
+        self._in_memory = 0
+        """Bytes that the disk may not have yet."""
 
     def lay_out(self) -> None:
         """Step 1."""
@@ -162,13 +165,17 @@ class Writing:
         while data:
             written = os.pwrite(self._file, data, place)
             place, data = place + written, data[written:]
+            self._in_memory += written
+        if self._in_memory >= FLUSHED_BYTES:
+            flush(self._file)
+            self._in_memory = 0
 
     def close(self, *, is_good: bool) -> None:
         if self._file is not None:
             descriptor, self._file = self._file, None
             try:
                 if is_good:
-                    os.fsync(descriptor)
+                    flush(descriptor)
             finally:
                 os.close(descriptor)
 

@@ -29,6 +29,7 @@ from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.settings import AugmentSettings
+from pretrain.headway import HEADWAY
 from pretrain.loader import Batch
 from pretrain.shards import ShardReader, open_split
 from pretrain.world import World
@@ -77,9 +78,11 @@ class FeatureMaker:
         """Of a split in each of `views`; None is the plain pictures."""
         reader = open_split(self.settings.dataset, self.manifest, split, image_size=self.backbone.image_size)
         entries = [self.entry(split, view, num_features=self._num_features(reader)) for view in views]
+        HEADWAY.mark(f"looking for features of {split}")
         missing = self._missing(entries)
         for first in range(0, len(missing), VIEWS_AT_ONCE):
             chosen = missing[first : first + VIEWS_AT_ONCE]
+            HEADWAY.mark(f"computing features of {split}")
             self._compute(reader, [(entries[number], views[number]) for number in chosen], title=f"features of {split}")
         if self.world.is_first and len(missing) < len(entries):
             what = f"{len(entries) - len(missing)} of {len(entries)} views" if len(entries) > 1 else "features"

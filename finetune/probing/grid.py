@@ -14,6 +14,7 @@ from finetune.probing.config import ProbeSettings
 from finetune.probing.heads import Cell, Score, judge, train_heads
 from finetune.probing.lbfgs import End, minimise
 from finetune.probing.rows import Rows
+from pretrain.headway import HEADWAY
 from pretrain.world import World
 
 
@@ -71,6 +72,7 @@ def judged_cells(
     mine = shares(cells, world.num_ranks)[world.rank]
     table = torch.zeros(len(cells), 2, dtype=torch.float64)
     heads: dict[Cell, Head] = {}
+    HEADWAY.mark("training heads")
     if mine:
         own = heads_of(train, [cells[number] for number in mine], settings=settings, num_classes=num_classes)
         weights = torch.stack([head.weights_EK for head in own])

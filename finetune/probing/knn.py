@@ -17,6 +17,7 @@ from finetune.probing.config import KnnSettings
 from finetune.probing.features import FeatureMaker, Table
 from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows
 from finetune.recording import recorded
+from pretrain.headway import HEADWAY
 from pretrain.page import target_of
 from pretrain.run import save_result
 from pretrain.world import World
@@ -42,7 +43,7 @@ def _knn(settings: KnnSettings, world: World, joined: Joined) -> dict[str, Any] 
             weights=backbone.weights,
             tags={"task": "knn"},
         ) as tracker,
-        joined.blaming(),
+        joined.attended(run_dir),
     ):
         maker = FeatureMaker(settings, manifest, backbone, world, device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
@@ -73,6 +74,7 @@ def accuracies(
     placed_ND = _placed(train.features_ND, device)
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
+    HEADWAY.mark("looking for neighbours")
     with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
         for start in range(first, end, blocks.num_queries):
             mine = slice(start, min(end, start + blocks.num_queries))

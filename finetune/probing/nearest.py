@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from finetune.probing.config import Weights
+from pretrain.headway import HEADWAY
 
 _CLOSEST = 1e-6
 """Cosine distance that counts as 0 where votes are weighed by its inverse."""
@@ -90,4 +91,5 @@ def vote_weights(similarities_QM: Tensor, *, weights: Weights, temperature: floa
 def unit_rows(features_ND: Tensor, *, size: int, device: torch.device) -> Iterator[Tensor]:
     """Rows of length 1, in blocks, on the device and in double precision."""
     for part in torch.split(features_ND, size):
+        HEADWAY.touch()
         yield normalize(part.to(device).double(), dim=1)

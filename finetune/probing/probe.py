@@ -26,6 +26,7 @@ from finetune.probing.rows import Residence, Rows, Standard
 from finetune.recording import recorded
 from pretrain.__main__ import console
 from pretrain.counter import hash64
+from pretrain.headway import HEADWAY
 from pretrain.order import permute
 from pretrain.page import target_of
 from pretrain.run import save_result
@@ -75,7 +76,7 @@ def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, A
             weights=backbone.weights,
             tags={"task": "probe"},
         ) as tracker,
-        joined.blaming(),
+        joined.attended(run_dir),
     ):
         views = Views(settings.augment, settings.seed) if settings.augment is not None else None
         maker = FeatureMaker(settings, manifest, backbone, world, device, views)
@@ -117,6 +118,7 @@ def choose_and_test(
     best = best_of(judged)
     if not world.is_first:
         return None
+    HEADWAY.mark("training the best head once more")
     head, rows = heads.get(best.cell), kept_rows
     if head is None or (settings.refit and settings.holdout_split is None):
         if settings.refit:

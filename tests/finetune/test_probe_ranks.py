@@ -13,7 +13,7 @@ import pytest
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
 from finetune.backbone import open_backbone
-from finetune.probing import cache, features, grid
+from finetune.probing import features, grid
 from finetune.probing.cache import Writing
 from finetune.probing.grid import cells_of, judged_cells, shares
 from finetune.probing.probe import tables_of
@@ -69,7 +69,7 @@ def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str
     said = [str(quarrel.value)]
     maker = maker_of(feature_settings(Path(dataset), Path(place), Path(folder)), world=world)
     full, out_of_memory = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), MemoryError("none left")
-    for place_of, name, error in ((cache.os, "fsync", full), (features, "_write", out_of_memory)):
+    for place_of, name, error in ((os, "fdatasync", full), (features, "_write", out_of_memory)):
         with pytest.MonkeyPatch.context() as patch, pytest.raises((UserError, MemoryError)) as fault:
             if world.rank == 1:
                 patch.setattr(place_of, name, Mock(side_effect=error))
