@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import pytest
 
@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 LAB = Path(__file__).parent / "lab.sh"
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
+USABLE = ("idle", "mixed", "allocated")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
@@ -39,6 +40,8 @@ def why_not() -> str | None:
 
 class Cluster:
     """A running lab: n1, n2, n3 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
+
+    RUNNING: ClassVar[list["Cluster"]] = []
 
     def __init__(self, *, python: Path | None = None, **lab_environment: str):
         # not pytest's tmp_path: a munge socket's path is limited to 107 characters
@@ -78,10 +81,12 @@ class Cluster:
         except BaseException:
             self.__exit__()
             raise
+        self.RUNNING.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         """The lab ends with its input, and takes every daemon and task with it."""
+        self.RUNNING[:] = [each for each in self.RUNNING if each is not self]
         with self._lab, self._errors:
             assert self._lab.stdin is not None
             self._lab.stdin.close()
@@ -90,6 +95,15 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 self._lab.kill()
         shutil.rmtree(self.directory)
+
+    def settle(self, *, timeout_s: float = 90) -> None:
+        """Until no node is still occupied by a job that has ended, or just coming back: the next jobs get the first nodes."""
+        deadline_s = time.monotonic() + timeout_s
+        while busy := [
+            each for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if each.split()[1] not in USABLE
+        ]:
+            assert time.monotonic() < deadline_s, busy
+            time.sleep(0.1)
 
     def tell(self, command: str) -> None:
         """`crash NODE`, `hang NODE`, `revive NODE` or `on NODE COMMAND`."""
@@ -205,3 +219,10 @@ def slurm() -> Iterator[Cluster]:
     need_slurm()
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def settled() -> None:
+    """No test begins among what the one before has left."""
+    for cluster in Cluster.RUNNING:
+        cluster.settle()

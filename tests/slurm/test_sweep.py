@@ -51,6 +51,6 @@ def test_a_sweep_with_one_failing_member(slurm: Cluster, shapes: Path, other_sha
     assert (runs / "second/result.json").exists()
     assert done == {path: path.stat().st_mtime_ns for path in done}
     assert slurm("cluster/submit", SCRIPT, sweep.name) == "three.yaml: all 3 members are finished, nothing is submitted"
-    assert slurm("squeue", "--noheader", "--format=%i") == ""
+    assert slurm("squeue", "--noheader", "--format=%i", f"--jobs={again}") == ""
     tracked = slurm.mlflow("select name, status from runs order by name", runs="runs/three")
     assert tracked == [(name, "FINISHED") for name in ("first", "second", "third")]
