@@ -12,10 +12,13 @@
 # $job_dir (jobs/JOBID or jobs/ARRAY_TASK) has the logs of all ranks, how each start began and ended, and the bad nodes.
 # shellcheck disable=SC2154,SC2317,SC2329  # snapshot is set by those that source this; functions are called by starts.sh
 set -uo pipefail
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || { echo "bash 4.4 or newer is needed; here it is $BASH_VERSION" >&2; exit 2; }
 cd -P . || exit 1 # as realpath sees it, where a link leads here
 
 me=$SLURM_JOB_NAME
-export SLURM_TIME_FORMAT=standard # times of SLURM are read here, whatever the user likes to see
+# SLURM's answers are read here, whatever the user likes to see; each rank sees all GPUs, however they were asked for
+export SLURM_TIME_FORMAT=standard
+unset "${!SQUEUE_@}" "${!SINFO_@}" SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
 say() { echo "$me $(date +%FT%T): $*"; }
 fail() { say "$1" >&2; exit "${2:-1}"; }
 
@@ -45,7 +48,7 @@ export PYTHONPATH=$snapshot PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
 # Compiled kernels on the node itself (locks on NFS stall) and in our own directory only: they are loaded as code.
 cache=${NODE_SCRATCH:-/tmp}/wide-mlps-$UID
-export TRITON_CACHE_DIR=$cache/triton TORCH_EXTENSIONS_DIR=$cache/extensions
+export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
 
 kept() { # a file of the command line, as it was when the job was submitted
     local whole copy
@@ -62,14 +65,16 @@ progress() { echo unknown; } # what is called knows more
 settle_ranks() { # how many, and where they meet
     gpus=${SLURM_GPUS_ON_NODE:-0}
     ranks=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
-    cpus=$((SLURM_CPUS_ON_NODE > ranks ? SLURM_CPUS_ON_NODE / ranks : 1))
+    cpus=$(sed 's/([^)]*)//g; s/,/\n/g' <<<"$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of the smallest node
+    cpus=$((cpus > ranks ? cpus / ranks : 1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}
     # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
     local node facts slurm_address
     node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     facts=$(scontrol -o show node "$node")
     slurm_address=$(sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p' <<<"$facts")
-    gpus_of_node=$(sed -n 's/.* CfgTRES=[^ ]*gres\/gpu=\([0-9]*\).*/\1/p' <<<"$facts") && gpus_of_node=${gpus_of_node:-0}
+    gpus_of_node=$(gpus_in "$facts")
+    settle_gpus
     for MASTER_ADDR in "$node" "$slurm_address" "$(hostname -I | cut -d ' ' -f 1)"; do
         timeout 5 getent ahosts "$MASTER_ADDR" >/dev/null && break
     done
@@ -79,10 +84,24 @@ settle_ranks() { # how many, and where they meet
     export MASTER_ADDR MASTER_PORT
 }
 
+gpus_in() { # FACTS of nodes, a line each -> how many GPUs SLURM has there
+    awk '{ print match($0, /gres\/gpu=[0-9]+/) ? substr($0, RSTART + 9, RLENGTH - 9) : 0 }' <<<"$1"
+}
+
+settle_gpus() { # what cannot work, or would leave GPUs idle, is said
+    local counts idle
+    counts=$(gpus_in "$(scontrol -o show node "$SLURM_JOB_NODELIST")" | sort -nu | paste -sd ' ')
+    [ "$gpus" -eq 0 ] || [ "$gpus" -lt "$gpus_of_node" ] || [[ $counts != *' '* ]] ||
+        fail "its nodes have different numbers of GPUs ($counts); ask for the same of each: --gpus-per-node=N, or --constraint" 2
+    idle=$([ "$gpus" -gt 0 ] || [ -n "${RANKS_PER_NODE:-}" ] || nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+    [ "${idle:-0}" -lt 2 ] || say "WARNING: $node has $idle GPUs, and the job has asked for none: one rank takes one of them." \
+        "Ask for them (SBATCH_GPUS_PER_NODE=$idle in cluster/site.env), or set RANKS_PER_NODE=$idle"
+}
+
 next_free_port() { while (: </dev/tcp/127.0.0.1/"$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done; }
 
-# --wait, not --kill-on-bad-exit: that kills ranks that are about to exit with 2, and the job looks like a lost node. The pre-flight's
-# first rank waits longer than that for those that do not come, to name them.
+# --wait, and no --kill-on-bad-exit, which sites may have as their default: that kills ranks that are about to exit with 2, and srun's
+# code is no rank's. The pre-flight's first rank waits longer than that for those that do not come, to name them.
 # --gres: with --exclusive steps get no GPU unasked; each rank sees all. --export: against SBATCH_EXPORT=NONE.
 # SLURM_WAIT: how many seconds after the first rank has ended those that hang are killed; longer than a checkpoint's last write.
 run_step() { # NAME WORDS... -> $code; one log for each task, that of the first shown in the job's
@@ -90,7 +109,7 @@ run_step() { # NAME WORDS... -> $code; one log for each task, that of the first 
     [ "$1" != preflight ] || wait_s=$((8 * (${patience_s%.*} + 1)))
     shift
     local options=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * ranks)) --ntasks-per-node="$ranks"
-        --cpus-per-task="$cpus" --wait="$wait_s" --export=ALL --open-mode=append --output="$log-%4t.log"
+        --cpus-per-task="$cpus" --wait="$wait_s" --kill-on-bad-exit=0 --export=ALL --open-mode=append --output="$log-%4t.log"
         "${container_options[@]}")
     [ "$gpus" -eq 0 ] || options+=(--gres="gpu:$gpus")
     rm -rf "$ends" && mkdir -p "$ends"
@@ -139,6 +158,7 @@ preflight() { # ends the job for its next start if a node is bad
     cache='' run_step preflight "${python[@]}" -m cluster.preflight "$job_dir" "${options[@]}"
     MASTER_PORT=$((MASTER_PORT + 1)) && next_free_port
     if [ "$(num_bad_nodes)" -gt "$known" ]; then end_start bad-node; start_again; fi
+    ! was_stopped || stopped=1
     [ "$code" -eq 0 ] || [ -n "$stopped" ] || say "WARNING: the pre-flight could not be made ($code); going on without it"
 }
 
@@ -150,10 +170,12 @@ this_node_is_bad() { # REASON
     start_again
 }
 
-is_blind() { # REASON: of one node it is that node's mount; of two it is the config
-    ! cut -f 2- "$job_dir/bad-nodes" 2>/dev/null | grep -qxF "$1" || fail "$1, on $(bad_nodes | paste -sd ,) neither" 2
+bad_here() { # REASON: of one node it is that node's fault; of two it is not
+    ! cut -f 2- "$job_dir/bad-nodes" 2>/dev/null | grep -qxF "$1" || fail "$1; on $(bad_nodes | paste -sd ,) as well" 2
     this_node_is_bad "$1"
 }
+
+was_stopped() { case $code in 130 | 138 | 140 | 143) ;; *) false ;; esac; } # by a signal, or as after Ctrl-C
 
 # ---- what the scripts call --------------------------------------------------------------------------------------------------------
 
@@ -165,9 +187,10 @@ run_verb() {
     config=$(kept "$3") || exit 2
     work=("$1" "$2" "$config" "${@:4}")
     ask_python state_of_work_at_start
+    : >"$job_dir/config-was-good"
     { read -r state; read -r run_dir; read -r staging; mapfile -t reads; } <<<"$answer"
     [ "$state" != finished ] || { say "$run_dir: finished before; name another run_dir to do it anew"; exit 0; }
-    [[ $state != blind* ]] || is_blind "${state#blind: } is not there"
+    [[ $state != blind* ]] || bad_here "${state#blind: } is not there"
     [[ $state != taken* ]] || fail "$run_dir is $state, which was started first; submit this again when it has ended"
     [ "${STAGE_DATA:-0}" = 0 ] || [ "$staging" != "can stage" ] || extra=(data.stage_dir="$cache/data")
     finished() { [[ $(state_of_work) = finished* ]]; }
@@ -178,11 +201,14 @@ run_verb() {
 }
 
 ask_python() { # WORDS... -> $answer; where it says 2 the config is wrong, and where Python does not run this node is bad
-    answer=$("$@")
-    local code=$?
-    # a config that was good at the start before has not become bad: something else is wrong here
-    [ $code -ne 2 ] || [ "$restarts" -gt 0 ] || fail "the config will not do; not started" 2
-    [ $code -eq 0 ] || this_node_is_bad "Python does not run there (exit code $code, see above)"
+    answer=$("$@"); code=$?
+    [ "$code" -ne 0 ] || return 0
+    ! was_stopped || stopped=1
+    [ -z "$stopped" ] || { begin_start; end_start stopped; start_again; }
+    [ "$code" -ne 2 ] || [ -e "$job_dir/config-was-good" ] || fail "the config will not do; not started" 2
+    "${python_here[@]}" -c '' || this_node_is_bad "Python does not run there (exit code $?, see above)"
+    # a config that was good at a start before has not become bad: this node may see less, or the run_dir is another's by now
+    bad_here "the config will not do there (exit code $code, see above)"
 }
 
 state_of_work() { "${python_here[@]}" -m cluster.job "${work[@]}"; }
@@ -207,8 +233,8 @@ live() { # progress and finished say how far it is
     [ -n "$stopped" ] || run_step rank "$@"
     ! finished || { end_start finished; exit 0; }
     [ "$code" -ne 2 ] || [ "$restarts" -gt 0 ] || { end_start refused; exit 2; }
-    # Ranks that were told to stop exit with 0, whoever told them; other programs by the signal, or as after Ctrl-C.
-    case $code in 0 | 130 | 138 | 140 | 143) stopped=1 ;; esac
+    # Ranks that were told to stop exit with 0, whoever told them.
+    if [ "$code" -eq 0 ] || was_stopped; then stopped=1; fi
     say "$run_dir is not finished: ${stopped:+$(why_stopped), }srun ended with $code"
     if [ -n "$stopped" ]; then end_start stopped; else end_start failed; fi
     start_again

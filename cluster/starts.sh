@@ -1,8 +1,9 @@
 #!/bin/bash
 # When a job starts again, and when it gives up. Sourced by job.sh, whose names it uses ($job, $job_dir, progress).
 #
-# $job_dir/starts has two lines for each start: "begin RESTART MARK NODES TIME" and "end RESTART MARK HOW TIME", where MARK is a checksum
-# of the run's checkpoints. A start without an end is one whose node was lost. Starts that left the mark as they found it got nowhere.
+# $job_dir/starts has two lines for each start: "begin RESTART MARK NODES TIME" and "end RESTART MARK HOW TIME SECONDS", where MARK is a
+# checksum of the run's checkpoints, or "unknown". A start without an end is one whose node was lost. Starts that left the mark as they
+# found it got nowhere.
 # shellcheck disable=SC2154
 
 # shellcheck source=cluster/patiently.sh
@@ -12,22 +13,22 @@ mark() { progress | tr ' ' -; }
 
 begin_start() { record begin "$SLURM_JOB_NODELIST"; }
 
-end_start() { record end "$1"; }
+end_start() { record end "$1" "$SECONDS"; }
 
 record() { # or a job that cannot write would start again for ever
-    echo "$1 $restarts $(mark) $2 $(date -Is)" >>"$job_dir/starts" || fail "cannot write $job_dir/starts; not started again"
+    echo "$1 $restarts $(mark) $2 $(date -Is)${3:+ $3}" >>"$job_dir/starts" || fail "cannot write $job_dir/starts; not started again"
 }
 
 # Prints how many of the last starts failed, how many ended otherwise, all at the present mark; and how many failed in a row at any mark
-# (two jobs that share a run_dir: the one fails as long as the other makes progress).
+# within the hour (two jobs that share a run_dir: the one fails as long as the other makes progress).
 idle_starts() {
     [ -e "$job_dir/starts" ] || return 0
     awk -v now="$(mark)" '
         $1 == "begin" { count++; began[count] = $3; how[count] = "lost" }
-        $1 == "end" { how[count] = $4 }
+        $1 == "end" { how[count] = $4; lasted[count] = $6 }
         END {
-            for (i = count; i > 0 && began[i] == now; i--) if (how[i] == "failed") failed++; else other++
-            for (i = count; i > 0 && how[i] == "failed"; i--) in_a_row++
+            for (i = count; i > 0 && (began[i] == now || began[i] == "unknown"); i--) if (how[i] == "failed") failed++; else other++
+            for (i = count; i > 0 && how[i] == "failed" && lasted[i] < 3600; i--) in_a_row++
             print failed + 0, other + 0, in_a_row + 0
         }' "$job_dir/starts"
 }
@@ -51,7 +52,8 @@ give_up_reason() { # fails while there is none
 why_stopped() { # in words, for the log
     local times
     times=$(scontrol -o show job "$job" 2>/dev/null | sed -n 's/.* StartTime=\([^ ]*\).* PreemptTime=\([^ ]*\).*/\1 \2/p')
-    if [[ ${times#* } > ${times% *} && $times != *None ]]; then echo "it was preempted"; else echo "its ranks were told to stop"; fi
+    # whole seconds: a preemption before this start was earlier than that, for what is requeued waits
+    if [[ ! ${times#* } < ${times% *} && $times != *None ]]; then echo "it was preempted"; else echo "its ranks were told to stop"; fi
 }
 
 give_up_if_idle() {
@@ -65,10 +67,13 @@ start_again() { # back into the queue, or the end with the reason
     [ "$state" = RUNNING ] || fail "SLURM is ending this start (${state:-gone}): the job was cancelled or requeued, or a node failed"
     give_up_if_idle
     check_nodes_left
+    local avoided
+    avoided=$(nodes_to_avoid)
     say "requeueing"
     stopped=''
-    patiently scontrol requeue "$job" || fail "the job cannot be requeued here; submit it again to go on"
-    exclude_bad_nodes
+    # SLURM then tells all processes of this start to end: also the scontrol that asks for it, and the next one
+    (trap '' USR2 TERM && patiently scontrol requeue "$job" && exclude "$avoided") ||
+        fail "the job cannot be requeued here; submit it again to go on"
     # SLURM mostly tells this shell that it has taken the job back, and kills it after KillWait: no need to wait for that
     for _ in {1..30}; do [ -z "$stopped" ] || break; sleep 0.1; done
     exit 1
@@ -79,8 +84,10 @@ num_bad_nodes() { cat "$job_dir/bad-nodes" 2>/dev/null | wc -l; }
 # A job whose nodes do not suffice would pend for ever.
 check_nodes_left() {
     [ -s "$job_dir/bad-nodes" ] || return 0
-    local others features
-    features=$(scontrol -o show job "$job" | sed -n 's/.* Features=\([^ ]*\).*/\1/p')
+    local others features wanted
+    wanted=$(scontrol show hostnames "$(about_job ReqNodeList)" 2>/dev/null | grep -xFf <(bad_nodes) | paste -sd ,)
+    [ -z "$wanted" ] || fail "not started again: $wanted will not do, and --nodelist asks for it; submit it again without"
+    features=$(about_job Features)
     case $features in *[!A-Za-z0-9_.\&-]*) features= ;; esac # none, or more than a list of what nodes must have
     others=$(patiently sinfo -h -N -p "$SLURM_JOB_PARTITION" -o "%N %f") || return 0
     others=$(awk -v wanted="$features" '
@@ -93,15 +100,22 @@ fewer --nodes"
 
 bad_nodes() { cut -f 1 "$job_dir/bad-nodes" | sort -u; }
 
-# Only a pending job's nodes can be chosen, and only now is it one: SLURM lets this shell go on for KillWait, ours to use.
-exclude_bad_nodes() {
+nodes_to_avoid() { # the bad ones, with those that the job was told to avoid
     [ -s "$job_dir/bad-nodes" ] || return 0
-    local bad known tries=0
-    known=$(scontrol -o show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p' | grep -vxF '(null)')
-    bad=$(bad_nodes | paste -sd ,)
-    until scontrol update JobId="$job" ExcNodeList="$bad${known:+,$known}" 2>/dev/null; do
-        [ $((++tries)) -lt 20 ] || { say "WARNING: $bad could not be excluded from the next start"; return; }
+    { bad_nodes; about_job ExcNodeList; } | paste -sd ,
+}
+
+# Only a pending job's nodes can be chosen, and only now is it one: SLURM lets this shell go on for KillWait, ours to use.
+exclude() { # NODES
+    [ -n "$1" ] || return 0
+    local tries=0
+    until scontrol update JobId="$job" ExcNodeList="$1" 2>/dev/null; do
+        [ $((++tries)) -lt 20 ] || { say "WARNING: $1 could not be excluded from the next start"; return 0; }
         sleep 0.2
     done
-    say "the next start avoids $bad"
+    say "the next start avoids $1"
+}
+
+about_job() { # FIELD -> what SLURM says of the job; nothing where it says (null)
+    scontrol -o show job "$job" | sed -n "s/.* $1=\([^ ]*\).*/\1/p" | head -n 1 | grep -vxF '(null)'
 }

@@ -30,9 +30,12 @@ if [ ${#container_options[@]} -gt 0 ]; then say python container
 elif version=$("${python[@]}" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1); then say python "yes $version"
 else say python "no $(printf %s "$version" | tail -n 1)"; fi
 scratch=${NODE_SCRATCH:-/tmp}
-if probe=$(mktemp "$scratch/.doctor-XXXXXX" 2>/dev/null) && rm "$probe"; then
+if probe=$(mktemp "$scratch/.doctor-XXXXXX" 2>/dev/null); then
+    printf '#!/bin/sh\n' >"$probe"; chmod +x "$probe"
+    if "$probe" 2>/dev/null; then say exec yes; else say exec no; fi
+    rm "$probe"
     say scratch "yes $(df -Pk "$scratch" | awk 'NR == 2 { printf "%d", $4 / 1e6 }')"
-else say scratch no; fi
+else say scratch no; say exec unknown; fi
 say interfaces "$(ls /sys/class/net | tr '\n' ' ')"
 if scontrol show job "$SLURM_JOB_ID" >/dev/null 2>&1; then say scontrol yes; else say scontrol no; fi
 if command -v cc >/dev/null || command -v gcc >/dev/null; then say compiler yes; else say compiler no; fi
@@ -121,6 +124,12 @@ def judge(nodes: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]
         "FAULT",
         f"cannot write to {scratch}",
         "set NODE_SCRATCH in site.env to a directory on the node's disk",
+    )
+    complain(
+        "exec",
+        "FAULT",
+        f"nothing can be run in {scratch} (mounted noexec?): kernels that are compiled there cannot be loaded",
+        "set NODE_SCRATCH in site.env to another directory on the node's disk",
     )
     complain(
         "scontrol",

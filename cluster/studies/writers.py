@@ -75,7 +75,9 @@ def taken_by(place: str, environment: Mapping[str, str]) -> Writer | None:
 
 def slurm(*words: str) -> str:
     try:
-        environment = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+        # whatever the user likes to see
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
+        environment["SLURM_TIME_FORMAT"] = "standard"
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{words[0]}: {error}; is this a node of a SLURM cluster? Without one: --local") from None

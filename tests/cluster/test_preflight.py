@@ -42,8 +42,8 @@ def rank(arguments: list[str], trouble: str) -> int:
     if trouble == "hangs":
         checks.product = lambda a, b: time.sleep(600) or right(a, b)
     if trouble.startswith("short stages"):
-        links.LINK_TIMEOUT_S = inspection.LINK_TIMEOUT_S = 3.0
-        inspection.MARGIN_S, inspection.STAGE_S = 1.0, 5.0
+        links.LINK_TIMEOUT_S = inspection.LINK_TIMEOUT_S = 8.0
+        inspection.MARGIN_S, inspection.STAGE_S = 2.0, 12.0
     if trouble.endswith("dies"):
         inspection.measure_group = lambda **_: os.kill(os.getppid(), signal.SIGKILL)
     return main(arguments)
@@ -100,13 +100,13 @@ def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
 
 def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(tmp_path: Path) -> None:
     troubles = {1: "wrong", 2: "hangs", 3: "absent"}
-    codes, output, lines = preflight(tmp_path, "--timeout-s", "8", "--come-s", "7", num_ranks=4, troubles=troubles)
+    codes, output, lines = preflight(tmp_path, "--timeout-s", "20", "--come-s", "18", num_ranks=4, troubles=troubles)
     assert codes == [3] * 3, output
     bad = dict(line.split("\t") for line in (tmp_path / "job/bad-nodes").read_text().splitlines())
     assert bad == {
         "n2": "cpu: 128 of 16,384 entries of a torch.float32 product are wrong",
-        "n3": "no answer from its CPU for 8 s",
-        "n4": "rank 3 did not come within 7 s",
+        "n3": "no answer from its CPU for 20 s",
+        "n4": "rank 3 did not come within 18 s",
     }
     assert all(f"preflight: {node} is bad: {why}\n" in output for node, why in bad.items()), output
     assert [line["exit"] for line in lines] == [3] * 4

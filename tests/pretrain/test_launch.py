@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -45,14 +46,15 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
     assert f"rank 1 ended with {words}; ending the others" in done.stderr
 
 
-def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not() -> None:
+def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
     assert launch.GRACE_S > LAST_WRITE_S
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    tell = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os.write(1, b'written'), os._exit(0)))"
+    tell = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os.write(1, b'written'), os._exit(0)))"
     rank = f"import os, signal, sys, time\nrank = os.environ['RANK']\nif rank == '0': {tell}\nif rank == '2': {deaf}\n"
-    rank += "time.sleep(1)\nif rank == '1': sys.exit(7)\ntime.sleep(50)"
-    short = "import pretrain.launch as launch; launch.LAST_WORDS_S = 0.1; launch.GRACE_S = 3; "
-    words = [sys.executable, "-c", short + START, rank]
+    rank += "open(f'{PLACE}/{rank}', 'w').close()\nwhile len(os.listdir(PLACE)) < 3: time.sleep(0.01)\n"
+    rank += "if rank == '1': sys.exit(7)\ntime.sleep(50)"
+    short = "import pretrain.launch as launch; launch.LAST_WORDS_S = 0.1; launch.GRACE_S = 8; "
+    words = [sys.executable, "-c", short + START, f"PLACE = {str(tmp_path)!r}\n{rank}"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=40, check=False)
     assert done.returncode == 7 and done.stdout == "written"
 

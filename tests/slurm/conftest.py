@@ -91,7 +91,7 @@ class Cluster:
             assert self._lab.stdin is not None
             self._lab.stdin.close()
             try:
-                self._lab.wait(10)
+                self._lab.wait(60)
             except subprocess.TimeoutExpired:
                 self._lab.kill()
         shutil.rmtree(self.directory)
@@ -112,17 +112,22 @@ class Cluster:
         self._expect(b"done\n", timeout_s=30)
 
     def __call__(self, *words: object) -> str:
-        """The output of a SLURM command."""
-        done = subprocess.run(
-            [str(word) for word in words],
-            env=self.environment,
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        """The output of a SLURM command; a question is asked again where the machine was too busy for an answer."""
+        is_question = words[0] in ("squeue", "sinfo") or "show" in words
+        for _ in range(10 if is_question else 1):
+            done = subprocess.run(
+                [str(word) for word in words],
+                env=self.environment,
+                cwd=self.root,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            if done.returncode == 0:
+                break
+            time.sleep(1)
         assert done.returncode == 0, f"{words}: {done.stdout}"
         return done.stdout.strip()
 
@@ -160,13 +165,14 @@ class Cluster:
     def rank_logs(self, number: str) -> list[str]:
         return [path.read_text() for path in sorted((self.root / "jobs" / number).glob("rank-*.log"))]
 
-    def wait_for(self, number: str, text: str, *, timeout_s: float = 150) -> None:
+    def wait_for(self, number: str, text: str, *, timeout_s: float = 150, even_cancelled: bool = False) -> None:
         """Until the job, or a rank of it, has written `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in (said := self.log(number) + "".join(self.rank_logs(number))):
             late = time.monotonic() > deadline_s
-            assert not late and self.job(number)["JobState"] not in ("FAILED", "CANCELLED"), f"no {text!r}: {said}"
-            time.sleep(0.05)
+            over = ("FAILED",) if even_cancelled else ("FAILED", "CANCELLED")
+            assert not late and self.job(number)["JobState"] not in over, f"no {text!r}: {said}"
+            time.sleep(0.1)
 
     def rank_process(self, number: str, *, rank: int, program: str = "pretrain") -> int:
         """The process of a running rank; its node's pid namespace is within this one."""

@@ -62,14 +62,16 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 GresTypes=gpu
-# schedules at once, and finds a dead node within seconds
+# schedules at once, finds a dead node within seconds, and is patient with a busy machine. Jobs derive their ports from their numbers:
+# those of two labs differ, whose nodes share the loopback network.
+FirstJobId=$(((port - 5000) / 5 % 60 * 20 + 1))
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmctldTimeout=10
-SlurmdTimeout=6
-MessageTimeout=5
-TCPTimeout=2
-KillWait=20
+SlurmdTimeout=12
+MessageTimeout=30
+TCPTimeout=10
+KillWait=40
 InactiveLimit=0
 CompleteWait=0
 MinJobAge=600
@@ -80,7 +82,7 @@ NodeName=n1 NodeAddr=${address[n1]} Port=$((port + 1)) CPUs=2 RealMemory=100000 
 NodeName=n2 NodeAddr=${address[n2]} Port=$((port + 2)) CPUs=2 RealMemory=100000 State=UNKNOWN
 NodeName=n3 NodeAddr=${address[n3]} Port=$((port + 3)) CPUs=2 RealMemory=100000 State=UNKNOWN
 NodeName=g1 NodeAddr=${address[g1]} Port=$((port + 4)) CPUs=4 RealMemory=100000 Gres=gpu:4 State=UNKNOWN
-PartitionName=low Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=20
+PartitionName=low Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=n1,n2,n3 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE
 ${LAB_CONF:-}

@@ -59,7 +59,7 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
 
     await_checkpoint(slurm, job, run_dir)
     os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
-    slurm.wait(job, "COMPLETED", timeout_s=200)
+    slurm.wait(job, "COMPLETED", timeout_s=400)
     log = slurm.log(job)
     verdict = r"rank 3 \(node n3, pid \d+\) was not heard of for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
     assert re.search(verdict, log) and "going on from step-" in log, log

@@ -20,7 +20,7 @@ run_dir: runs/{{name}}/{{case}}
 max_concurrent: 2
 """
 SCRIPT = "cluster/sweep.slurm"
-pytestmark = pytest.mark.timeout(300)  # they wait for SLURM, and for three starts of torch
+pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
 
 
 def most_at_once(tasks: list[dict[str, str]]) -> int:
