@@ -74,6 +74,7 @@ SETTINGS: dict[str, Callable[[str], str]] = {
     "SBATCH_ACCOUNT": _anything,
     "SBATCH_QOS": _anything,
     "SBATCH_TIMELIMIT": _time,
+    "SBATCH_GPUS_PER_NODE": _anything,
 }
 """Each name with what is wrong with a value, in words that follow "it must be"."""
 

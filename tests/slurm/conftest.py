@@ -51,7 +51,9 @@ class Cluster:
         self.root.mkdir()
         for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
             shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("__pycache__"))
-        (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={self.directory}/node PREFLIGHT=0\n")
+        # a scratch that only jobs know, as sites have it
+        scratch = f"{self.directory}/node/$SLURM_CLUSTER_NAME"
+        (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={scratch} PREFLIGHT=0\n")
         if python is None:
             (self.root / ".venv").symlink_to(sys.prefix)
         else:

@@ -72,6 +72,8 @@ SlurmdTimeout=12
 MessageTimeout=30
 TCPTimeout=10
 KillWait=40
+# as sites have it
+KillOnBadExit=1
 InactiveLimit=0
 CompleteWait=0
 MinJobAge=600

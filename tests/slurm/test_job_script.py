@@ -15,6 +15,7 @@ PYTHON = r"""#!/bin/bash
 case $2 in
     cluster.sweep) printf '%s\n' pretrain train "second-time-$5"; exit ;;
     cluster.preflight)
+        [ -z "${SLOW:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch measuring; sleep 60; }
         [ "$(hostname)" = n2 ] || exit 0
         echo "n2	slow" >>"$3/bad-nodes"
         exit 3 ;;
@@ -24,8 +25,11 @@ case $2 in
         [[ $name != blind* ]] || [[ $name = blind-quick* && $(hostname) != n1 ]] || state="blind: /data/x"
         printf '%s\n' "${state:-unfinished}" "runs/$name" "as it is"
         [[ $name != no-python* ]] || [ "$(hostname)" != n1 ] || exit 127
+        [[ $name != odd* ]] || exit 1
+        [[ $name != *slowly* ]] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch checking; sleep 60; }
         exit ;;
     pretrain) ;;
+    "") [ "$(hostname)" != n1 ] || [ -z "${NO_PYTHON_ON_N1:-}" ] || exit 127; exit ;;
     *) exit ;;
 esac
 name=$(basename "$4")
@@ -77,15 +81,21 @@ def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "gpus"), [([], "0,1,2,3"), (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], "0,1")]
+    ("options", "gpus"),
+    [
+        ([], "0,1,2,3"),
+        (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], "0,1"),
+        (["--ntasks=4", "--gpus-per-task=1"], "0,1,2,3"),
+        (["--gpu-bind=single:1"], "0,1,2,3"),
+    ],
 )
 def test_one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster, options: list[str], gpus: str) -> None:
-    name = f"quick-{len(options)}"
+    name = "quick" + "".join(options)
     job = lab.sbatch("--partition=gpu", *options, SCRIPT, name)
     lab.wait(job, "COMPLETED")
     ranks = [line for log in lab.rank_logs(job) for line in log.splitlines()[1:]]
     count = len(gpus.split(","))
-    mine = lab.directory / "node" / f"wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
+    mine = lab.directory / f"node/lab/wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
     assert ranks == [
         f"rank {rank} of {count}, local {rank} of {count}, gpus {gpus}, master g1, on g1,"
         f" caches {mine}/triton {mine}/extensions"
@@ -178,7 +188,9 @@ def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> No
     for place in (config, lab.root / "outside.yaml"):  # their names are their runs'
         place.write_text("as submitted")
     names = ("configs/mine.yaml", "outside.yaml")
-    kept = [lab("cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in names]
+    # as if from within a task of another array, at its third start
+    within = ("env", "SLURM_RESTART_COUNT=2", "SLURM_ARRAY_JOB_ID=77", "SLURM_ARRAY_TASK_ID=5")
+    kept = [lab(*within, "cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in names]
     plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
     for place in (config, lab.root / "outside.yaml"):
         place.write_text("edited")
@@ -189,7 +201,8 @@ def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> No
         lab("scontrol", "release", job)
     for job in kept:
         lab.wait(job, "COMPLETED")
-        assert "config: as submitted" in lab.rank_logs(job)[0]
+        (log,) = lab.rank_logs(job)
+        assert "config: as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
     lab.wait(plain[0], "FAILED")
     assert "configs/mine.yaml; submit it again" in lab.log(plain[0])
     lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business
@@ -209,8 +222,39 @@ def test_edited_code_is_refused_where_nothing_was_kept(lab: Cluster) -> None:
         code.unlink()
 
 
+def await_file(lab: Cluster, name: str, job: str) -> None:
+    deadline_s = time.monotonic() + 150
+    while not (lab.root / name).exists():
+        assert time.monotonic() < deadline_s, lab.log(job)
+        time.sleep(0.05)
+
+
+def test_a_check_that_was_cut_off_condemns_no_node(lab: Cluster) -> None:
+    job = lab.sbatch(SCRIPT, "quick-slowly-checked")
+    await_file(lab, "checking", job)
+    lab("scontrol", "requeue", job)
+    assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
+    assert not (lab.root / "jobs" / job / "bad-nodes").exists(), lab.log(job)
+
+
+def test_a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -> None:
+    job = lab.sbatch(SCRIPT, "odd")
+    ended = lab.wait(job, "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(job)
+    assert "the config will not do there (exit code 1, see above); on n1 as well" in lab.log(job), lab.log(job)
+
+
+def test_a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
+    job = lab.sbatch("--export=ALL,PREFLIGHT=1,SLOW=1", "--exclude=n2", SCRIPT, "quick-measured")
+    await_file(lab, "measuring", job)
+    lab("scancel", "--signal=TERM", f"{job}.0")  # some sites tell the steps alone
+    assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
+    (log,) = lab.rank_logs(job)
+    assert log.count("rank 0 of 1") == 1, lab.log(job)
+
+
 def test_a_node_without_python_is_avoided(lab: Cluster) -> None:
-    job = lab.sbatch(SCRIPT, "no-python-quick")
+    job = lab.sbatch("--export=ALL,NO_PYTHON_ON_N1=1", SCRIPT, "no-python-quick")
     ended = lab.wait(job, "FAILED", "COMPLETED")
     assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "n1"), lab.log(job)
 
