@@ -3,7 +3,7 @@
 1. Refuse while a job that writes the same place as one of them is in the queue (writers.py).
 2. Submit the stages in order with `cluster/submit`.
 3. If one is not taken, cancel those that were: a study is queued whole or not at all. Of a dataset's two jobs `cluster/submit`
-   names the merge; the parts are what the merge waits for.
+   names the merge, and notes the parts.
 
 A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep). The same command later submits what is not
 finished.
@@ -135,10 +135,6 @@ def _cancel(queued: list[Queued]) -> str:
 
 
 def _parts_of(stage: Stage, job: str) -> tuple[str, ...]:
-    """By what squeue says that the merge waits for; none where the parts have ended already."""
-    if stage.work.kind != "build":
-        return ()
-    try:
-        return tuple(re.findall(r"afterok:(\d+)", slurm("squeue", "--noheader", f"--jobs={job}", "--format=%E")))
-    except UserError:
-        return ()
+    """As `cluster/submit` has noted them."""
+    noted = Path("jobs") / job / "parts"
+    return tuple(noted.read_text().split()) if stage.work.kind == "build" and noted.is_file() else ()

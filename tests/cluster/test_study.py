@@ -54,8 +54,9 @@ case $name in
 submit)
     count=$(grep -c ^submit calls)
     [ "$count" != "$(cat refuse 2>/dev/null)" ] || { echo "sbatch: error: no such partition" >&2; exit 1; }
+    [ ! -e parts ] || { mkdir -p "jobs/$((100 + count))" && cp parts "jobs/$((100 + count))/parts"; }
     echo "$((100 + count))" ;;
-squeue) case "$*" in *%E*) cat waits 2>/dev/null ;; *) cat queue 2>/dev/null ;; esac; true ;;
+squeue) cat queue 2>/dev/null; true ;;
 scontrol) for job; do :; done
     case $job in
     77) echo "JobId=78 ArrayTaskId=1 StdOut=/x/stage-77_1.log"; echo "JobId=77 ArrayTaskId=0 StdOut=/x/stage-77_4294967294.log" ;;
@@ -101,7 +102,7 @@ def test_a_shipped_study_resolves_to_its_graph(checkout: Path, name: str) -> Non
 
 
 def test_each_job_waits_for_what_it_reads(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (slurm / "waits").write_text("afterok:77_*(unfulfilled)\n")  # the parts of a dataset, whose merge has the number
+    (slurm / "parts").write_text("77\n")  # the parts of a dataset, whose merge has the number
     assert main([DEMO, "--", "--partition=low"]) == 0
     common, parts = ["--parsable", "--partition=low"], ["--array=0-1", "--cpus-per-task=1", "--mem=1G"]
     waiting = [*common, "--dependency=afterok:102:103", "--kill-on-invalid-dep=yes"]
@@ -146,7 +147,7 @@ def test_nodes_and_options_are_of_their_own_stage(slurm: Path) -> None:
 
 def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / "refuse").write_text("4\n")
-    (slurm / "waits").write_text("afterok:77_*(unfulfilled)\n")  # the parts of a dataset, whose merge has the number
+    (slurm / "parts").write_text("77\n")  # the parts of a dataset, whose merge has the number
     assert main([DEMO]) == 1
     assert calls(slurm, "scancel") == [["77", "101", "77", "102", "103"]]
     assert len(calls(slurm, "submit")) == 4

@@ -66,7 +66,7 @@ def test_what_is_finished_is_not_submitted(checkout: Path, capsys: pytest.Captur
 
 
 SQUEUE = """#!/bin/sh
-[ "$*" = "--noheader --me --array --format=%F %K %T %S" ] && cat queue
+[ -z "$SQUEUE_STATES" ] && [ "$*" = "--noheader --me --array --format=%F %K %T %S" ] && cat queue
 """
 
 
@@ -77,6 +77,7 @@ def queue(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (checkout / "bin/squeue").write_text(SQUEUE)
     (checkout / "bin/squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{checkout}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # what the user likes to see
     return checkout / "queue"
 
 

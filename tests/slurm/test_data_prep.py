@@ -20,20 +20,17 @@ def words(name: str) -> list[str]:
 
 def merge_of(slurm: Cluster, array: str) -> str:
     """The job that waits for it, which one of its tasks submits."""
-    deadline_s = time.monotonic() + 60
-    while True:
-        queue = slurm("squeue", "-h", "-o", "%A %E").splitlines()
-        merges = {line.split()[0] for line in queue if f"afterok:{array}" in line}
-        if merges:
-            assert len(merges) == 1, queue
-            return merges.pop()
+    deadline_s, noted = time.monotonic() + 120, slurm.root / f"jobs/{array}/merge/job"
+    while not noted.exists() or not noted.read_text().endswith("\n"):
         assert time.monotonic() < deadline_s, slurm.log(f"{array}_0")
         time.sleep(0.05)
+    return noted.read_text().strip()
 
 
 def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
     array = slurm.sbatch("--array=0-2", "--cpus-per-task=1", SCRIPT, *words("parts"))
     merge = merge_of(slurm, array)
+    assert slurm.job(merge)["Dependency"] in ("(null)", f"afterok:{array}_*(unfulfilled)")  # the former when it is met
     slurm.wait(merge, "COMPLETED")
     assert "288 samples, every one as the manifest says" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
     alone = slurm.root / "data/alone"
