@@ -7,7 +7,8 @@
 # Protocol: 1. The config is checked, here, in a second or two. 2. Each node is measured. 3. The ranks run. 4. USR2 (300 s before the
 # limit, or at preemption) and TERM are passed on to them: they save at a step boundary and exit with 0. 5. An unfinished job puts itself
 # back in the queue, without the nodes that were found bad; unless the config is wrong, it was cancelled, or it gets nowhere. Only
-# Python's own exit code 2, at the first start, says that the config is wrong: whatever else goes wrong may be the node's fault.
+# Python's own exit code 2, at the first start that gets so far, says that the config is wrong: whatever else goes wrong may be the
+# node's fault, until a second node says the same.
 #
 # $job_dir (jobs/JOBID or jobs/ARRAY_TASK) has the logs of all ranks, how each start began and ended, and the bad nodes.
 # shellcheck disable=SC2154,SC2317,SC2329  # snapshot is set by those that source this; functions are called by starts.sh
