@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.checks.files import interface_exists
-from cluster.checks.finding import Answer, Finding, ask
+from cluster.checks.finding import Answer, Finding, Verdict, ask
 from cluster.checks.job import node_gpus
 from cluster.checks.slurm import Submission
 
@@ -100,49 +100,63 @@ def _refused(answer: Answer) -> Finding:
 
 def judge(nodes: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]) -> list[Finding]:
     """What is wrong is said with the names of the nodes where it is."""
-
-    def where(key: str, value: str) -> str:
-        return ", ".join(sorted(name for name, facts in nodes.items() if facts.get(key, "no").split(" ")[0] == value))
-
-    def complain(key: str, verdict: str, found: str, remedy: str) -> None:
-        names = where(key, "no")
+    findings = []
+    has_own_compiler = environment.get("APPTAINER_IMAGE") or environment.get("PYXIS_IMAGE")
+    for key, verdict, found, remedy in _complaints(nodes, environment):
+        if key == "compiler" and has_own_compiler:
+            continue
+        names = ", ".join(sorted(name for name, facts in nodes.items() if facts.get(key, "no").split(" ")[0] == "no"))
         if names:
-            findings.append(Finding("nodes", "FAULT" if verdict == "FAULT" else "warning", f"{names}: {found}", remedy))
+            findings.append(Finding("nodes", verdict, f"{names}: {found}", remedy))
+    findings += _interfaces(nodes, environment)
+    return findings or [_sound(nodes, environment.get("NODE_SCRATCH", "/tmp"))]
 
-    findings: list[Finding] = []
-    scratch = environment.get("NODE_SCRATCH", "/tmp")
-    complain("repository", "FAULT", f"does not see {Path.cwd()}", "move the checkout to storage that all nodes share")
-    broken = next((facts["python"][3:] for facts in nodes.values() if facts.get("python", "").startswith("no")), "")
-    complain(
-        "python",
-        "FAULT",
-        f"Python does not start there ({broken})",
-        "the interpreter that made .venv must exist on nodes: a module, or a container",
-    )
-    complain(
-        "scratch",
-        "FAULT",
-        f"cannot write to {scratch}",
+
+def _complaints(
+    nodes: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]
+) -> list[tuple[str, Verdict, str, str]]:
+    """Of each answer that may be no: how bad that is, what was found, the remedy."""
+    scratch, elsewhere = (
+        environment.get("NODE_SCRATCH", "/tmp"),
         "set NODE_SCRATCH in site.env to a directory on the node's disk",
     )
-    complain(
-        "exec",
-        "FAULT",
-        f"nothing can be run in {scratch} (mounted noexec?): kernels that are compiled there cannot be loaded",
-        "set NODE_SCRATCH in site.env to another directory on the node's disk",
-    )
-    complain(
-        "scontrol",
-        "warning",
-        "scontrol does not answer there: jobs cannot requeue themselves",
-        "ask the site; until then submit again after each end",
-    )
-    compiler = "no C compiler there: torch.compile and Triton need one"
-    if not environment.get("APPTAINER_IMAGE") and not environment.get("PYXIS_IMAGE"):
-        complain("compiler", "warning", compiler, "module load gcc in site.env, or engine.compile=false")
-    findings += _interfaces(nodes, environment)
-    if findings:
-        return findings
+    broken = next((facts["python"][3:] for facts in nodes.values() if facts.get("python", "").startswith("no")), "")
+    return [
+        (
+            "repository",
+            "FAULT",
+            f"does not see {Path.cwd()}",
+            "move the checkout to storage that all nodes share",
+        ),
+        (
+            "python",
+            "FAULT",
+            f"Python does not start there ({broken})",
+            "the interpreter that made .venv must exist on nodes: a module, or a container",
+        ),
+        ("scratch", "FAULT", f"cannot write to {scratch}", elsewhere),
+        (
+            "exec",
+            "FAULT",
+            f"nothing can be run in {scratch} (mounted noexec?): kernels that are compiled there cannot be loaded",
+            elsewhere,
+        ),
+        (
+            "scontrol",
+            "warning",
+            "scontrol does not answer there: jobs cannot requeue themselves",
+            "ask the site; until then submit again after each end",
+        ),
+        (
+            "compiler",
+            "warning",
+            "no C compiler there: torch.compile and Triton need one",
+            "module load gcc in site.env, or engine.compile=false",
+        ),
+    ]
+
+
+def _sound(nodes: Mapping[str, Mapping[str, str]], scratch: str) -> Finding:
     names = ", ".join(sorted(nodes))
     free = min(int(facts["scratch"].split()[-1]) for facts in nodes.values())
     seen = sorted({facts.get("gpus", "0").split(" ")[0] for facts in nodes.values()})
@@ -153,12 +167,10 @@ def judge(nodes: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]
     )
     found = f"{names}: repository and Python there, {scratch} writable ({free} GB free), scontrol answers, {gpus}"
     if seen == ["0"] and any(facts.get("gpus", "").endswith("given") for facts in nodes.values()):
-        return [
-            Finding(
-                "nodes", "FAULT", f"{found}, though SLURM gave it some", "the driver is missing there: tell the site"
-            )
-        ]
-    return [Finding("nodes", "ok", found)]
+        return Finding(
+            "nodes", "FAULT", f"{found}, though SLURM gave it some", "the driver is missing there: tell the site"
+        )
+    return Finding("nodes", "ok", found)
 
 
 def _interfaces(nodes: Mapping[str, Mapping[str, str]], environment: Mapping[str, str]) -> list[Finding]:
