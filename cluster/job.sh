@@ -31,16 +31,13 @@ mkdir -p "$job_dir" || fail "cannot write $PWD/$job_dir"
 # only to the ranks).
 stopped=${stopped:-} code=0 reads=()
 
-# What was given for this job (sbatch --export=ALL,PREFLIGHT=0) counts more than what the site has.
-declare -A given=()
-for name in PREFLIGHT PREFLIGHT_GPUS RANKS_PER_NODE MAX_IDLE_STARTS NODE_SCRATCH STAGE_DATA; do
-    [ -z "${!name+set}" ] || given[$name]=${!name}
-done
+# shellcheck source=cluster/given.sh
+. "$snapshot/cluster/given.sh" && note_given
 set +u # modules and activate scripts read what is not set
 # shellcheck source=cluster/site.env
 [ ! -r "$snapshot/cluster/site.env" ] || . "$snapshot/cluster/site.env"
 set -u
-for name in "${!given[@]}"; do export "$name=${given[$name]}"; done
+put_given_back
 export PYTHONPATH=$snapshot PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 # shellcheck source=cluster/python.sh
 . "$snapshot/cluster/python.sh" && python_command
@@ -74,7 +71,7 @@ settle_ranks() { # how many, and where they meet
     node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     facts=$(scontrol -o show node "$node")
     slurm_address=$(sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p' <<<"$facts")
-    gpus_of_node=$(gpus_in "$facts")
+    gpus_of_node=$(gpus_in "$facts") && gpus_of_node=${gpus_of_node:-0}
     settle_gpus
     for MASTER_ADDR in "$node" "$slurm_address" "$(hostname -I | cut -d ' ' -f 1)"; do
         timeout 5 getent ahosts "$MASTER_ADDR" >/dev/null && break
@@ -85,16 +82,16 @@ settle_ranks() { # how many, and where they meet
     export MASTER_ADDR MASTER_PORT
 }
 
-gpus_in() { # FACTS of nodes, a line each -> how many GPUs SLURM has there
-    awk '{ print match($0, /gres\/gpu=[0-9]+/) ? substr($0, RSTART + 9, RLENGTH - 9) : 0 }' <<<"$1"
+gpus_in() { # FACTS of nodes, a line each -> how many GPUs SLURM has there, where it says so
+    awk 'match($0, /gres\/gpu=[0-9]+/) { print substr($0, RSTART + 9, RLENGTH - 9) }' <<<"$1"
 }
 
 settle_gpus() { # what cannot work, or would leave GPUs idle, is said
-    local counts idle
-    counts=$(gpus_in "$(scontrol -o show node "$SLURM_JOB_NODELIST")" | sort -nu | paste -sd ' ')
-    [ "$gpus" -eq 0 ] || [ "$gpus" -lt "$gpus_of_node" ] || [[ $counts != *' '* ]] ||
-        fail "its nodes have different numbers of GPUs ($counts); ask for the same of each: --gpus-per-node=N, or --constraint" 2
-    idle=$([ "$gpus" -gt 0 ] || [ -n "${RANKS_PER_NODE:-}" ] || nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+    local least idle
+    least=$(gpus_in "$(scontrol -o show node "$SLURM_JOB_NODELIST")" | sort -n | head -n 1)
+    [ "${least:-$gpus}" -ge "$gpus" ] ||
+        fail "its nodes have from $least to $gpus GPUs and more; ask for as many of each: --gpus-per-node=N, or --constraint" 2
+    idle=$([ "$gpus" -gt 0 ] || [ -n "${RANKS_PER_NODE:-}" ] || timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
     [ "${idle:-0}" -lt 2 ] || say "WARNING: $node has $idle GPUs, and the job has asked for none: one rank takes one of them." \
         "Ask for them (SBATCH_GPUS_PER_NODE=$idle in cluster/site.env), or set RANKS_PER_NODE=$idle"
 }
@@ -187,8 +184,7 @@ run_verb() {
     local config extra=()
     config=$(kept "$3") || exit 2
     work=("$1" "$2" "$config" "${@:4}")
-    ask_python state_of_work_at_start
-    : >"$job_dir/config-was-good"
+    ask_python config state_of_work_at_start
     { read -r state; read -r run_dir; read -r staging; mapfile -t reads; } <<<"$answer"
     [ "$state" != finished ] || { say "$run_dir: finished before; name another run_dir to do it anew"; exit 0; }
     [[ $state != blind* ]] || bad_here "${state#blind: } is not there"
@@ -201,15 +197,16 @@ run_verb() {
     live "${python[@]}" -m "$1" "$2" "$config" "${extra[@]}" "${@:4}"
 }
 
-ask_python() { # WORDS... -> $answer; where it says 2 the config is wrong, and where Python does not run this node is bad
-    answer=$("$@"); code=$?
-    [ "$code" -ne 0 ] || return 0
+ask_python() { # QUESTION WORDS... -> $answer; where it says 2 the config is wrong, and where Python does not run this node is bad
+    local was_good=$job_dir/$1-was-good
+    answer=$("${@:2}"); code=$?
+    [ "$code" -ne 0 ] || { : >"$was_good"; return; }
     ! was_stopped || stopped=1
     [ -z "$stopped" ] || { begin_start; end_start stopped; start_again; }
-    [ "$code" -ne 2 ] || [ -e "$job_dir/config-was-good" ] || fail "the config will not do; not started" 2
+    [ "$code" -ne 2 ] || [ -e "$was_good" ] || fail "the config will not do; not started" 2
     "${python_here[@]}" -c '' || this_node_is_bad "Python does not run there (exit code $?, see above)"
     # a config that was good at a start before has not become bad: this node may see less, or the run_dir is another's by now
-    bad_here "the config will not do there (exit code $code, see above)"
+    bad_here "the check of the config failed there (exit code $code, see above)"
 }
 
 state_of_work() { "${python_here[@]}" -m cluster.job "${work[@]}"; }
@@ -233,7 +230,7 @@ live() { # progress and finished say how far it is
     preflight
     [ -n "$stopped" ] || run_step rank "$@"
     ! finished || { end_start finished; exit 0; }
-    [ "$code" -ne 2 ] || [ "$restarts" -gt 0 ] || { end_start refused; exit 2; }
+    [ "$code" -ne 2 ] || has_trained || { end_start refused; exit 2; }
     # Ranks that were told to stop exit with 0, whoever told them.
     if [ "$code" -eq 0 ] || was_stopped; then stopped=1; fi
     say "$run_dir is not finished: ${stopped:+$(why_stopped), }srun ended with $code"

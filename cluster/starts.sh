@@ -15,6 +15,8 @@ begin_start() { record begin "$SLURM_JOB_NODELIST"; }
 
 end_start() { record end "$1" "$SECONDS"; }
 
+has_trained() { awk '$1 == "end" && $4 != "bad-node" { found = 1 } END { exit !found }' "$job_dir/starts"; } # at an earlier start
+
 record() { # or a job that cannot write would start again for ever
     echo "$1 $restarts $(mark) $2 $(date -Is)${3:+ $3}" >>"$job_dir/starts" || fail "cannot write $job_dir/starts; not started again"
 }
@@ -53,7 +55,7 @@ why_stopped() { # in words, for the log
     local times
     times=$(scontrol -o show job "$job" 2>/dev/null | sed -n 's/.* StartTime=\([^ ]*\).* PreemptTime=\([^ ]*\).*/\1 \2/p')
     # whole seconds: a preemption before this start was earlier than that, for what is requeued waits
-    if [[ ! ${times#* } < ${times% *} && $times != *None ]]; then echo "it was preempted"; else echo "its ranks were told to stop"; fi
+    if [[ -n $times && ! ${times#* } < ${times% *} && $times != *None ]]; then echo "it was preempted"; else echo "its ranks were told to stop"; fi
 }
 
 give_up_if_idle() {

@@ -189,7 +189,7 @@ class Heartbeat:
         said = self._tell()
         if self._world.is_first and said:
             self._heard(0, said)
-        message: Message = {"beat": {} if self._world.is_first else said} | at
+        message: Message = {"beat": {}} if self._world.is_first else {"beat": said} | at  # the first one judges
         if self._waits_in_vain_s() > VAIN_WAIT_S:
             message = Verdict(self._me, "waits").as_message()
         with self._lock:

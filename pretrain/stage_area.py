@@ -224,7 +224,8 @@ class StageArea:
 
 
 def _missing(directory: Path, wanted: Sequence[Wanted]) -> list[Wanted]:
-    found = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+    with os.scandir(directory) as entries:
+        found = {entry.name: entry.stat().st_size for entry in entries}
     return [file for file in wanted if found.get(file.name) != file.num_bytes]
 
 
@@ -239,7 +240,7 @@ def _is_unused(lock: Path) -> bool:
 
 def _size_of(directory: Path) -> int:
     total = 0
-    with suppress(FileNotFoundError):  # a copier renames what it has finished
-        for entry in os.scandir(directory):
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:  # a copier renames what it has finished
+        for entry in entries:
             total += entry.stat().st_size
     return total

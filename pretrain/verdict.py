@@ -11,6 +11,7 @@ Why = Literal["gone", "silent", "failed", "hangs", "waits"]
 BEHIND_S = 20.0
 """A rank that stood still for less, when another failed, is not said to be behind: it may just have waited for that one."""
 _MOST_NAMED = 3
+_CONFIRMATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,30 @@ class Standings:
     """Where each rank stood at its last beat, as the first rank knows it."""
 
     _known: dict[int, tuple[Peer, Standing]] = field(default_factory=dict)
+    _num_noted: Counter[int] = field(default_factory=Counter)
+    _suspects: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """rank -> (number of its mark, how often it was noted by then); of those that may hang."""
 
     def note(self, peer: Peer, standing: Standing) -> None:
         self._known[peer.rank] = peer, standing
+        self._num_noted[peer.rank] += 1
 
     def forget(self, peer: Peer) -> None:
         self._known.pop(peer.rank, None)
 
     def hang(self, timeout_s: float) -> Verdict | None:
-        """When nobody of those that are behind, and so hold the others up, has got on for so long."""
+        """When nobody of those that are behind, and so hold the others up, has got on for so long. Each of them must have said so
+        twice since that was first seen: those that have waited for another for as long are behind, too, for the moment between its
+        word that it has come and theirs that they go on."""
         known = list(self._known.values())
         last = _behind(known)
-        if not last or any(standing.stalled_s <= timeout_s for _, standing in last):
+        if any(standing.stalled_s <= timeout_s for _, standing in last):
+            last = []
+        before, numbers = self._suspects, {peer.rank: standing.number for peer, standing in last}
+        if {rank: number for rank, (number, _) in before.items()} != numbers:
+            self._suspects = {rank: (number, self._num_noted[rank]) for rank, number in numbers.items()}
+            return None
+        if not last or any(self._num_noted[rank] < count + _CONFIRMATIONS for rank, (_, count) in before.items()):
             return None
         others = [standing for _, standing in known if standing.number > last[0][1].number]
         where = f"; {_in_words(others)}" if others else ""

@@ -29,6 +29,7 @@ if [ -f cluster/site.env ] && [ -d "$ROOT" ]; then say repository yes; else say 
 if [ ${#container_options[@]} -gt 0 ]; then say python container
 elif version=$("${python[@]}" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1); then say python "yes $version"
 else say python "no $(printf %s "$version" | tail -n 1)"; fi
+[ ! -r cluster/site.env ] || . cluster/site.env >/dev/null 2>&1 # NODE_SCRATCH may be what only a job knows
 scratch=${NODE_SCRATCH:-/tmp}
 if probe=$(mktemp "$scratch/.doctor-XXXXXX" 2>/dev/null); then
     printf '#!/bin/sh\n' >"$probe"; chmod +x "$probe"

@@ -40,6 +40,8 @@ from finetune.probing.checksums import Blocks, digest_of
 from pretrain.flushing import FLUSHED_BYTES, flush
 
 FEATURES, LABELS, CHECKSUMS, FACTS = "features.npy", "labels.npy", "checksums.npy", "features.json"
+_RANKS_OF_A_NODE = 8
+"""They write one file, and a flush waits for what all of them have written."""
 VISIBLE_WITHIN_S = 60.0
 """How long another node's file may stay unseen: network file systems remember what was not there."""
 
@@ -166,7 +168,7 @@ class Writing:
             written = os.pwrite(self._file, data, place)
             place, data = place + written, data[written:]
             self._in_memory += written
-        if self._in_memory >= FLUSHED_BYTES:
+        if self._in_memory >= FLUSHED_BYTES // _RANKS_OF_A_NODE:
             flush(self._file)
             self._in_memory = 0
 

@@ -179,6 +179,7 @@ class FeatureMaker:
             # once for all views
             there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
             for work, view in zip(works, views, strict=True):
+                HEADWAY.touch()
                 waiting.append(self._start(there, view, augmentation, work, count=count))
                 while len(waiting) > 2:
                     num_rows += waiting.popleft()()

@@ -16,6 +16,7 @@ from finetune.backbone import open_backbone
 from finetune.probing.config import KnnSettings
 from finetune.probing.features import FeatureMaker, Table
 from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows
+from finetune.probing.rows import Residence
 from finetune.recording import recorded
 from pretrain.headway import HEADWAY
 from pretrain.page import target_of
@@ -98,6 +99,7 @@ def accuracies(
 
 def _placed(features_ND: Tensor, device: torch.device) -> Tensor:
     """On the GPU where it takes less than half of what is free; else it stays in its file and is copied chunk by chunk."""
-    if device.type != "cuda" or features_ND.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+    if device.type != "cuda":
         return features_ND
-    return features_ND.to(device)
+    placed = Residence(device, room=torch.cuda.mem_get_info(device)[0] // 2).of(features_ND)
+    return features_ND if placed is None else placed

@@ -109,10 +109,12 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
         ("2026-01-01T10:00:07", "2026-01-01T10:00:07", "it was preempted"),  # within its first second
         ("2026-01-01T10:00:07", "2026-01-01T10:00:01", "its ranks were told to stop"),  # the start before it was
         ("2026-01-01T10:00:07", "None", "its ranks were told to stop"),
+        ("2026-01-01T10:00:07", "", "its ranks were told to stop"),  # SLURM does not answer
     ],
 )
 def test_why_a_start_was_stopped(root: Path, started: str, preempted: str, words: str) -> None:
-    stand_in(root, "scontrol", f"echo 'JobId=7 StartTime={started} EndTime=x PreemptTime={preempted} Suspend=x'")
+    answer = f"JobId=7 StartTime={started} EndTime=x PreemptTime={preempted} Suspend=x"
+    stand_in(root, "scontrol", f"echo '{answer}'" if preempted else "exit 1")
     assert with_starts(root, "why_stopped") == f"{words}\n"
 
 
@@ -145,7 +147,8 @@ NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gp
     ("gpus", "of_nodes", "answer"),
     [
         ("4", (4, 4), "4 ranks, 2 cores each, of 4"),
-        ("4", (4, 8), "different numbers of GPUs (4 8)"),
+        ("4", (4, 8), "4 ranks, 2 cores each, of 4"),
+        ("8", (8, 4), "its nodes have from 4 to 8 GPUs"),
         ("2", (4, 8), "2 ranks, 4"),
     ],
 )

@@ -74,7 +74,7 @@ def holds_the_lock() -> None:
 
 
 def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float) -> NoReturn:
-    """The first of two ranks does nothing; the other one, or one that is alone, does what `plan` says."""
+    """The first of two ranks mostly does nothing; the other one, or one that is alone, does what `plan` says."""
     world, place = read_world(), Path(folder)
 
     def announce(numbers: list[int]) -> list[int]:
@@ -91,6 +91,10 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
     (place / f"ready-{world.rank}").touch()
     while len(list(place.glob("ready-*"))) < world.num_ranks:
         time.sleep(0.01)
+    if plan == "wait for each other":
+        take_turns(world.rank, place)
+        heartbeat.stop()
+        os._exit(0)
     if world.rank == world.num_ranks - 1:
         if plan == "holds Python's lock":
             holds_the_lock()
@@ -102,6 +106,23 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
             os._exit(0)
     time.sleep(60)
     raise AssertionError
+
+
+def take_turns(rank: int, place: Path) -> None:
+    """Long work of one of two ranks, which gets on, and for which the other waits; then the other way round."""
+    for turn in (0, 1):
+        HEADWAY.mark("working")
+        if rank == turn:
+            for _ in range(100):
+                HEADWAY.touch()
+                time.sleep(0.1)
+        with HEADWAY.waiting("waiting for the other ranks"):
+            (place / f"done-{turn}-{rank}").touch()
+            while len(list(place.glob(f"done-{turn}-*"))) < 2:
+                time.sleep(0.01)
+        for _ in range(30):  # some beats, in which each hears where the other was
+            HEADWAY.touch()
+            time.sleep(0.1)
 
 
 def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float, hangs_s: float) -> list[ForkServerProcess]:
@@ -153,6 +174,12 @@ def test_headway_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "output").read_text() == "" and not (tmp_path / "stacks").exists()
 
 
+def test_ranks_wait_for_each_other_for_longer_than_any_of_them_may_stand_still(tmp_path: Path) -> None:
+    ranks = begun(tmp_path, "wait for each other", num_ranks=2, silent_s=60, hangs_s=3)
+    assert wait(ranks, timeout_s=90) == [0, 0], (tmp_path / "output").read_text()
+    assert (tmp_path / "output").read_text() == ""
+
+
 def test_what_stands_still_with_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended job: the time in which nobody could run does not count, until the next mark."""
     clock, headway = [100.0], Headway()
@@ -173,29 +200,51 @@ def test_what_stands_still_with_the_whole_process_is_no_hang(monkeypatch: pytest
     assert headway.standing() == Standing(2, 7, "evaluating batch 1", 1.0)
 
 
-def table(*standings: Standing) -> Standings:
-    found = Standings()
+def table(*standings: Standing, after: Standings | None = None) -> Standings:
+    found = after or Standings()
     for peer, standing in zip(PEERS, standings, strict=False):
         found.note(peer, standing)
     return found
 
 
+def hang(timeout_s: float, *standings: Standing) -> Verdict | None:
+    """Once they have all been told three times, and no sooner."""
+    found = table(*standings)
+    for _ in range(2):
+        assert found.hang(timeout_s) is None
+        table(*standings, after=found)
+    return found.hang(timeout_s)
+
+
 def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
     computes, waits = Standing(41, 9, "computing", 500.5), Standing(40, 9, "waiting for data", 500.0)
-    assert table(computes, waits).hang(500.2) is None  # the one that is ahead merely waits
-    assert table(computes, waits, computes).hang(499) == Verdict(
+    assert hang(500.2, computes, waits) is None  # the one that is ahead merely waits
+    assert hang(499, computes, waits, computes) == Verdict(
         PEERS[1],
         "hangs",
         "has made no headway for 500 s, at step 9, waiting for data; 2 others are further, such as at step 9, computing",
     )
-    both = table(waits, computes, waits).hang(400)
+    both = hang(400, waits, computes, waits)
     assert both is not None and both.detail.startswith(
         "has made no headway for 500 s, at step 9, waiting for data, like rank 2; the other rank is at step 9, computing"
     )
-    assert table(computes, waits, waits._replace(stalled_s=3)).hang(400) is None  # one of those that are behind gets on
-    assert table(computes, waits._replace(stalled_s=3)).hang(400) is None
-    all_alike = table(*[waits] * 8).hang(400)
+    assert hang(400, computes, waits, waits._replace(stalled_s=3)) is None  # one of those that are behind gets on
+    assert hang(400, computes, waits._replace(stalled_s=3)) is None
+    all_alike = hang(400, *[waits] * 8)
     assert all_alike is not None and all_alike.detail.endswith("waiting for data, like 7 others")
+
+
+def test_who_has_just_been_waited_for_is_no_hang() -> None:
+    """It comes at last, and all go on: the others' word of that comes a beat later than its own."""
+    waits, works = Standing(41, 0, "waiting", 600), Standing(40, 0, "writing", 0.1)
+    goes_on = Standing(42, 0, "training", 0.1)
+    found = table(works, waits, waits)
+    assert found.hang(500) is None
+    for standings in ((goes_on, waits, waits), (goes_on, waits, waits), (goes_on, goes_on, waits)):
+        for peer, standing in zip(PEERS, standings, strict=False):
+            found.note(peer, standing) if standing is not waits else None  # nothing new of these
+            assert found.hang(500) is None
+    assert table(goes_on, goes_on, goes_on, after=found).hang(500) is None
 
 
 def test_a_collective_that_times_out_is_laid_to_the_rank_that_did_not_come() -> None:

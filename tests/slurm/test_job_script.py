@@ -137,6 +137,7 @@ def test_a_cancelled_job_stays_cancelled(lab: Cluster) -> None:
     await_ranks(lab, job)
     lab("scancel", job)
     lab.wait_for(job, "SLURM is ending this start", even_cancelled=True)
+    lab.wait(job, "CANCELLED")
     assert lab.job(job)["JobState"] == "CANCELLED"
 
 

@@ -1,6 +1,7 @@
 """Two jobs for one run, on a real SLURM: the second is not taken by cluster/submit, and gives way if plain sbatch took it."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_of_two_jobs_for_one_run_the_later_start_gives_way(slurm: Cluster, confi
     late = slurm.sbatch("--hold", SCRIPT, config, "run_dir=runs/shared")
     early = slurm.sbatch("--wrap", "sleep 300")
     slurm.wait(early, "RUNNING")
+    time.sleep(2)  # SLURM tells starts to the second; of the same one the lower number is the first
     noted = slurm.root / "jobs" / early / "writes"
     noted.parent.mkdir(parents=True)
     noted.write_text(f"-\t{slurm.root}/runs/shared\n")  # as a job of ours does at its start
