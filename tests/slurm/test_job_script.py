@@ -242,7 +242,7 @@ def test_a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -
     job = lab.sbatch(SCRIPT, "odd")
     ended = lab.wait(job, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(job)
-    assert "the config will not do there (exit code 1, see above); on n1 as well" in lab.log(job), lab.log(job)
+    assert "the check of the config failed there (exit code 1, see above); on n1 as well" in lab.log(job), lab.log(job)
 
 
 def test_a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
