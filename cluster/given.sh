@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What is given for a job (sbatch --export=ALL,PREFLIGHT=0) counts more than what its site.env says. To be sourced, before site.env.
+# What a job takes from the environment in which it is submitted. What is given there (sbatch --export=ALL,PREFLIGHT=0) counts more than
+# what its site.env says. To be sourced, before site.env.
 JOB_SETTINGS=(PREFLIGHT PREFLIGHT_GPUS RANKS_PER_NODE MAX_IDLE_STARTS NODE_SCRATCH STAGE_DATA)
 declare -A given=()
 
@@ -13,8 +14,11 @@ put_given_back() {
     for name in "${!given[@]}"; do export "$name=${given[$name]}"; done
 }
 
-without_sites_own() { # COMMAND...: the job that it submits reads site.env itself, on its own node
+as_new_job() { # SBATCH...: what site.env says, the job reads itself, on its own node; which job, array and start this is, is not its business
     local name words=()
     for name in "${JOB_SETTINGS[@]}"; do [ -n "${given[$name]+set}" ] || words+=(-u "$name"); done
+    for name in "${!SLURM_@}"; do
+        case $name in SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT | SLURM_WAIT) ;; *) words+=(-u "$name") ;; esac
+    done
     env "${words[@]}" "$@"
 }

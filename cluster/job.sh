@@ -67,12 +67,13 @@ settle_ranks() { # how many, and where they meet
     cpus=$((cpus > ranks ? cpus / ranks : 1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}
     # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
-    local node facts slurm_address
+    local node all facts slurm_address
     node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    facts=$(scontrol -o show node "$node")
+    all=$(scontrol -o show node "$SLURM_JOB_NODELIST")
+    facts=$(grep "^NodeName=$node " <<<"$all")
     slurm_address=$(sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p' <<<"$facts")
     gpus_of_node=$(gpus_in "$facts") && gpus_of_node=${gpus_of_node:-0}
-    settle_gpus
+    settle_gpus "$all"
     for MASTER_ADDR in "$node" "$slurm_address" "$(hostname -I | cut -d ' ' -f 1)"; do
         timeout 5 getent ahosts "$MASTER_ADDR" >/dev/null && break
     done
@@ -86,9 +87,9 @@ gpus_in() { # FACTS of nodes, a line each -> how many GPUs SLURM has there, wher
     awk 'match($0, /gres\/gpu=[0-9]+/) { print substr($0, RSTART + 9, RLENGTH - 9) }' <<<"$1"
 }
 
-settle_gpus() { # what cannot work, or would leave GPUs idle, is said
+settle_gpus() { # FACTS of its nodes: what cannot work, or would leave GPUs idle, is said
     local least idle
-    least=$(gpus_in "$(scontrol -o show node "$SLURM_JOB_NODELIST")" | sort -n | head -n 1)
+    least=$(gpus_in "$1" | sort -n | head -n 1)
     [ "${least:-$gpus}" -ge "$gpus" ] ||
         fail "its nodes have from $least to $gpus GPUs and more; ask for as many of each: --gpus-per-node=N, or --constraint" 2
     idle=$([ "$gpus" -gt 0 ] || [ -n "${RANKS_PER_NODE:-}" ] || timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
