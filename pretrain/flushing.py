@@ -13,3 +13,16 @@ def flush(descriptor: int) -> None:
     """Waits until the disk has it, without Python's lock."""
     getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has but the latter
     HEADWAY.touch()
+
+
+class Flusher:
+    """Of one file, whenever so much more has been written to it."""
+
+    def __init__(self, every_bytes: int):
+        self._every_bytes, self._in_memory = every_bytes, 0
+
+    def wrote(self, num_bytes: int, descriptor: int) -> None:
+        self._in_memory += num_bytes
+        if self._in_memory >= self._every_bytes:
+            flush(descriptor)
+            self._in_memory = 0

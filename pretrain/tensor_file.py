@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pretrain.flushing import FLUSHED_BYTES, flush
+from pretrain.flushing import FLUSHED_BYTES, Flusher, flush
 from pretrain.headway import HEADWAY
 
 PIECE_BYTES = 4 << 20
@@ -40,7 +40,7 @@ _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """The file's sha256. The tensors are on the CPU."""
-    digest, in_memory = hashlib.sha256(), 0
+    digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
             HEADWAY.touch()
@@ -48,10 +48,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
             left = piece
             while left:
                 left = left[file.write(left) :]
-            in_memory += len(piece)
-            if in_memory >= FLUSHED_BYTES:
-                flush(file.fileno())
-                in_memory = 0
+            flusher.wrote(len(piece), file.fileno())
         flush(file.fileno())
     return digest.hexdigest()
 

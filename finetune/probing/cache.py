@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
 from data_prep.settings import Settings, UserError
 from finetune.probing.checksums import Blocks, digest_of
-from pretrain.flushing import FLUSHED_BYTES, flush
+from pretrain.flushing import FLUSHED_BYTES, Flusher, flush
 
 FEATURES, LABELS, CHECKSUMS, FACTS = "features.npy", "labels.npy", "checksums.npy", "features.json"
 _RANKS_OF_A_NODE = 8
@@ -135,8 +135,7 @@ class Writing:
         writer = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:8]
         self.place = entry.root / f"{TEMPORARY_PREFIX}{entry.path.name}-{writer}"
         self._file: int | None = None
-        self._in_memory = 0
-        """Bytes that the disk may not have yet."""
+        self._flusher = Flusher(FLUSHED_BYTES // _RANKS_OF_A_NODE)
 
     def lay_out(self) -> None:
         """Step 1."""
@@ -167,10 +166,7 @@ class Writing:
         while data:
             written = os.pwrite(self._file, data, place)
             place, data = place + written, data[written:]
-            self._in_memory += written
-        if self._in_memory >= FLUSHED_BYTES // _RANKS_OF_A_NODE:
-            flush(self._file)
-            self._in_memory = 0
+        self._flusher.wrote(stored.nbytes, self._file)
 
     def close(self, *, is_good: bool) -> None:
         if self._file is not None:
