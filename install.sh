@@ -6,7 +6,7 @@
 #
 # Pillow-SIMD takes the place of Pillow (same PIL module, never both). It is built here, with AVX2 where the CPU has
 # it; where a compiler or the JPEG headers are missing, this says what to install and takes Pillow from the same lock.
-# WebP and TIFF headers are optional: where one is missing, this says what to install and what is lost without it.
+# TIFF headers are optional: where they are missing, this says what to install and what is lost without them.
 set -eu
 cd "$(dirname "$0")"
 PYTHON=${PYTHON:-python3}
@@ -35,14 +35,9 @@ missing_for_simd() {
     [ -e "$include/Python.h" ] || echo "Python's headers (Debian: apt-get install python3-dev)"
 }
 
-# has_header NAME says whether the compiler finds it.
-has_header() { printf '#include <stdio.h>\n#include <%s>\nint main(void){return 0;}\n' "$1" | cc -x c -fsyntax-only - 2>/dev/null; }
-
-# Codecs that Pillow-SIMD is built with where their headers are: without them it builds all the same, and reads less.
-say_missing_codecs() {
-    has_header webp/decode.h ||
-        say "without WebP: data_prep will reject WebP pictures (missing_codec). To read them: apt-get install libwebp-dev, then rm -rf $VENV and run make again"
-    has_header tiffio.h ||
+# Pillow-SIMD builds without the headers of libtiff all the same, and reads less.
+say_missing_codec() {
+    printf '#include <stdio.h>\n#include <tiffio.h>\nint main(void){return 0;}\n' | cc -x c -fsyntax-only - 2>/dev/null ||
         say "without libtiff: data_prep will reject compressed TIFFs (missing_codec). To read them: apt-get install libtiff-dev, then rm -rf $VENV and run make again"
 }
 
@@ -56,7 +51,7 @@ install_pillow() {
         lock_block pillow-simd > $VENV/pillow.lock
         if CC=$CC $VENV/bin/uv pip install --quiet --python $VENV --no-deps --require-hashes --no-cache \
             --no-binary pillow-simd --reinstall-package pillow-simd -r $VENV/pillow.lock 2> $VENV/pillow-simd.log; then
-            say_missing_codecs
+            say_missing_codec
             return 0
         fi
         missing="a working build (see $VENV/pillow-simd.log)"

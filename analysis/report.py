@@ -1,6 +1,5 @@
 """What a folder of runs has shown: a table on the console and one picture (samples, curves, accuracies beside chance)."""
 
-import io
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.collect import Run
+from data_prep.images import decode
 from data_prep.manifest import load_index, load_manifest
 
 matplotlib.use("Agg")
@@ -133,6 +133,6 @@ def contact_sheet(directory: Path, *, count: int) -> Image.Image:
     with open(directory / shard.file, "rb") as file:
         for place, (offset, length, _) in enumerate(rows.tolist()):
             file.seek(offset)
-            picture = Image.open(io.BytesIO(file.read(length))).convert("RGB")
+            picture, _ = decode(file.read(length))
             sheet.paste(picture.resize((size, size)), (place * size, 0))
     return sheet

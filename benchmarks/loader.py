@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/loader.py --decoders        which JPEG decoder, threads or processes (loader_decoders.py)
     .venv/bin/python benchmarks/loader.py --device cuda     augmentation, copy and data wait on a GPU (loader_gpu.py)
 
-Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Every contestant is a process of its own
+Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Nobody hashes what it reads: data.check is
+off here, and what it costs a training while it lasts is a row of benchmarks/train.py. Every contestant is a process of its own
 (loader_ours.py, loader_peers.py) and is asked in turn for whole passes; what its design starts anew for a pass is in the clock.
   raw     64 px, uint8 batches of 1,024; the limit copies random rows of the same bytes in memory into one buffer
   recipe  the same pictures: random resized crop (0.4 to 1), flip, MixUp 0.8, normalised, as float32 batches of 1,024 on the CPU
@@ -157,7 +158,9 @@ def show(kind: str, task: Task, rates: dict[str, list[float]]) -> None:
         headline += f", {ratio(rates, 'ours', 'FFCV'):.2f} x FFCV"
     if limit:
         headline += f", {ratio(rates, 'ours', limit):.1%} of {limit}"
-    title = f"{kind}: {task.image_size} px, batches of {task.batch_size:,}, {CORES} cores, {rounds} rounds"
+    title = (
+        f"{kind}: {task.image_size} px, batches of {task.batch_size:,}, {CORES} cores, {rounds} rounds, no data.check"
+    )
     report(title, rates, unit="images/s", against=limit or "ours", headline=headline)
     print(", ".join(f"{ratio(rates, 'ours', name):.2f} x {name}" for name in peers), flush=True)
 

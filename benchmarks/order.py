@@ -27,6 +27,7 @@ from rich.table import Table
 
 from data_prep.images import ppm_header
 from data_prep.manifest import Manifest
+from data_prep.publish import sha256_of
 from pretrain.locating import LOCATED_TOGETHER
 from pretrain.order import BatchPlan, Ids, Order, permute
 from pretrain.shards import open_split
@@ -78,10 +79,11 @@ def many_shards(directory: Path) -> Manifest:
         (directory / f"{name}.tar").hardlink_to(tar)
         (directory / f"{name}.npy").hardlink_to(index)
         facts = {"num_samples": per_shard, "num_bytes": tar.stat().st_size}
-        hashes = dict.fromkeys(("sha256", "index_sha256", "paths_sha256"), "")
+        hashes = {"sha256": "", "index_sha256": sha256_of(index), "paths_sha256": ""}
         shards.append({"name": name, "file": f"{name}.tar", **facts, **hashes})
     zeros = {"num_read": NUM_SAMPLES, "num_written": NUM_SAMPLES, "num_rejected": 0, "seed": 0}
-    names = {"name": "many", "tool_version": "", "fingerprint": "", "encoding": "raw", "image_size": 64, "source": {}}
+    names = {"name": "many", "tool_version": "", "encoding": "raw", "image_size": 64, "source": {}}
+    names |= {"plan_hash": "", "rejected_sha256": ""}
     split = {"shards": shards, "class_counts": [NUM_SAMPLES // 1000] * 1000}
     statistics_ = {"channel_mean": (0.5,) * 3, "channel_std": (0.2,) * 3}
     classes = [str(number) for number in range(1000)]

@@ -5,6 +5,7 @@
 
 Contestants, each the same number of steps on the same kind of batch:
   from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
+  from shards, hashed  the same while data.check hashes the shards, which it does once in a run
   resident, augmented  one stored batch again and again, augmented anew + step: no loader
   resident             one prepared batch again and again: the step alone
   resident, ZeRO 0     the same without sharding, which is what plain DDP does
@@ -15,6 +16,7 @@ On a GPU: B-12/Wi-1024 at batch 16,384 and Mixer-B-W at 224 px, in bf16. On a CP
 """
 
 import argparse
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +29,13 @@ from train_peers import ddp_step, public_step
 
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import load_manifest
+from data_prep.publish import sha256_of
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.settings import AugmentSettings
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.engine import DeepSpeedEngine, start_distributed
 from pretrain.feed import Feed
+from pretrain.first_read import lowest_priority
 from pretrain.loader import Batch, Batches, as_stored, training_batches
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
@@ -79,6 +83,7 @@ class Bench:
     stored: Batch
     prepared: Prepared
     num_classes: int
+    hashed_bytes: int = 0
 
     def batches(self, finish: Callable[[Batch], T]) -> Batches[T]:
         return batches_of(self.reader, self.plan, finish, pin=self.engine.device.type == "cuda")
@@ -90,6 +95,25 @@ class Bench:
         """Its loader starts and ends inside the clock: nothing is fetched at another's expense."""
         with Feed(self.batches, self.augmentation) as feed:
             return self.repeated(lambda: self.step(next(feed).prepared))()
+
+    def from_shards_hashed(self) -> float:
+        over = threading.Event()
+        thread = threading.Thread(target=self._hash, args=(over,))
+        thread.start()
+        try:
+            return self.from_shards()
+        finally:
+            over.set()
+            thread.join()
+
+    def _hash(self, over: threading.Event) -> None:
+        """As first_read.py does, again and again."""
+        lowest_priority()
+        (part,) = self.reader.parts
+        while not over.is_set():
+            for shard in part.content.shards:
+                self.hashed_bytes += shard.num_bytes
+                assert sha256_of(part.tar(shard), gets_on=lambda: None) == shard.sha256
 
     def repeated(self, step: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
@@ -135,6 +159,7 @@ def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, ro
     found = rates(
         {
             "from shards": bench.from_shards,
+            "from shards, hashed": bench.from_shards_hashed,
             "resident, augmented": bench.repeated(lambda: bench.step(bench.augmentation.prepare(bench.stored))),
             "resident": bench.repeated(lambda: bench.step(prepared)),
             "resident, ZeRO 0": bench.repeated(lambda: unsharded.train_step([prepared], lr=1e-5)),
@@ -144,6 +169,7 @@ def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, ro
         },
         rounds=rounds,
     )
+    cost = 1 - ratio(found, "from shards, hashed", "from shards")
     tera = step_flops(products) / case.batch / 1e12
     kind = "compiled" if is_compiled else "eager"
     against = ("resident", "plain DDP", "public step", "matmul limit")
@@ -157,7 +183,8 @@ def run(case: Case, world: World, device: torch.device, *, is_compiled: bool, ro
             f"training from shards: {shares}; the step alone: {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP "
             f"(ZeRO 0: {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}), "
             f"{ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is "
-            f"{tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here"
+            f"{tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while data.check hashes, steps cost {cost:.1%} "
+            f"more ({bench.hashed_bytes / 1e9:.2f} GB were hashed)"
         ),
     )
 

@@ -221,6 +221,8 @@ run_tool() {
     PREFLIGHT=0 live "$@"
 }
 
+met_lock() { [ "$(cut -d ' ' -f 4 "$job_dir/ends/rank.$restarts/0" 2>/dev/null)" = 75 ]; } # BUSY of pretrain: another start holds it
+
 live() { # progress and finished say how far it is
     give_up_if_idle # the starts before have ended without a word
     [ "$(tail -n 1 "$job_dir/starts" 2>/dev/null | cut -d ' ' -f 1)" != begin ] ||
@@ -231,6 +233,11 @@ live() { # progress and finished say how far it is
     preflight
     [ -n "$stopped" ] || run_step rank "$@"
     ! finished || { end_start finished; exit 0; }
+    if met_lock; then
+        say "$run_dir is held by another start (see above), which is no failure of this one"
+        end_start busy
+        start_again
+    fi
     [ "$code" -ne 2 ] || has_trained || { end_start refused; exit 2; }
     # Ranks that were told to stop exit with 0, whoever told them.
     if [ "$code" -eq 0 ] || was_stopped; then stopped=1; fi

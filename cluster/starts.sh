@@ -3,7 +3,7 @@
 #
 # $job_dir/starts has two lines for each start: "begin RESTART MARK NODES TIME" and "end RESTART MARK HOW TIME SECONDS", where MARK is a
 # checksum of the run's checkpoints, or "unknown". A start without an end is one whose node was lost. Starts that left the mark as they
-# found it got nowhere.
+# found it got nowhere. One that waited in vain for another start's lock (busy) has not failed.
 # shellcheck disable=SC2154
 
 # shellcheck source=cluster/patiently.sh
@@ -13,37 +13,51 @@ mark() { progress | tr ' ' -; }
 
 begin_start() { record begin "$SLURM_JOB_NODELIST"; }
 
-end_start() { record end "$1" "$SECONDS"; }
+end_start() {
+    # SLURM counts on as soon as it takes the job back, so a start that is requeued still says how it ended. One whose node was frozen
+    # may wake up when the next has begun: then it says nothing, and puts nothing back.
+    local newest
+    newest=$(about_job Restarts)
+    if [ "${newest:-$restarts}" -le "$restarts" ]; then record end "$1" "$SECONDS"; return; fi
+    [ "$(tail -n 1 "$job_dir/starts" | cut -d ' ' -f 1,2)" != "begin $restarts" ] || record end "$1" "$SECONDS"
+    fail "SLURM has taken the job back; this was start $((restarts + 1)), the next is start $((newest + 1))"
+}
 
-has_trained() { awk '$1 == "end" && $4 != "bad-node" { found = 1 } END { exit !found }' "$job_dir/starts"; } # at an earlier start
+has_trained() { awk '$1 == "end" && $4 !~ /^(bad-node|busy)$/ { found = 1 } END { exit !found }' "$job_dir/starts"; } # at an earlier start
 
 record() { # or a job that cannot write would start again for ever
     echo "$1 $restarts $(mark) $2 $(date -Is)${3:+ $3}" >>"$job_dir/starts" || fail "cannot write $job_dir/starts; not started again"
 }
 
-# Prints how many of the last starts failed, how many ended otherwise, all at the present mark; and how many failed in a row at any mark
-# within the hour (two jobs that share a run_dir: the one fails as long as the other makes progress).
+# Prints how many of the last starts failed, how many ended otherwise, all at the present mark; how many failed in a row at any mark
+# within the hour (two jobs that share a run_dir: the one fails as long as the other makes progress); and how many of the others were busy.
 idle_starts() {
     [ -e "$job_dir/starts" ] || return 0
     awk -v now="$(mark)" '
         $1 == "begin" { count++; began[count] = $3; how[count] = "lost" }
         $1 == "end" { how[count] = $4; lasted[count] = $6 }
         END {
-            for (i = count; i > 0 && (began[i] == now || began[i] == "unknown"); i--) if (how[i] == "failed") failed++; else other++
+            for (i = count; i > 0 && (began[i] == now || began[i] == "unknown"); i--) {
+                if (how[i] == "failed") failed++; else other++
+                if (how[i] == "busy") busy++
+            }
             for (i = count; i > 0 && how[i] == "failed" && lasted[i] < 3600; i--) in_a_row++
-            print failed + 0, other + 0, in_a_row + 0
+            print failed + 0, other + 0, in_a_row + 0, busy + 0
         }' "$job_dir/starts"
 }
 
 give_up_reason() { # fails while there is none
-    local failed=0 other=0 in_a_row=0 limit=${MAX_IDLE_STARTS:-3}
-    read -r failed other in_a_row < <(idle_starts)
+    local failed=0 other=0 in_a_row=0 busy=0 limit=${MAX_IDLE_STARTS:-3}
+    local hint="Is the time limit too short, or preemption too frequent for checkpoint.every?"
+    read -r failed other in_a_row busy < <(idle_starts)
+    [ $((2 * ${busy:-0})) -le "${other:-0}" ] ||
+        hint="$busy of them met another start that holds $run_dir, and that the log names: end that one, or wait for its end."
     if [ "${failed:-0}" -ge "$limit" ]; then
         echo "failed $failed times without a new checkpoint (MAX_IDLE_STARTS=$limit); not started again." \
             "See $job_dir; submit it again to go on"
     elif [ $((failed + other)) -ge $((3 * limit)) ]; then
         echo "$((failed + other)) starts without a new checkpoint (3 x MAX_IDLE_STARTS), $failed of them failures; not started again." \
-            "Is the time limit too short, or preemption too frequent for checkpoint.every? See $job_dir/starts; submit it again to go on"
+            "$hint See $job_dir/starts; submit it again to go on"
     elif [ "${in_a_row:-0}" -ge $((3 * limit)) ]; then
         echo "failed $in_a_row times in a row, though there were new checkpoints; not started again. Does another job write $run_dir?"
     else

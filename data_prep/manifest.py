@@ -9,30 +9,35 @@
       rejected.jsonl           one line for every input that was not written: key, path, reason, sha256
 
 A shard may also lie elsewhere (`index` and `subset` copy nothing): `file` is then a path relative to the dataset directory, or
-a URL. The label of a sample of an unlabelled split is -1.
+a URL. The label of a sample of an unlabelled split is -1. All text is UTF-8: `printable` of settings.py spells names that are not.
 
-Invariants: num_read = num_written + num_rejected; the manifest's hash stands for the whole content (it holds the sha256 of
-every shard, index and annotation), so it may key an order, a cache or a result.
+Invariants: num_read = num_written + num_rejected. The manifest holds the sha256 of every other file of the dataset (but for the
+versions.json of an index, which only `index` reads), and its own hash; readers check each small file (all but the tars) when
+they open it. What is trained on is known by `content_hash`, wherever it lies and whatever it is called: it keys orders, caches
+and results; `pixels_hash` those that depend on what readers make of it.
 """
 
+import hashlib
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from data_prep.publish import hash_of_json, write_json
+from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
 from data_prep.settings import Settings, UserError, nearest
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
+CHANGED = "it is not what the manifest says"
 
 Encoding = Literal["raw", "jpeg", "keep"]
+CropPolicy = Literal["center", "squash", "longer_side"]
+Filter = Literal["bicubic", "bilinear", "area"]
 
 
 class DatasetError(UserError):
@@ -59,6 +64,8 @@ class Shard(Settings):
     @classmethod
     def _no_other_schemes(cls, value: str) -> str:
         """What is fetched for a manifest of others comes from a web server or an object store, or lies on this disk."""
+        if "\0" in value:
+            raise ValueError(f"{value!r} is no path")
         if "://" in value and not value.startswith(("http://", "https://", "s3://")):
             raise ValueError(f"{value!r} is neither a path nor a URL of http, https or s3")
         return value
@@ -99,7 +106,7 @@ class Split(Settings):
 
 
 class Manifest(Settings):
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     tool_version: str
     decoder: str = ""
     """The libraries that made the pixels: others make slightly different ones."""
@@ -108,8 +115,9 @@ class Manifest(Settings):
     seed: int
     encoding: Encoding
     image_size: int
-    crop: Literal["center", "squash"] = "center"
-    """What readers make of pictures that are not squares of `image_size` (those of encoding keep)."""
+    crop: CropPolicy = "center"
+    interpolation: Filter = "bicubic"
+    """How pictures that were not squares of `image_size` became such; with encoding keep it is readers who do it."""
     classes: tuple[str, ...]
     splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
@@ -119,12 +127,40 @@ class Manifest(Settings):
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
     """Inputs that the config leaves out before anything is read, by reason (classes, excluded)."""
-    fingerprint: str
-    """Hash of the build's config and of the listing of its inputs: the same fingerprint means the same bytes."""
+    max_reject_share: float = 1.0
+    """The share of inputs that may be rejected; past it `build`, `index` and `merge` end with 1, whenever they are called."""
+    rejected_sha256: str
+    """Of rejected.jsonl."""
+    plan_hash: str
+    """Of the build's config, the dataset's name in it, and the listing of its inputs: the same plan makes the same bytes."""
 
-    @cached_property
+    # these are not cached: pydantic's model_copy would carry them over to what has another content
+
+    @property
     def hash(self) -> str:
+        """Of all that stands here: names and places, too."""
         return hash_of_json(self.model_dump(mode="json"))
+
+    @property
+    def content_hash(self) -> str:
+        """Of the samples and their order alone: the same bytes at another place, under another name, made or indexed by another
+        version of this tool, have the same."""
+        splits = {
+            name: {
+                "shards": [[shard.sha256, shard.index_sha256] for shard in split.shards],
+                "annotations": {key: [each.sha256, each.num_columns] for key, each in split.annotations.items()},
+            }
+            for name, split in self.splits.items()
+        }
+        return hash_of_json([self.classes, splits])
+
+    @property
+    def pixels_hash(self) -> str:
+        """Of the content, and of what readers make of it."""
+        reading = self.model_dump(
+            mode="json", include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"}
+        )
+        return hash_of_json([self.content_hash, reading])
 
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)
@@ -149,38 +185,54 @@ def load_manifest(directory: Path | str) -> Manifest:
             f"{path.parent}: no such dataset directory; make it with data_prep build ... out={path.parent}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise DatasetError(
             f"{path.parent}: has no {MANIFEST_NAME}, so it is unfinished; run its data_prep build again, it goes on from there"
         ) from None
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror}); mend that, or rebuild the dataset") from None
     try:
-        version = json.loads(text).get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise DatasetError(
-                f"{path}: schema version {version!r}, this tool reads {SCHEMA_VERSION}; rebuild it, or use the tool that wrote it"
-            )
-        return Manifest.model_validate_json(text)
-    except (ValidationError, json.JSONDecodeError, AttributeError) as error:
-        raise DatasetError(f"{path}: not a manifest ({str(error).splitlines()[0]}); rebuild the dataset") from None
+        tree = json.loads(data)
+        version = tree.get("schema_version")
+        if version == SCHEMA_VERSION:
+            return Manifest.model_validate_json(json.dumps(unsealed(tree)))
+    except (ValueError, AttributeError, RecursionError) as error:
+        why = str(error).splitlines()[0]
+        raise DatasetError(
+            f"{path}: is damaged, or no manifest ({why}); copy it again from where it is whole, or rebuild the dataset"
+        ) from None
+    raise DatasetError(
+        f"{path}: schema version {version!r}, this tool reads {SCHEMA_VERSION}; rebuild it, or use the tool that wrote it"
+    )
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
-    write_json(directory / MANIFEST_NAME, manifest.model_dump(mode="json"))
+    write_json(directory / MANIFEST_NAME, sealed(manifest.model_dump(mode="json")))
 
 
 def load_paths(directory: Path | str, shard: Shard) -> list[str]:
     """Where each sample of a shard came from, in the order of its index."""
-    path = Path(directory) / shard.paths_file
+    return _lines(directory, shard.paths_file, sha256=shard.paths_sha256, count=shard.num_samples)
+
+
+def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, str]]:
+    """What was not written, and why."""
+    return _lines(directory, REJECTED_NAME, sha256=manifest.rejected_sha256, count=manifest.num_rejected)
+
+
+def _lines(directory: Path | str, file: str, *, sha256: str, count: int) -> list[Any]:
+    path = Path(directory) / file
     try:
-        paths = [json.loads(line) for line in path.read_bytes().splitlines()]
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ValueError(CHANGED)
+        lines = [json.loads(line) for line in data.splitlines()]
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
-    if len(paths) != shard.num_samples:
-        raise DatasetError(
-            f"{path}: {len(paths)} lines, {shard.num_samples} expected; run data_prep verify {directory}"
-        )
-    return paths
+    if len(lines) != count:
+        raise DatasetError(f"{path}: {len(lines)} lines, {count} expected; run data_prep verify {directory}")
+    return lines
 
 
 def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[np.bool_]:
@@ -189,24 +241,29 @@ def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[n
         raise DatasetError(f"{directory}: no annotation {name!r}; {nearest(name, list(split.annotations))}")
     annotation = split.annotations[name]
     path = Path(directory) / annotation.file
-    try:
-        packed = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
+    packed = _array(directory, path, sha256=annotation.sha256)
     if packed.dtype != np.uint8 or packed.shape != (split.num_samples, -(-annotation.num_columns // 8)):
         raise DatasetError(f"{path}: is not the annotation of {split.num_samples} samples; rebuild the dataset")
     return np.unpackbits(packed, axis=1, count=annotation.num_columns).astype(np.bool_)
 
 
-def load_index(directory: Path | str, shard: Shard) -> NDArray[np.int64]:
-    """The (num_samples, 3) index of one shard, memory-mapped."""
-    path = Path(directory) / shard.index_file
-    try:
-        index = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: index cannot be read ({error}); run data_prep verify {directory}") from None
+def load_index(directory: Path | str, shard: Shard, *, path: Path | None = None) -> NDArray[np.int64]:
+    """The (num_samples, 3) index of one shard, memory-mapped; of a copy of it at `path`."""
+    path = path or Path(directory) / shard.index_file
+    index = _array(directory, path, sha256=shard.index_sha256)
     if index.shape != (shard.num_samples, 3) or index.dtype != INDEX_DTYPE or not index.flags.c_contiguous:
         raise DatasetError(
             f"{path}: index of shape {index.shape}, {(shard.num_samples, 3)} expected, row by row; run data_prep verify {directory}"
         )
-    return index  # type: ignore[no-any-return]
+    return index
+
+
+def _array(directory: Path | str, path: Path, *, sha256: str) -> NDArray[Any]:
+    """Memory-mapped; numpy parses only what is as it was written."""
+    try:
+        if sha256_of(path) != sha256:
+            raise ValueError(CHANGED)
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
+    return array

@@ -8,64 +8,155 @@ The protocol, for a file and for a directory alike:
 4. fsync the parent, so that the rename itself survives a power cut.
 
 A crash before 3 leaves only a temporary name, which the next writer of the same name removes.
+
+A process that works through a desk has its temporary names there: what appears is renamed out of it, what goes is renamed into
+it. Whoever removes the desk has fenced that process off (pretrain/starts.py): such a rename fails in the file system itself.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from data_prep.settings import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
+REPLACED = "replaced-"
+"""After the prefix: a directory that another is about to take the place of."""
 HASHED_BYTES = 4 << 20
 """How much of a file is read at once, to be hashed."""
+_DESKS: dict[Path, Path] = {}
+"""Of this process: directory -> where what appears under it is made."""
+
+
+class Superseded(UserError):  # noqa: N818
+    """This process may not change the place any more: its desk is gone."""
+
+
+def work_through(desk: Path, *, under: Path) -> None:
+    """All threads of this process do, on the same file system, on what is under the directory; for good, as one may come late."""
+    _DESKS[under.absolute()] = desk.absolute()
+
+
+def desk_of(path: Path) -> Path | None:
+    """The desk through which this process works on it."""
+    found = _desk_of(path)
+    return found[1] if found else None
+
+
+def _desk_of(path: Path) -> tuple[Path, Path] | None:
+    whole, desks = path.absolute(), _DESKS.copy()  # another thread may add one
+    if any(whole.is_relative_to(desk) for desk in desks.values()):
+        return None  # what lies on a desk is not to be seen yet
+    return max((each for each in desks.items() if whole.is_relative_to(each[0])), default=None)
+
+
+def check_not_superseded(path: Path) -> None:
+    """The desk's time is set, not read: the server of a network file system is asked, whatever this node remembers."""
+    desk = desk_of(path)
+    try:
+        if desk is not None:
+            os.utime(desk)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            raise Superseded(
+                f"{path}: a newer start has taken over ({desk} is gone); this one changes nothing"
+            ) from error
+
+
+@contextmanager
+def unless_superseded(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        check_not_superseded(path)
+        raise
+
+
+def _temporary_of(path: Path, kind: str = "") -> Path:
+    found = _desk_of(path)
+    if found is None:
+        return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
+    root, desk = found
+    return desk / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """A full disk does not say which it is."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+    temporary = _temporary_of(path)
+    with unless_superseded(path):
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            _name(error, path)
+            raise
+        sync(path.parent)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
-    temporary, replaced = (path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}") for kind in ("", "replaced-"))
-    if replaced.exists() and not path.exists():  # a crash between the two renames below
-        os.rename(replaced, path)
-    for leftover in (temporary, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for file in sorted(temporary.rglob("*")):
-            sync(file)
-        sync(temporary)
-        if path.exists():
-            os.rename(path, replaced)
-        os.rename(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    temporary, replaced = _temporary_of(path), _temporary_of(path, REPLACED)
+    with unless_superseded(path):
+        if replaced.exists() and not path.exists():  # a crash between the two renames below
+            os.rename(replaced, path)
+        for leftover in (temporary, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                sync(file)
+            sync(temporary)
+            if path.exists():
+                os.rename(path, replaced)
+            os.rename(temporary, path)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            _name(error, path)
+            raise
+        sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def withdraw(path: Path) -> None:
+    """Takes away a file or a directory, whole; what a crash leaves has a temporary name."""
+    condemned = _temporary_of(path, "withdrawn-")
+    with unless_superseded(path):
+        _remove(condemned)
+        os.rename(path, condemned)
+        _remove(condemned)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -86,11 +177,24 @@ def hash_of_json(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """The value with its own hash beside it, so that whoever reads it can tell whether it is as it was written."""
+    return value | {"hash": hash_of_json(value)}
+
+
+def unsealed(value: Any) -> dict[str, Any]:
+    """What `sealed` was given; ValueError where it is something else."""
+    content = {key: held for key, held in value.items() if key != "hash"} if isinstance(value, dict) else {}
+    if not content or value.get("hash") != hash_of_json(content):
+        raise ValueError("its content is not what its own hash says")
+    return content
+
+
 def remove_leftovers(*places: Path) -> None:
     """What killed writers have left in these directories under temporary names; the caller is sure that none is at work."""
     for place in places:
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            _remove(leftover)
 
 
 def sha256_of(path: Path, *, gets_on: Callable[[], None] | None = None) -> str:
@@ -121,30 +225,88 @@ def make_directory(directory: Path) -> None:
         raise UserError(f"{directory}: cannot be made, for a file is in its place; name another directory") from None
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a directory: what its lock file says."""
+
+    node: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    pid: int = field(default_factory=os.getpid)
+    job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
+    """SLURM's number, if it is within a job."""
+    cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
+    """Whose number that is: several clusters may share a file system."""
+    restart: int = field(default_factory=lambda: int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    since: str = field(default_factory=lambda: time.strftime("%F %T"))
+
+    def __str__(self) -> str:
+        job = f", job {self.job}, start {self.restart + 1}" if self.job else ""
+        return f"process {self.pid} on {self.node}{job}, since {self.since}"
+
+
 class Busy(UserError):  # noqa: N818
     """Another process holds the place now: nobody's mistake, and later the same command may do."""
 
 
+LOCK = ".lock"
+
+
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Holds `directory` against a second writer; the kernel lets go of the lock however this process ends.
+    """Holds `directory` against a second writer, and says who holds it; the kernel lets go of the lock however this process ends.
 
     `notice` is said before a wait.
     """
     make_directory(directory)
-    with open(directory / ".lock", "w") as file:
+    with open(directory / LOCK, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not wait:
+                holder = _holder_in(file)
                 raise Busy(
-                    f"{directory}: another process is writing here; wait for it, or choose another directory"
+                    f"{directory}: another process is writing here{f' ({holder})' if holder else ''}; wait for it, or choose "
+                    "another directory"
                 ) from None
             if notice:
                 print(notice, file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(
-                f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for a mount with flock"
-            ) from None
-        yield
+            raise _no_locks(directory, error) from None
+        with suppress(OSError):  # a full disk is told by whoever needs it
+            file.truncate(0)
+            file.write(json.dumps(asdict(Holder())))
+            file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                file.truncate(0)
+
+
+def is_held(directory: Path) -> tuple[bool, Holder | None]:
+    """Whether a process writes there now, and which, if it has said so by now."""
+    try:
+        with open(directory / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True, _holder_in(file)
+            except OSError as error:
+                raise _no_locks(directory, error) from None
+    except FileNotFoundError:
+        pass
+    return False, None
+
+
+def _no_locks(directory: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for a mount with flock"
+    )
+
+
+def _holder_in(file: IO[str]) -> Holder | None:
+    file.seek(0)
+    try:
+        return Holder(**json.loads(file.read()))
+    except (ValueError, TypeError):
+        return None

@@ -6,8 +6,10 @@ may hold secrets, too, not least those that a server redirects to: no error show
 """
 
 import contextlib
+import errno
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,9 @@ from data_prep.settings import UserError
 
 NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
 LONGEST_PAUSE_S = 30.0
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S, ANSWER_TIMEOUT_S = 30, 60, 10
+"""The last is for questions that a server answers without reading a shard; of a web server each is asked in two ways."""
+SLOW_S = 5.0
 _S3_CHUNK_BYTES = 8 << 20
 _CHANCE = random.SystemRandom()
 """Of its own: the generators that others seed must not feel a server's faults."""
@@ -66,7 +70,8 @@ def shown(url: str) -> str:
 
 
 def version(url: str, *, storage: dict[str, Any], num_attempts: int) -> Version:
-    found = _tried(url, lambda: _file_system(url, storage).info(url), num_attempts=num_attempts)
+    system = _file_system(url, storage, silence_s=ANSWER_TIMEOUT_S, retries=False)
+    found = _tried(url, lambda: system.info(url), num_attempts=num_attempts)
     mark = next((found[key] for key in ("ETag", "Last-Modified", "LastModified") if found.get(key)), None)
     return Version(found.get("size"), None if mark is None else str(mark))
 
@@ -84,7 +89,14 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int)
 
     def fetch() -> Version:
         found = version(url, storage=storage, num_attempts=1)
-        _file_system(url, storage).get_file(url, str(place))
+        try:
+            _file_system(url, storage).get_file(url, str(place))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # is not the server's fault, and does not pass
+                raise UserError(
+                    f"{place}: {error.strerror}; make room there, then give the same command again"
+                ) from None
+            raise
         num_bytes = place.stat().st_size
         if found.num_bytes is not None and num_bytes != found.num_bytes:
             raise RemoteError(f"{num_bytes:,} of {found.num_bytes:,} bytes came")
@@ -156,9 +168,10 @@ def tried(
 ) -> T:
     """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
 
-    `tell` hears what goes wrong, from the second failure on: the first passes as a rule.
+    `tell` hears what goes wrong: of the first failure, which passes as a rule, only if it took long.
     """
     for attempt in range(1, num_attempts + 1):
+        began_s = time.monotonic()
         try:
             return action()
         except (UserError, StoppedError):
@@ -171,7 +184,7 @@ def tried(
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
                 raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
-            if tell is not None and attempt > 1:
+            if tell is not None and (attempt > 1 or time.monotonic() - began_s > SLOW_S):
                 said = _said(error).removeprefix(f"{shown(url)}: ")
                 tell(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
         pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
@@ -183,7 +196,11 @@ def tried(
 
 
 def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
-    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S)
+    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, tell=_say)
+
+
+def _say(text: str) -> None:
+    print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
@@ -191,7 +208,7 @@ def _refuse_hopeless(url: str, error: Exception) -> None:
         raise _wrong_options(url, error) from None
     statuses = [getattr(found, "status", None) for found in _chain(error)]
     status = next((status for status in statuses if isinstance(status, int)), None)
-    names = {type(found).__name__ for found in _chain(error)}
+    names = {kind.__name__ for found in _chain(error) for kind in type(found).__mro__}
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
         if status is None and names & {"ClientConnectorError", "TimeoutError", "ServerDisconnectedError"}:
             return

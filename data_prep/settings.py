@@ -27,6 +27,9 @@ class UserError(ValueError):
     of_all_ranks = False
     """Whether every rank raises it at the same step, so that one of them may say it for all."""
 
+    def __str__(self) -> str:
+        return _readable(super().__str__())
+
 
 class SettingsError(UserError):
     """A mistake in a config or on the command line."""
@@ -67,12 +70,17 @@ NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or n
 """Worker processes; 0 means one per core."""
 
 
-def read_lines(field: str, file: str) -> list[str]:
-    """The lines of the text file that a setting names, without the blank ones."""
+def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
+    """The lines of the text file that a setting names, without the blank ones. With `spelled`, a byte that is not UTF-8 stands as
+    \\xe9, as in the classes of a manifest, which such lines are compared with."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        data = Path(file).read_bytes()
+        # Windows begins text files with a mark
+        lines = data.decode("utf-8-sig", "backslashreplace" if spelled and b"\0" not in data else "strict").splitlines()
+    except OSError as error:
         raise SettingsError(f"{field}: {file} cannot be read ({error})") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{field}: {file} cannot be read ({error}); write it as UTF-8") from None
     return [line.strip() for line in lines if line.strip()]
 
 
@@ -146,6 +154,24 @@ def _siblings(path: Path) -> list[str]:
 
 def _not_plain(value: object) -> str:
     return str(value)  # YAML dates and the like: they reach the schema as text and fail there by field
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+_LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
+_BYTE = re.compile("[\udc80-\udcff]")
+"""What Python makes of a byte of a name that is not UTF-8 (os.fsdecode)."""
+
+
+def printable(name: str) -> str:
+    """The one spelling of a name in records, lists and class names, where all is UTF-8: any other byte stands as \\xe9, a backslash
+    that would look like that as \\x5c, so that no two names are spelled alike and each can be had back; the rest stays as it is."""
+    return _readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
+
+
+def _readable(text: str) -> str:
+    """What any terminal can show."""
+    return _BYTE.sub(lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------

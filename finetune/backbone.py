@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_prep.manifest import Manifest
+from data_prep.manifest import Filter, Manifest
 from data_prep.settings import UserError
 from finetune.recording import Weights
 from pretrain.augment.augmentation import Augmentation, Normalisation
@@ -26,6 +26,8 @@ class Backbone:
     weights: Weights | None = None
     model: ImageModel | None = None
     """None, both, where there is no model."""
+    interpolation: Filter = "bilinear"
+    """With which pictures of another size are fed, unless settings name another."""
 
     @property
     def weights_sha256(self) -> str:
@@ -35,7 +37,7 @@ class Backbone:
         self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
     ) -> Augmentation:
         return Augmentation(
-            settings or AugmentSettings(),
+            (settings or AugmentSettings()).fed_as(self.interpolation),
             seed=seed,
             image_size=self.image_size,
             normalisation=self.normalisation,
@@ -72,4 +74,5 @@ def open_backbone(
         Normalisation(card.channel_mean, card.channel_std),
         weights,
         model,
+        card.fed_interpolation,
     )

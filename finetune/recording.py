@@ -16,8 +16,8 @@ from pretrain.card import ModelCard, hash_of_weights, parse_card, resolve
 from pretrain.config import TrackingSettings
 from pretrain.datasets import Part
 from pretrain.page import dataset_of, git_commit, on_slurm, shown_command, slurm_tags, target_of
-from pretrain.preemption import Interrupted
-from pretrain.run import CONFIG_FILE, claim, flatten, owner_of
+from pretrain.preemption import Interrupted, StopFlag
+from pretrain.run import CONFIG_FILE, Patience, claim, flatten, owner_of
 from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import World
 
@@ -69,18 +69,20 @@ def recorded(
     settings: Settings,
     *,
     run_dir: Path,
+    patience: Patience,
     tracking: TrackingSettings,
     world: World,
     used: Sequence[tuple[Part, str]],
     weights: Weights | None,
     tags: dict[str, str],
+    stop: StopFlag | None = None,
 ) -> Iterator[Tracker]:
     """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
     none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    with claim(run_dir, settings, is_first=True):
+    with claim(run_dir, settings, is_first=True, patience=patience, stop=stop):
         tracker = _open(settings, run_dir, tracking, used, weights, tags)
         try:
             yield tracker
@@ -106,7 +108,7 @@ def _open(
         parent_key=weights.card.run_key or None if weights else None,
         parent_dir=weights.run_dir if weights else None,
     )
-    params = flatten(settings.model_dump(mode="json")) | {"manifest_hash": manifest.hash}
+    params = flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash}
     source = {
         "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",

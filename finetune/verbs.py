@@ -1,6 +1,7 @@
 """What the verbs of `finetune` have in common: options, `--ranks`, signals, a run that has been finished before. No torch here."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import FrameType
 
 from data_prep.settings import Settings, dump
 from pretrain.__main__ import OK, rank_count
+from pretrain.launch import LAUNCHED_WITH
 from pretrain.run import finished_result
 from pretrain.world import World
 
@@ -37,6 +39,12 @@ def finished_before(run_dir: Path, world: World) -> bool:
     if is_finished and world.is_first:
         print(f"{run_dir}: finished before; name another run_dir to do it anew")
     return is_finished
+
+
+def say_once(warning: str | None, world: World) -> None:
+    """By the first rank alone, and not again by ranks whose launcher has said it."""
+    if warning is not None and world.is_first and LAUNCHED_WITH not in os.environ:
+        print(f"finetune: {warning}", file=sys.stderr)
 
 
 def end_on_signals() -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.publish import Busy
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
 from pretrain.card import list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+BUSY = 75
+"""The run is held by another start: nobody's mistake. cluster/job.sh knows the number."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +40,8 @@ def guarded(program: str, options: argparse.Namespace) -> int:
         return int(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Busy as error:
+        return _complain(program, str(error), alone=True, code=BUSY)
     except ValueError as error:
         if getattr(options, "started", False):
             if not isinstance(error, UserError):
@@ -127,7 +132,13 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
     verb.add_argument("--force-flattening", action="store_true", help="even where the first layer looks otherwise")
-    verb.add_argument("--activation", help="of scaling_mlps' models (default: of the config beside the file, or gelu)")
+    verb.add_argument("--activation", help="weights do not tell it (default: of the config beside the file, or gelu)")
+    verb.add_argument(
+        "--weights",
+        choices=("ema", "raw"),
+        default="ema",
+        help="of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)",
+    )
     for name in ("mean", "std"):
         verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
     verb.set_defaults(run=_import)
@@ -186,14 +197,11 @@ def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:
     )
 
 
-def leave(finished: bool, *, run_dir: Path | None, is_first: bool, together: bool = True) -> int:
-    """Ends a rank. A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again."""
+def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
+    """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would tell of a death. A stopped run exits with 0,
+    too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
         print(f"{run_dir}: {'finished' if finished else _stopped(run_dir)}")
-    if together:
-        from pretrain.collectives import barrier
-
-        barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
@@ -289,6 +297,7 @@ def _import(options: argparse.Namespace) -> int:
         flattening=options.flattening,
         force_flattening=options.force_flattening,
         activation=options.activation,
+        kind=options.weights,
         mean=tuple(options.mean) if options.mean else None,
         std=tuple(options.std) if options.std else None,
     )

@@ -1,8 +1,6 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
-import os
 import sys
-import tempfile
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +16,7 @@ from pretrain.datasets import TrainingData, check_against_data
 from pretrain.durations import parse_length
 from pretrain.evaluate import Scores, evaluate
 from pretrain.feed import Feed
+from pretrain.first_read import FirstRead, read_in_place
 from pretrain.loader import training_batches
 from pretrain.models.cost import forward_flops
 from pretrain.order import BatchPlan, Line
@@ -30,7 +29,7 @@ from pretrain.run import CONFIG_FILE, flatten
 from pretrain.saving import SavingPlan
 from pretrain.schedule import Schedule
 from pretrain.shard_cache import ShardCache
-from pretrain.shards import ShardReader
+from pretrain.shards import ShardReader, open_cache
 from pretrain.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.staging import staged
 from pretrain.step import Engine
@@ -73,6 +72,7 @@ class Task:
             cadence=cadence_of(settings, self.data),
             feed_from=self.feed_from,
             check_bad=self.check_bad,
+            first_read=self.first_read,
             skipped=self.skipped,
             evaluate=self.scores,
             card_at=self.card_at,
@@ -94,12 +94,19 @@ class Task:
 
     @cached_property
     def cache(self) -> ShardCache | None:
-        return open_cache(self.data)
+        return open_cache(self.data.settings, self.data.read_parts)
 
     @cached_property
     def read_data(self) -> TrainingData:
         """As it is read; all ranks ask for it together."""
         return staged(self.data, world=self.world, device=self.engine.device, stop=self.stop)
+
+    @property
+    def first_read(self) -> FirstRead:
+        """All ranks ask for it together."""
+        checked = self.read_data.read_parts if self.data.settings.check == "first-read" else ()
+        parts = read_in_place(checked, device=self.engine.device)
+        return FirstRead(parts, run_dir=Path(self.settings.run_dir), world=self.world)
 
     @cached_property
     def reader(self) -> ShardReader:
@@ -162,7 +169,6 @@ class Task:
             ),
             self.augmentation,
             waits=self.stop.result,
-            end_waits=self.cache.close if self.cache else None,
         )
 
     @property
@@ -185,7 +191,6 @@ class Task:
                 num_threads=self.num_threads,
                 world=self.world,
                 stop=self.stop,
-                end_waits=self.cache.close if self.cache else None,
             )
 
     def show_fed(self, prepared: Prepared) -> None:
@@ -211,6 +216,7 @@ class Task:
             self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS), step=step)
 
     def card_at(self, step: int) -> ModelCard:
+        crop, interpolation = self.data.squares
         return ModelCard(
             model=self.settings.model,
             image_size=self.data.image_size,
@@ -218,7 +224,11 @@ class Task:
             channel_mean=self.normalisation.mean,
             channel_std=self.normalisation.std,
             dataset=self.data.name,
-            manifest_hash=self.data.hash,
+            stored_crop=crop,
+            stored_interpolation=interpolation,
+            fed_interpolation=self.settings.augment.plain_filter,
+            content_hash=self.data.content_hash,
+            pixels_hash=self.data.pixels_hash,
             step=step,
             run_key=self.run_key,
         )
@@ -245,7 +255,7 @@ def open_tracker(
     params = flatten(settings.model_dump(mode="json")) | {
         "num_ranks": world.num_ranks,
         "num_weights": num_weights,
-        "manifest_hash": data.hash,
+        "content_hash": data.content_hash,
     }
     command = shown_command(sys.argv)
     tags = tags_of(settings, data, command=command, commit=git_commit(), num_weights=num_weights)
@@ -293,16 +303,6 @@ def retention_of(settings: PretrainSettings, data: TrainingData) -> Retention:
     wanted = settings.checkpoint
     steps = max(1, parse_length(wanted.keep_every).steps(**_size(settings, data))) if wanted.keep_every else None
     return Retention(wanted.keep_last, steps)
-
-
-def open_cache(data: TrainingData) -> ShardCache | None:
-    """Where there are remote shards; its directory is what ranks and runs share."""
-    if not data.has_remote_shards:
-        return None
-    settings = data.settings
-    default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
-    directory = Path(settings.cache_dir) if settings.cache_dir else default
-    return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
 
 
 def _size(settings: PretrainSettings, data: TrainingData) -> dict[str, int]:

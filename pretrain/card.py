@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from data_prep.manifest import CropPolicy, Filter, Manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import Settings, UserError
 from pretrain.headway import HEADWAY
-from pretrain.models.spec import ModelSpec
+from pretrain.models.spec import MixerSpec, ModelSpec
 
 MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
     "model.safetensors",
@@ -38,16 +39,46 @@ class ModelCard(Settings):
     channel_std: tuple[float, float, float]
     dataset: str
     """The name of what they were trained on."""
-    manifest_hash: str = ""
+    stored_crop: CropPolicy | None = None
+    stored_interpolation: Filter | None = None
+    """How the pictures there had become squares; None where that is not known, or not one thing."""
+    fed_interpolation: Filter = "bilinear"
+    """With which stored squares are resized to `image_size`."""
+    content_hash: str = ""
+    pixels_hash: str = ""
+    """Of what they were trained on, and of that together with what readers made of it."""
     step: int = 0
     run_key: str = ""
-    """These three are of a run of ours; imported weights have none."""
+    """These four are of a run of ours; imported weights have none."""
     origin: str = ""
     """Of imported weights: the file that they were read from."""
+    timm_transform: dict[str, str | float] = Field(default_factory=dict)
+    """Of weights that were imported from timm: what its transform does (interpolation, crop_pct, crop_mode), for config.json."""
+
+    def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
+        """What to say where the squares of a dataset were made in another way than those that the weights were trained on."""
+        known, here = (self.stored_crop, self.stored_interpolation), (manifest.crop, manifest.interpolation)
+        if None in known or known == here:
+            return None
+        return (
+            f"{dataset}: its pictures became squares by {here[0]} and {here[1]}, those of the weights' source by {known[0]} and "
+            f"{known[1]}; unless all were squares of {manifest.image_size} px before, the model sees other pixels than there; "
+            f"build the dataset with crop={known[0]} interpolation={known[1]}"
+        )
 
 
 TIMM_ARCHITECTURE = "wide_mlps"
 """What `pretrain.models.timm_names` registers for any spec."""
+
+TIMM_MIXERS = {
+    (32, 8, 512): "mixer_s32_224",
+    (16, 8, 512): "mixer_s16_224",
+    (32, 12, 768): "mixer_b32_224",
+    (16, 12, 768): "mixer_b16_224",
+    (32, 24, 1024): "mixer_l32_224",
+    (16, 24, 1024): "mixer_l16_224",
+}
+"""(patch size, blocks, channels) of the Mixers that timm has itself; it lets image size and hidden widths be chosen."""
 
 _TIMM_KEYS = (
     "architecture",
@@ -61,14 +92,32 @@ _TIMM_KEYS = (
 )
 
 
-def config_of(card: ModelCard) -> dict[str, Any]:
-    """config.json: the card, and what `timm.create_model("local-dir:...")` or `"hf-hub:..."` asks for."""
+def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
+    """(architecture, arguments) of the model that computes the same in timm without this package, where there is one."""
+    spec, size = card.model, card.image_size
+    if not isinstance(spec, MixerSpec) or spec.layers_per_mixing != 2 or spec.num_tokens or spec.permuted_blocks:
+        return None
+    name = TIMM_MIXERS.get((spec.patch_size, spec.depth, spec.num_channels))
+    if name is None or spec.activation != "gelu":
+        return None
+    hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=size))
+    # timm cuts ratio x channels down to a whole number; a half more keeps rounding from losing one
+    return name, {"img_size": size, "mlp_ratio": [(width + 0.5) / spec.num_channels for width in hidden]}
+
+
+def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any]:
+    """config.json: the card, and what `timm.create_model("local-dir:...")` or `"hf-hub:..."` asks for.
+
+    `for_plain_timm`: the weights beside it have the names of `timms_own`, and timm loads them without this package.
+    """
     fields = card.model_dump(mode="json")
+    own = timms_own(card) if for_plain_timm else None
+    architecture, arguments = own or (TIMM_ARCHITECTURE, {"spec": fields["model"], "img_size": card.image_size})
     pretrained_cfg = {
-        "architecture": TIMM_ARCHITECTURE,
+        "architecture": architecture,
         "input_size": [3, card.image_size, card.image_size],
         "fixed_input_size": True,
-        "interpolation": "bilinear",
+        "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
         "crop_pct": 1.0,
         "mean": fields["channel_mean"],
         "std": fields["channel_std"],
@@ -76,11 +125,13 @@ def config_of(card: ModelCard) -> dict[str, Any]:
         "label_names": fields["classes"],
         "classifier": "head",
     }
+    if own:
+        pretrained_cfg["first_conv"] = "stem.proj"
     timm = {
-        "architecture": TIMM_ARCHITECTURE,
+        "architecture": architecture,
         "num_classes": len(card.classes),
-        "model_args": {"spec": fields["model"], "img_size": card.image_size},
-        "pretrained_cfg": pretrained_cfg,
+        "model_args": arguments,
+        "pretrained_cfg": pretrained_cfg | card.timm_transform,
     }
     return fields | timm
 

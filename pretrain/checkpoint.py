@@ -14,13 +14,13 @@ Publishing, by the first rank alone (in the background: see checkpoint_writer.py
 2. fsync of each, rename to step-N, fsync of the parent: from here on it is what a restart goes on from;
 3. `latest`; 4. `best.json`, if this checkpoint knows a better one;
 5. what no rule keeps is renamed, then removed.
-A crash anywhere leaves the newest published checkpoint whole; what is half written or half removed has a temporary name, and the
-next start removes it. Restoring verifies the hashes and falls back to the newest checkpoint that is whole.
+A crash anywhere leaves the newest published checkpoint whole; what is half written or half removed has a temporary name, on the
+start's desk, which the next start removes (starts.py). Restoring verifies the hashes and falls back to the newest checkpoint that
+is whole.
 """
 
 import hashlib
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from data_prep.publish import (
-    TEMPORARY_PREFIX,
     atomic_directory,
-    remove_leftovers,
     sha256_of,
     write_atomic,
     write_json,
@@ -52,6 +50,7 @@ from pretrain.card import (
     parse_card,
     resolve,
 )
+from pretrain.models.foreign import by_our_names
 from pretrain.retention import Best, Retention, prune, published_best, write_best
 from pretrain.step import EngineState
 from pretrain.tensor_file import read_tensors, write_tensors
@@ -69,6 +68,8 @@ class TrainerState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     """The last ones, up to this step: a run that diverges and is started again and again still stops in the end."""
+    num_cpu_threads: int | None = None
+    """See threads.py."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,6 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
     prune(run_dir, newest=newest, retention=retention, best=best)
 
 
-def tidy(run_dir: Path) -> None:
-    """Before a start, by the run's only writer: what a killed one has left under temporary names goes."""
-    where = checkpoints_dir(run_dir)
-    mark = f"{TEMPORARY_PREFIX}replaced-"
-    for replaced in sorted(where.glob(f"{mark}step-*")):  # a crash between the two renames that replace a damaged one
-        place = where / replaced.name.removeprefix(mark)
-        if not place.exists():
-            os.rename(replaced, place)
-    remove_leftovers(where)
-
-
 def newest_whole(run_dir: Path) -> Path | None:
     """Hashes read; None where there never was a checkpoint; an error where all are damaged."""
     found = list_checkpoints(run_dir)
@@ -175,6 +165,7 @@ def load(path: Path) -> Restored:
         owes_evaluation=state.get("owes_evaluation", False),
         skipped_steps=state.get("skipped_steps", 0),
         skipped_in_a_row=state.get("skipped_in_a_row", 0),
+        num_cpu_threads=state.get("num_cpu_threads"),
     )
     return Restored(path, engine, trainer)
 
@@ -189,6 +180,6 @@ def load_weights(path: Path) -> tuple[ModelCard, dict[str, Tensor]]:
     directory = resolve(path)
     card = parse_card(directory)
     try:
-        return card, read_tensors(directory / MODEL)
+        return card, by_our_names(read_tensors(directory / MODEL), card.model)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{directory / MODEL}: cannot be read ({error}); copy it again, or use another") from None

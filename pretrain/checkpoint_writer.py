@@ -29,6 +29,7 @@ _REMEDIES = {
     errno.EPERM: "make it writable again",
     errno.ENOTDIR: "put the directory back in its place",
     errno.EEXIST: "put the directory back in its place",
+    errno.EXDEV: "let all of the run lie on one file system",
 }
 
 

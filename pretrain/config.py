@@ -24,7 +24,19 @@ class MixedDataset(Settings):
     weight: float | None = Field(None, ge=1e-6, le=1000)
 
 
-class DataSettings(Settings):
+class CacheSettings(Settings):
+    """Where the shards of a dataset come from, if they are remote: the section `data` of all that only reads one."""
+
+    cache_dir: str | None = None
+    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
+    for temporary files."""
+    cache_gb: float = Field(50, gt=0)
+    storage: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
+    them."""
+
+
+class DataSettings(CacheSettings):
     dataset: str
     """A directory that `data_prep build` or `index` has finished."""
     train_split: str = "train"
@@ -47,16 +59,12 @@ class DataSettings(Settings):
     """What the model is fed; by default the dataset's own resolution."""
     max_bad_share: float = Field(0.001, ge=0, le=1)
     """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in for those that cannot."""
-    cache_dir: str | None = None
-    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
-    for temporary files."""
-    cache_gb: float = Field(50, gt=0)
+    check: Literal["first-read", "none"] = "first-read"
+    """first-read: each shard that is read where it lies is hashed once in a run, behind training, and training ends where one is
+    not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
     stage_dir: str | None = None
     """A directory on each node's own disk: the shards are copied there before training reads them, once for all ranks and jobs of
     the node. Without room for them training reads them where they lie, and says so. Remote shards have `cache_dir`."""
-    storage: dict[str, Any] = Field(default_factory=dict, exclude=True)
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
-    them."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
@@ -156,6 +164,10 @@ class EngineSettings(Settings):
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it. (One that has died
     is noticed within a second.) Longer than any call that keeps Python from running its threads."""
+    lock_wait_s: float = Field(180.0, ge=0)
+    """A start that finds the run held by another waits so long for it, at most half of timeout_s. The lock of a node that is lost
+    goes with its lease: an NFSv4 server of Linux may drop it after 90 s without a word, and does so within another 90; Lustre
+    evicts a client that it has not heard of for 150 s (one and a half times obd_timeout, 100 s by default)."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
     """Seconds without any headway (a step, a batch of the evaluation, a piece of a checkpoint, ...) after which the run counts as
     hung: all ranks leave their stacks in RUN/stacks and end, and the one that is behind is named. Longer than the longest of these,

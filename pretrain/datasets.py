@@ -11,7 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_annotation, load_manifest
+from data_prep.manifest import (
+    CropPolicy,
+    DatasetError,
+    Filter,
+    Manifest,
+    Shard,
+    Split,
+    load_annotation,
+    load_manifest,
+)
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings
 from pretrain.counter import hash64, hex_key
@@ -61,11 +70,7 @@ class Part:
         return self.directory / shard.file if self.staged is None else self.staged.tar(shard)
 
     def index(self, shard: Shard) -> Path:
-        return self.index_directory / shard.index_file
-
-    @property
-    def index_directory(self) -> Path:
-        return self.directory if self.staged is None else self.staged.directory
+        return self.directory / shard.index_file if self.staged is None else self.staged.index(shard)
 
     def stored_size(self, image_size: int | None) -> int:
         """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""
@@ -95,18 +100,26 @@ class TrainingData:
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
-    def has_remote_shards(self) -> bool:
-        splits = [part.content for part in self.parts]
-        if self.settings.eval_split is not None:
-            splits.append(self.parts[0].manifest.splits[self.settings.eval_split])
-        return any(shard.is_remote for split in splits for shard in split.shards)
+    def read_parts(self) -> tuple[Part, ...]:
+        """To train and to evaluate on."""
+        evaluated = self.eval_part()
+        return self.parts if evaluated is None else (*self.parts, evaluated)
 
     @cached_property
-    def hash(self) -> str:
+    def content_hash(self) -> str:
         """Of the one dataset, or of all that makes up the mixture."""
-        if len(self.parts) == 1:
-            return self.parts[0].manifest.hash
-        return hash_of_json([[part.manifest.hash, part.split] for part in self.parts] + [list(self.weights)])
+        return self._hash([part.manifest.content_hash for part in self.parts])
+
+    @cached_property
+    def pixels_hash(self) -> str:
+        """And of what readers make of it."""
+        return self._hash([part.manifest.pixels_hash for part in self.parts])
+
+    def _hash(self, hashes: list[str]) -> str:
+        if len(hashes) == 1:
+            return hashes[0]
+        splits = [part.split for part in self.parts]
+        return hash_of_json([*map(list, zip(hashes, splits, strict=True)), list(self.weights)])
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
@@ -118,6 +131,12 @@ class TrainingData:
         squares = np.array([part.manifest.channel_std for part in self.parts]) ** 2 + means**2
         mean = shares @ means
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
+
+    @property
+    def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
+        """How the pictures became squares, where they all did alike."""
+        ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
+        return ways.pop() if len(ways) == 1 else (None, None)
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
@@ -142,7 +161,7 @@ class TrainingData:
         data, part = self.settings, self.parts[number]
         num_samples = part.num_samples
         differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
-        key = int(hash64(hex_key(part.manifest.hash), seed, *differs) >> 1)
+        key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
 

@@ -17,13 +17,15 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.publish import sole_writer, write_json
+from data_prep.publish import Superseded, check_not_superseded, sole_writer, work_through, write_json
 from data_prep.settings import UserError
 from pretrain.journal import readable_events
 from pretrain.preemption import SIGNALS
+from pretrain.starts import is_at_work
 from pretrain.tracker import RunIdentity, Status
 from pretrain.tracking import Store
 
@@ -69,6 +71,9 @@ class Delivery:
                 lines = [line for line in (journal.readline() for _ in range(_BATCH_EVENTS)) if line.endswith(b"\n")]
                 if not lines:
                     break
+                check_not_superseded(
+                    self.directory
+                )  # after the reading: what was said before the fence is in the next journal, too
                 events = readable_events(lines)
                 self._send(events)
                 self._owed += [event for event in events if event["event"] in _FILES]
@@ -82,6 +87,7 @@ class Delivery:
 
     def say(self, status: Status | str) -> None:
         if self.run_id is not None and self._said != status:
+            check_not_superseded(self.directory)
             self._store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
             self._store.say(self.run_id, status)
             self._said = status
@@ -160,7 +166,7 @@ def sync(run_dir: Path) -> int:
         for attempt in range(_ATTEMPTS):
             try:
                 delivery.deliver()
-                if not delivery.ended and not _is_held(run_dir):  # it died, and so did its deliverer
+                if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
                     delivery.say("FAILED")
             except UserError:
                 raise
@@ -175,15 +181,6 @@ def sync(run_dir: Path) -> int:
             else:
                 break
         return delivery.num_bytes_sent
-
-
-def _is_held(run_dir: Path) -> bool:
-    """Whether a trainer is at work there, see run.py."""
-    try:
-        with sole_writer(run_dir):
-            return False
-    except UserError:
-        return True
 
 
 def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
@@ -208,6 +205,8 @@ def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeo
             if closed_at_s is not None:
                 return 0
             wait_s, said = POLL_S, ""
+        except Superseded:
+            return 0
         except Exception as error:  # noqa: BLE001
             # whatever the store raises, the journal keeps the events, and the next round tries again
             fault = delivery.words_of(error)
@@ -232,7 +231,12 @@ def _main() -> int:
     log = open(run_dir / "tracking" / "delivery.log", "a", encoding="utf-8")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
-    return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))
+    if sys.argv[3:]:
+        work_through(Path(sys.argv[3]), under=run_dir)
+    with suppress(Superseded):
+        check_not_superseded(run_dir)  # started again by a trainer that has woken up, it does not even take the lock
+        return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -47,9 +47,8 @@ def evaluate(
     world: World,
     num_threads: int = 1,
     stop: StopFlag | None = None,
-    end_waits: Callable[[], None] | None = None,
 ) -> Scores:
-    """Raises Interrupted, on all ranks at the same batch, where one is told to stop; `end_waits` then ends waits for downloads."""
+    """Raises Interrupted, on all ranks at the same batch, where one is told to stop."""
     sums = tally(
         logits_of,
         reader,
@@ -58,7 +57,6 @@ def evaluate(
         world=world,
         num_threads=num_threads,
         stop=stop,
-        end_waits=end_waits,
     )
     return scores_of(all_sum(sums), num_samples=reader.num_samples)
 
@@ -72,7 +70,6 @@ def tally(
     world: World,
     num_threads: int = 1,
     stop: StopFlag | None = None,
-    end_waits: Callable[[], None] | None = None,
 ) -> Tensor:
     """This rank's sums: those of `count`, ReaL's (right, number), pictures that do not decode."""
     device, num_bad = augmentation.device, 0
@@ -87,7 +84,6 @@ def tally(
             num_threads=num_threads,
             pin=device.type == "cuda",
             waits=stop.result if stop is not None else Future.result,
-            end_waits=end_waits,
         ) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):

@@ -38,10 +38,9 @@ class Feed:
         augmentation: Augmentation,
         *,
         waits: Waits[Fed] = Future.result,
-        end_waits: Callable[[], None] | None = None,
     ):
         """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the loader, in its way."""
-        self._augmentation, self._waits, self._end_waits = augmentation, waits, end_waits
+        self._augmentation, self._waits = augmentation, waits
         self._thread: ThreadPoolExecutor | None = None
         if augmentation.device.type != "cuda":
             self._batches = open_batches(self._prepare)
@@ -64,8 +63,7 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._end_waits is not None:
-            self._end_waits()  # or closing would last as long as a download
+        self._batches.reader.end_waits()  # or closing would last as long as a download
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._batches.close()

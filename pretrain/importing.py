@@ -21,7 +21,7 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.foreign import Family, Flattening, Foreign, Reading, convert
 from pretrain.models.spec import Activation
-from pretrain.models.weights import read_weights
+from pretrain.models.weights import Kind, read_weights
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Normalisation((0.49139968, 0.48215827, 0.44653124), (0.24703233, 0.24348505, 0.26158768))
@@ -33,6 +33,10 @@ NORMALISATIONS: dict[Family, dict[str, Normalisation]] = {
     "timm": {"miil": NONE, "": HALF},
 }
 """By the first word that the file's name contains, as the public data_stats.py and timm's default_cfgs have them."""
+SQUARES: dict[str, Any] = {"stored_crop": "longer_side", "stored_interpolation": "area", "fed_interpolation": "area"}
+"""How scaling_mlps has FFCV make and feed its pictures."""
+TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
+"""What timm says of how pictures become squares; its mixers' are bicubic (miil's bilinear), of which 0.875 is cropped."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Wishes:
     flattening: Flattening = "chw"
     force_flattening: bool = False
     activation: Activation | None = None
+    kind: Kind = "ema"
     mean: tuple[float, float, float] | None = None
     std: tuple[float, float, float] | None = None
 
@@ -58,10 +63,13 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
             raise UserError(
                 f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255"
             )
-    weights, beside = read_weights(file), config_beside(file)
-    reading = Reading(wishes.flattening, not wishes.force_flattening, _activation(wishes, beside))
-    foreign = convert(weights, source=file, reading=reading)
+    stored, beside = read_weights(file, kind=wishes.kind), config_beside(file)
+    activation, learned_from = _activation(wishes, beside)
+    reading = Reading(wishes.flattening, not wishes.force_flattening, activation)
+    foreign = convert(stored.weights, source=file, reading=reading)
     normalisation, reason = _normalisation(wishes, beside, foreign, file)
+    transform, transform_of = _transform(beside, foreign, file)
+    fed = {"fed_interpolation": "bicubic"} if transform.get("interpolation") == "bicubic" else {}
     names, naming = _classes(wishes, beside, foreign)
     card = ModelCard(
         model=foreign.spec,
@@ -70,16 +78,37 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
         channel_mean=normalisation.mean,
         channel_std=normalisation.std,
         dataset=wishes.name or file.stem,
-        origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, read as {wishes.flattening}",
+        origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, "
+        + (f"{_AVERAGE[wishes.kind]}, " if stored.average else "")
+        + f"read as {wishes.flattening}",
+        timm_transform=transform,
+        **(SQUARES if foreign.family == "scaling_mlps" else fed),
     )
     _write_once(out, card, foreign)
     with torch.device("meta"):
         count = num_parameters(build_model(card.model, num_classes=len(names), image_size=card.image_size))
-    return [
+    lines = [
         f"{out}: {card.model.label} of {foreign.family}, {card.image_size} px, {len(names):,} classes, {count:,} parameters",
+        f"  activation: {activation} ({learned_from})",
         f"  normalisation: mean {_row(card.channel_mean)}, std {_row(card.channel_std)} ({reason})",
         f"  classes: {names[0]} ... {names[-1]} ({naming})",
     ]
+    if card.stored_crop:
+        crop, interpolation = card.stored_crop, card.stored_interpolation
+        lines.append(
+            f"  pictures: squares by {crop} and {interpolation}, fed with {card.fed_interpolation}, as {foreign.family} has it; "
+            f"datasets are built alike with crop={crop} interpolation={interpolation}"
+        )
+    if stored.average:
+        other: Kind = "raw" if wishes.kind == "ema" else "ema"
+        lines.append(
+            f"  weights: {_AVERAGE[wishes.kind]} (the file holds both, the average as {stored.average}; --weights {other} takes "
+            f"{_AVERAGE[other]})"
+        )
+    if transform:
+        words = ", ".join(f"{key} {value}" for key, value in transform.items())
+        lines.append(f"  timm's transform: {words} ({transform_of}; kept in {CONFIG} for timm)")
+    return lines
 
 
 def _write_once(out: Path, card: ModelCard, foreign: Foreign) -> None:
@@ -103,11 +132,29 @@ def config_beside(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _activation(wishes: Wishes, beside: dict[str, Any]) -> Activation:
+_AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the weights as trained"}
+
+
+def _activation(wishes: Wishes, beside: dict[str, Any]) -> tuple[Activation, str]:
     given = wishes.activation or beside.get("act", "gelu")
     if given not in get_args(Activation):
         raise UserError(f"activation: {given!r} is not one of {', '.join(get_args(Activation))}")
-    return cast(Activation, given)
+    guess = "the usual; weights do not tell, and with a wrong one the answers are wrong: --activation names another"
+    reason = "as given" if wishes.activation else "of the config beside the file" if "act" in beside else guess
+    return cast(Activation, given), reason
+
+
+def _transform(beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[dict[str, str | float], str]:
+    if foreign.family != "timm":
+        return {}, ""
+    timms = beside.get("pretrained_cfg", beside)
+    found = {key: timms[key] for key in TRANSFORM if key in timms} if isinstance(timms, dict) else {}
+    if found:
+        return found, "of the config beside the file"
+    return {
+        "interpolation": "bilinear" if "miil" in file.name.lower() else "bicubic",
+        "crop_pct": 0.875,
+    }, "the usual of timm"
 
 
 def _normalisation(wishes: Wishes, beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[Normalisation, str]:

@@ -2,7 +2,8 @@
 
 Lines leave in the order in which they came, from whatever thread. Where the disk will not take them (full, read-only, gone) they
 wait in memory and go out when it is back: a write that stopped in the middle of a line goes on from there, so no line is ever half
-but the last, and that one only until the disk is back. A half line that a kill has left is removed by the next start.
+but the last, and that one only until the disk is back. Each start goes on in a copy of the file, in its place, without the half
+line that a kill may have left: an earlier start that wakes up again appends to a file that nobody finds any more.
 
 The events: start (params, tags, datasets), params, metrics, artifact, image, version, end. Each has the time at which it happened,
 which is what makes a second delivery harmless.
@@ -17,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from data_prep.publish import atomic_file
+
 RETRY_S = 1.0
 WARN_AGAIN_S = 600.0
 
@@ -24,7 +27,12 @@ WARN_AGAIN_S = 600.0
 class Journal:
     def __init__(self, path: Path):
         self.path = path
-        self.last_steps = _mend(path)
+        whole = _whole_lines(path)
+        with atomic_file(path) as file:
+            file.write(whole)
+            file.flush()
+            self._descriptor = os.dup(file.fileno())
+        self.last_steps = _last_steps(whole)
         """Of each metric and picture, from earlier starts."""
         self._waiting = bytearray()
         self._changed, self._closing = threading.Condition(), False
@@ -51,7 +59,6 @@ class Journal:
             return not self._waiting
 
     def _write_until_closed(self) -> None:
-        descriptor: int | None = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -59,9 +66,7 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                if descriptor is None:
-                    descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-                written = os.write(descriptor, lines)  # perhaps not all of it: the rest goes next
+                written = os.write(self._descriptor, lines)  # perhaps not all of it: the rest goes next
             except OSError as error:
                 self._complain(error)
                 time.sleep(RETRY_S)
@@ -69,8 +74,7 @@ class Journal:
             with self._changed:
                 del self._waiting[:written]
                 self._rejoice(all_out=not self._waiting)
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(self._descriptor)
 
     def _complain(self, error: OSError) -> None:
         self._is_behind = True
@@ -103,14 +107,13 @@ def image_name(key: str) -> str:
     return f"image:{key}"
 
 
-def _mend(path: Path) -> dict[str, int]:
-    """The last step of each metric and picture in a journal left by an earlier start; a line cut by a kill is removed."""
-    if not path.exists():
-        return {}
-    whole = path.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    with open(path, "r+b") as file:
-        file.truncate(len(whole))
+def _whole_lines(path: Path) -> bytes:
+    """Of a journal left by an earlier start; a line cut by a kill is no line."""
+    found = path.read_bytes() if path.exists() else b""
+    return found[: found.rfind(b"\n") + 1]
+
+
+def _last_steps(whole: bytes) -> dict[str, int]:
     last: dict[str, int] = {}
     for event in readable_events(whole.splitlines()):
         if event["event"] == "metrics":

@@ -81,7 +81,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) ->
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
                 _wait(ranks, LAST_WORDS_S)
-                print(f"launch: rank {number} ended with {_describe(code)}; ending the others", file=sys.stderr)
+                print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):
             return 0
@@ -92,7 +92,8 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) ->
         time.sleep(0.05)
 
 
-def _describe(code: int | None) -> str:
+def describe(code: int | None) -> str:
+    """How a process has ended."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 

@@ -68,12 +68,11 @@ class Batches(Generic[T]):
         pin: bool,
         look_ahead: int = LOOK_AHEAD,
         waits: Waits[T] = Future.result,
-        end_waits: Callable[[], None] | None = None,
     ):
-        """`waits` is how the caller of `next` waits. `end_waits` ends the waits of the threads, when a block ends with an error."""
+        """`waits` is how the caller of `next` waits."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
         self.look_ahead = LookAhead(reader, order, span=look_ahead)
-        self._waits, self._end_waits = waits, end_waits
+        self._waits = waits
         self._requests = iter(requests)
         self._num_threads = num_threads
         self._pool = lone_threads(num_threads, pin=pin)
@@ -87,8 +86,8 @@ class Batches(Generic[T]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        if kind is not None and self._end_waits is not None:
-            self._end_waits()  # or closing would last as long as a download
+        if kind is not None:
+            self.reader.end_waits()  # or closing would last as long as a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -229,7 +228,6 @@ def evaluation_batches(
     num_threads: int = 1,
     pin: bool = False,
     waits: Waits[Batch] = Future.result,
-    end_waits: Callable[[], None] | None = None,
 ) -> Batches[Batch]:
     """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
     slices = evaluation_slices(
@@ -248,7 +246,6 @@ def evaluation_batches(
         prefetch=2,
         pin=pin,
         waits=waits,
-        end_waits=end_waits,
     )
 
 

@@ -26,6 +26,7 @@ class MappedShards:
         self.files = FileRange([shard.num_bytes for _, shard in shards])
         self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
         self.any_remote = bool(self.is_remote.any())
+        assert cache is not None or not self.any_remote  # `open_cache` is for all who read
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, Held] = {}
@@ -99,7 +100,7 @@ class MappedShards:
         if wanted > self._cache.max_bytes:
             raise UserError(
                 f"data.cache_gb: {self._cache.max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
-                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or set data.shuffle=block (with smaller "
+                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or, to train, set data.shuffle=block (with smaller "
                 "data.block_size and data.window_blocks), which needs few shards at a time"
             )
 

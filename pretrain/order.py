@@ -77,7 +77,7 @@ class Order:
 
     num_samples: int
     key: int
-    """From the manifest's hash and the seed."""
+    """From the content's hash and the seed."""
     shuffle: Shuffle = "full"
     block_size: int = 1024
     window_blocks: int = 16

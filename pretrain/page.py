@@ -19,7 +19,7 @@ from pretrain.launch import LAUNCHED_WITH
 LABEL_COLUMN = 2
 """Of a shard's index."""
 DIGEST_LENGTH = 32
-"""Of the 64 digits of a manifest's hash: a store takes no more than 36. The whole is among the parameters."""
+"""Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the parameters."""
 
 
 def tags_of(
@@ -92,7 +92,7 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
     spec = {"features": json.dumps(features), "targets": json.dumps(labels)}
     return {
         "name": f"{manifest.name} {part.split}"[:500],
-        "digest": manifest.hash[:DIGEST_LENGTH],
+        "digest": manifest.content_hash[:DIGEST_LENGTH],
         "source_type": "local",
         "source": json.dumps({"uri": str(part.directory.resolve())}),
         "schema": json.dumps({"mlflow_tensorspec": spec}),
@@ -118,7 +118,7 @@ def summary(part: Part) -> dict[str, Any]:
         "channel_mean": [round(value, 4) for value in manifest.channel_mean],
         "channel_std": [round(value, 4) for value in manifest.channel_std],
         "num_rejected": manifest.num_rejected,
-        "manifest_hash": manifest.hash,
+        "content_hash": manifest.content_hash,
     }
 
 

@@ -75,8 +75,8 @@ def fed_sheet(
 
 def recipe(augment: AugmentSettings) -> str:
     """What differs from no augmentation at all, in the words of the config."""
-    plain = AugmentSettings(flip_probability=0).model_dump()
-    changed = {name: value for name, value in augment.model_dump().items() if value != plain[name]}
+    plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump()
+    changed = {name: value for name, value in augment.fed_as("bilinear").model_dump().items() if value != plain[name]}
     shown = [f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in changed.items()]
     return ", ".join(shown) or "no augmentation"
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
@@ -25,6 +25,17 @@ _LOOK_S = 0.2
 
 class Interrupted(Exception):  # noqa: N818
     """A wait was given up, because training is to stop."""
+
+
+@contextmanager
+def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
+    """Within the place; or without it, where the way in was interrupted: the other ranks, who did not wait there, are to be told
+    first of all."""
+    with ExitStack() as until_end:
+        value = None
+        with suppress(Interrupted):
+            value = until_end.enter_context(place)
+        yield value
 
 
 class StopFlag:
@@ -58,10 +69,11 @@ class StopFlag:
 
     def waits_in_vain_s(self) -> float:
         """How long a wait has lasted since training is to stop; 0 if it is not."""
-        since_s = self._waits_since_s
-        if self.raised_by is None or since_s is None:
-            return 0.0
-        return time.monotonic() - max(since_s, self._raised_at_s)
+        return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
+
+    def ignored_s(self, since_s: float) -> float:
+        """How long it has been since then that training is to stop; 0 if it is not."""
+        return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:
         """What it comes to. The flag is looked at between short waits: a handler that raised could leave the future's lock held."""

@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 
 from data_prep.settings import UserError
-from pretrain.assembly import open_cache
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.config import PretrainSettings
 from pretrain.datasets import TrainingData
 from pretrain.loader import training_batches
 from pretrain.order import BatchPlan
 from pretrain.pictures import fed_sheet, recipe
-from pretrain.shards import ShardReader
+from pretrain.shards import reading
 
 
 def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int) -> Image.Image:
@@ -41,7 +40,6 @@ def _fed(
     num_threads: int,
 ) -> Prepared:
     batch_size, seed = settings.train.global_batch_size, settings.train.seed
-    cache = open_cache(data)
     augmentation = Augmentation(
         settings.augment,
         seed=seed,
@@ -51,19 +49,22 @@ def _fed(
         dtype=torch.float32,
     )
     start = epoch * data.epoch_size(global_batch_size=batch_size)
-    with training_batches(
-        ShardReader(data.parts, image_size=data.image_size, cache=cache),
-        data.order(seed=seed, global_batch_size=batch_size),
-        BatchPlan(count, count, 1),
-        rank=0,
-        consumed=start + start % 2,  # pairs begin at even positions
-        num_threads=num_threads,
-        prefetch=1,
-        pin=False,
-        finish=augmentation.prepare,
-    ) as batches:
+    parts = reading(data.parts, settings.data, image_size=data.image_size)
+    with (
+        parts as reader,
+        training_batches(
+            reader,
+            data.order(seed=seed, global_batch_size=batch_size),
+            BatchPlan(count, count, 1),
+            rank=0,
+            consumed=start + start % 2,  # pairs begin at even positions
+            num_threads=num_threads,
+            prefetch=1,
+            pin=False,
+            finish=augmentation.prepare,
+        ) as batches,
+    ):
         try:
             return next(batches)
         finally:
-            if cache is not None:
-                cache.close()  # before the batches, whose end would last as long as a download
+            reader.end_waits()  # before the batches, whose end would last as long as a download

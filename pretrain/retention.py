@@ -7,13 +7,11 @@ newer checkpoint is published, and the best that is published stays until a bett
 
 import json
 import math
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.publish import TEMPORARY_PREFIX, write_json
+from data_prep.publish import withdraw, write_json
 from pretrain.card import checkpoints_dir, list_checkpoints
 
 BEST = "best.json"
@@ -51,12 +49,8 @@ def superfluous(found: list[Path], *, newest: Path, retention: Retention, best: 
 
 
 def prune(run_dir: Path, *, newest: Path, retention: Retention, best: Best | None) -> None:
-    """Each is first renamed, so that what a crash leaves is no half checkpoint."""
     for path in superfluous(list_checkpoints(run_dir), newest=newest, retention=retention, best=best):
-        condemned = path.with_name(f"{TEMPORARY_PREFIX}pruned-{path.name}")
-        shutil.rmtree(condemned, ignore_errors=True)
-        os.rename(path, condemned)
-        shutil.rmtree(condemned)
+        withdraw(path)
 
 
 def published_best(run_dir: Path, best: Best | None, *, newest_step: float = math.inf) -> Best | None:
@@ -70,7 +64,8 @@ def write_best(run_dir: Path, best: Best | None) -> None:
     """Of a published one. Does nothing where it is known already."""
     path = checkpoints_dir(run_dir) / BEST
     if best is None:
-        path.unlink(missing_ok=True)
+        if path.exists():
+            withdraw(path)
     elif _read(path) != best:
         write_json(path, asdict(best))
 

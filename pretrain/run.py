@@ -5,9 +5,11 @@ RUN/checkpoints/      see checkpoint.py
 RUN/tracking/         see tracker.py
 RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
 RUN/logs/             what DeepSpeed and Python warned of, one file per rank
+RUN/checked/          see first_read.py
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
+RUN/starts/           see starts.py
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -16,11 +18,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from data_prep.publish import sole_writer, write_atomic, write_json
+from data_prep.manifest import DatasetError, load_manifest
+from data_prep.publish import write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
 from pretrain.card import list_checkpoints
+from pretrain.preemption import StopFlag
+from pretrain.starts import started
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
 
@@ -41,9 +46,11 @@ MAY_CHANGE = (
     "engine.timeout_s",
     "engine.heartbeat_timeout_s",
     "engine.hang_timeout_s",
+    "engine.lock_wait_s",
     "checkpoint",
     "data.cache_dir",
     "data.cache_gb",
+    "data.check",
     "data.max_bad_share",
     "data.stage_dir",
     "train.local_batch_size",
@@ -53,7 +60,10 @@ MAY_CHANGE = (
     "train.max_skipped_steps",
     "train.prefetch_batches",
 )
-"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most)."""
+"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
+with another number of ranks or, on CPUs, of threads; see threads.py)."""
+PLACES = ("dataset", "data.dataset", "data.also")
+"""They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
 
 
 def stacks_dir(run_dir: Path | str) -> Path:
@@ -91,11 +101,25 @@ def check_settings(run_dir: Path, settings: Settings) -> None:
         f"{key}: {_at(new, key)}, was {_at(begun, key)}"
         for key in changes
         if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
+        and not (key in PLACES and _is_moved(_at(begun, key), _at(new, key)))
     ]
     if real:
         raise SettingsError(
             f"run_dir: {run_dir} belongs to a run with other settings ({'; '.join(real)}); name another run_dir, or remove it"
         )
+
+
+def _is_moved(old: Any, new: Any) -> bool:
+    """Whether two places hold the same pictures, which readers see alike; of `data.also`, pair by pair."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(
+            a | {"dataset": ""} == b | {"dataset": ""} and _is_moved(a["dataset"], b["dataset"])
+            for a, b in zip(old, new, strict=True)
+        )
+    try:
+        return load_manifest(str(old)).pixels_hash == load_manifest(str(new)).pixels_hash
+    except DatasetError:  # one of them is gone: nothing tells that they are the same
+        return False
 
 
 def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
@@ -121,13 +145,25 @@ def _with_defaults(begun: Any, schema: type[Settings]) -> Any:
         return begun  # the differences will name what is no setting any more
 
 
+class Patience(Protocol):
+    @property
+    def lock_wait_s(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
 @contextmanager
-def claim(run_dir: Path, settings: Settings, *, is_first: bool) -> Iterator[None]:
-    """Holds the run directory while the block runs: its first rank writes there, and nobody else."""
+def claim(
+    run_dir: Path, settings: Settings, *, is_first: bool, patience: Patience, stop: StopFlag | None = None
+) -> Iterator[None]:
+    """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
+    another start and `stop` is raised."""
     if not is_first:
         yield
         return
-    with sole_writer(run_dir):
+    with started(
+        run_dir, lock_wait_s=min(patience.lock_wait_s, patience.timeout_s / 2), stop=stop
+    ):  # the other ranks wait meanwhile
         check_settings(run_dir, settings)
         write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield

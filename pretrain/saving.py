@@ -20,6 +20,7 @@ from pretrain.headway import HEADWAY
 from pretrain.retention import Best
 from pretrain.skipped_steps import SkippedSteps
 from pretrain.step import Engine
+from pretrain.threads import num_cpu_threads
 from pretrain.tracker import Tracker
 from pretrain.world import World
 
@@ -61,6 +62,8 @@ class Saver:
     """Where training went on from, then the last one handed to the writer."""
     best: Best | None = None
     owes_evaluation: bool = False
+    data_is_right: Callable[[], bool] = lambda: True
+    """What all ranks know of the shards that they learned from, which may take a while; False: it would take too long."""
     _best_is_new: bool = field(default=False, init=False)
     _bests_before: list[Best] = field(default_factory=list, init=False)
     """Each better than the one before it, and not as good as `best`."""
@@ -94,6 +97,13 @@ class Saver:
         if step == self.saved_step:
             self._best_is_new = False
             return
+        if not self.data_is_right():
+            if self.world.is_first and is_last:  # told to stop: there will be a last one
+                what = f"the checkpoint of step {step} is left out: its shards could not be hashed in time"
+                print(f"WARNING: {what} (data.check)", file=sys.stderr, flush=True)
+            self._forget(step)
+            self._best_is_new = False
+            return
         HEADWAY.mark("making a checkpoint", step=step)
         while self._is_late():
             if self.world.is_first:
@@ -119,6 +129,7 @@ class Saver:
                 owes_evaluation=self.owes_evaluation,
                 skipped_steps=self.skipped.total,
                 skipped_in_a_row=self.skipped.in_a_row,
+                num_cpu_threads=num_cpu_threads(self.engine.device),
             )
             self.writer.submit(Snapshot(state, trainer, self.card_at(step)))
         self.saved_step = step

@@ -8,8 +8,11 @@ out as uint8 (B, H, W, 3).
 Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards starts in milliseconds.
 """
 
+import os
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +26,7 @@ from torch import Tensor
 from data_prep.images import Rejection, decode_square, ppm_header
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from pretrain.buffers import BufferPool
+from pretrain.config import CacheSettings
 from pretrain.counter import hash64
 from pretrain.datasets import Part
 from pretrain.mapped_shards import MappedShards
@@ -73,7 +77,7 @@ class ShardReader:
     def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, cache: ShardCache | None = None):
         self.parts, self.stored_size = tuple(parts), _stored_size(parts, image_size)
         self._placed = [_Placed(part, shard) for part in parts for shard in _shards_of(part)]
-        _refuse_remote(self._placed, cache)
+        self._cache = cache
         self._starts = np.cumsum([0, *(placed.shard.num_samples for placed in self._placed)])
         self.num_samples = int(self._starts[-1])
         self._shards = MappedShards([(placed.part, placed.shard) for placed in self._placed], cache=cache)
@@ -169,6 +173,11 @@ class ShardReader:
             for sample, number in zip(ids.tolist(), numbers, strict=True)
         ]
 
+    def end_waits(self) -> None:
+        """For downloads, in whatever thread and of whatever reader of the same cache: nothing is fetched from here on."""
+        if self._cache is not None:
+            self._cache.close()
+
     def close(self) -> None:
         self._shards.close()
 
@@ -176,9 +185,10 @@ class ShardReader:
         content, bad = self._shards.files.content, []
         for row in rows.tolist():
             placed, start = self._placed[places.shards[row]], int(places.offsets[row])
+            manifest = placed.part.manifest
             data = content[start : start + int(places.lengths[row])].tobytes()
             try:
-                decode_square(data, batch[row], crop=placed.part.manifest.crop)
+                decode_square(data, batch[row], crop=manifest.crop, interpolation=manifest.interpolation)
             except Rejection as error:
                 sample = int(places.ids[row])
                 ((shard, key),) = self.names(places.ids[row : row + 1])
@@ -194,8 +204,8 @@ class ShardReader:
     def _open_index(self, number: int) -> int:
         """Where its rows begin in the table."""
         placed = self._placed[number]
-        index = load_index(placed.part.index_directory, placed.shard)
         path = placed.part.index(placed.shard)
+        index = load_index(placed.part.directory, placed.shard, path=path)
         _check_index(index, path, placed, raw_size=self.stored_size if self._is_raw[number] else None)
         self._indices.map(number, path, num_bytes=_index_size(placed))
         return int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
@@ -220,6 +230,26 @@ def open_split(
     return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, cache=cache)
 
 
+@contextmanager
+def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
+    """A reader of its own cache, for the length of the block."""
+    reader = ShardReader(parts, image_size=image_size, cache=open_cache(data, parts))
+    try:
+        yield reader
+    finally:
+        reader.end_waits()
+        reader.close()
+
+
+def open_cache(settings: CacheSettings, parts: Sequence[Part]) -> ShardCache | None:
+    """Where there are remote shards; its directory is what ranks and runs share."""
+    if not any(shard.is_remote for part in parts for shard in part.content.shards):
+        return None
+    default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
+    directory = Path(settings.cache_dir) if settings.cache_dir else default
+    return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
+
+
 def _shards_of(part: Part) -> list[Shard]:
     return [shard for shard in part.content.shards if shard.num_samples]
 
@@ -240,15 +270,6 @@ def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:
     sizes = {part.stored_size(image_size) for part in parts}
     assert len(sizes) == 1, sizes  # the config is checked against the datasets before
     return sizes.pop()
-
-
-def _refuse_remote(placed: Sequence[_Placed], cache: ShardCache | None) -> None:
-    remote = next((each for each in placed if each.shard.is_remote), None)
-    if remote is not None and cache is None:
-        raise DatasetError(
-            f"{remote.part.directory}: its shards are remote ({remote.shard.file}), and only training fetches them; "
-            "copy them here and index them again"
-        )
 
 
 def _index_size(placed: _Placed) -> int:

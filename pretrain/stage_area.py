@@ -1,8 +1,8 @@
 """`data.stage_dir`: copies of datasets' shards on a node's own disk, shared by all ranks and jobs of a user there. No torch here.
 
-    DIR/HASH/           of the dataset whose manifest has this hash; mode 0700, ours
+    DIR/HASH/           of the dataset whose content has this hash, wherever it lies; mode 0700, ours
       SHA256.tar        a whole shard that hashed right
-      NAME.npy          its index, as in the dataset
+      SHA256.npy        its index
       manifest.json     for people; written when all that was asked for is there
     DIR/HASH.lock       whoever reads or fills HASH holds a shared flock on it; who removes HASH, an exclusive one. Its mtime is the
                         last use
@@ -86,10 +86,18 @@ class StagedCopy:
     def tar(self, shard: Shard) -> Path:
         return self.directory / tar_name(shard)
 
+    def index(self, shard: Shard) -> Path:
+        return self.directory / index_name(shard)
+
 
 def tar_name(shard: Shard) -> str:
     """By content: several shards of a subset may lie in one tar."""
     return f"{shard.sha256}.tar"
+
+
+def index_name(shard: Shard) -> str:
+    """By content, too: datasets of one content may name their shards otherwise."""
+    return f"{shard.index_sha256}.npy"
 
 
 class StageArea:
@@ -104,12 +112,12 @@ class StageArea:
         """`begins` hears how many bytes will be copied, `moves` how many more have been, from several threads."""
         self.root, self._stops, self._begins, self._moves = root, stops, begins, moves
 
-    def take(self, manifest_hash: str, wanted: Sequence[Wanted]) -> StagedCopy | None:
+    def take(self, content_hash: str, wanted: Sequence[Wanted]) -> StagedCopy | None:
         """The copy, if it is whole; else None."""
-        directory = self.root / manifest_hash
+        directory = self.root / content_hash
         if not directory.is_dir() or directory.stat().st_uid != os.getuid():
             return None
-        hold = Hold(self._lock(manifest_hash))
+        hold = Hold(self._lock(content_hash))
         if not directory.is_dir() or _missing(directory, wanted):
             hold.close()
             return None
@@ -121,17 +129,17 @@ class StageArea:
             self._fill(manifest, wanted)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._remove(manifest.hash)  # a disk that we leave full would fail others
+                self._remove(manifest.content_hash)  # a disk that we leave full would fail others
             raise StageError(f"{self.root}: {error.strerror or error}") from None
 
     def _fill(self, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
-        directory = self.root / manifest.hash
+        directory = self.root / manifest.content_hash
         self.root.mkdir(parents=True, exist_ok=True)
-        with Hold(self._lock(manifest.hash)):
+        with Hold(self._lock(manifest.content_hash)):
             directory.mkdir(mode=0o700, exist_ok=True)
             if directory.stat().st_uid != os.getuid():
                 raise StageError(f"{directory}: belongs to another user; name a data.stage_dir of your own")
-            with self._copying(manifest.hash):
+            with self._copying(manifest.content_hash):
                 remove_leftovers(directory)
                 missing = _missing(directory, wanted)
                 if missing:
@@ -194,19 +202,19 @@ class StageArea:
         spared = max(SPARED_SHARE * disk.total, min(SPARED_BYTES, MOST_SPARED_SHARE * disk.total))
         return int(disk.free - spared)
 
-    def _remove(self, manifest_hash: str) -> None:
+    def _remove(self, content_hash: str) -> None:
         """Unless somebody holds it."""
-        with suppress(OSError), open(self._lock(manifest_hash), "r+b", buffering=0) as lock:
+        with suppress(OSError), open(self._lock(content_hash), "r+b", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.root / manifest_hash)
+            shutil.rmtree(self.root / content_hash)
 
-    def _lock(self, manifest_hash: str) -> Path:
-        return self.root / f"{manifest_hash}.lock"
+    def _lock(self, content_hash: str) -> Path:
+        return self.root / f"{content_hash}.lock"
 
     @contextmanager
-    def _copying(self, manifest_hash: str) -> Iterator[None]:
+    def _copying(self, content_hash: str) -> Iterator[None]:
         """As the only one; who waits gets on as far as the one does that copies."""
-        with open(self.root / f"{manifest_hash}.copy", "ab") as lock:
+        with open(self.root / f"{content_hash}.copy", "ab") as lock:
             seen = -1
             while True:
                 try:
@@ -215,7 +223,7 @@ class StageArea:
                 except BlockingIOError:
                     if self._stops():
                         raise Stopped from None
-                    size = _size_of(self.root / manifest_hash)
+                    size = _size_of(self.root / content_hash)
                     if size != seen:
                         seen = size
                         HEADWAY.touch()

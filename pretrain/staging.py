@@ -1,6 +1,6 @@
 """The data of a run brought to its nodes' own disks before training reads it: one rank of each node copies, all others wait.
 
-What is trained on is the same: manifest, hash and order stay those of the dataset, and only the place of shards and indices
+What is trained on is the same: manifest and order stay those of the dataset, and only the place of shards and indices
 changes. Whatever goes wrong with the disk, training goes on with the dataset where it lies.
 """
 
@@ -21,7 +21,7 @@ from pretrain.collectives import any_rank
 from pretrain.datasets import Part, TrainingData
 from pretrain.headway import HEADWAY
 from pretrain.preemption import StopFlag
-from pretrain.stage_area import StageArea, StageError, Stopped, Wanted, tar_name
+from pretrain.stage_area import StageArea, StageError, Stopped, Wanted, index_name, tar_name
 from pretrain.world import World
 
 _LOOK_S = 0.2
@@ -47,7 +47,7 @@ def staged(data: TrainingData, *, world: World, device: torch.device, stop: Stop
     HEADWAY.mark("starting")
     area = StageArea(root)
     copies = {key: area.take(key, list(each.wanted.values())) for key, each in datasets.items()}
-    return replace(data, parts=tuple(replace(part, staged=copies[part.manifest.hash]) for part in data.parts))
+    return replace(data, parts=tuple(replace(part, staged=copies[part.manifest.content_hash]) for part in data.parts))
 
 
 def _wait(copier: "_Copier", *, device: torch.device) -> None:
@@ -69,11 +69,10 @@ def _wait(copier: "_Copier", *, device: torch.device) -> None:
 
 
 def _datasets_of(data: TrainingData) -> dict[str, _Dataset]:
-    """What training reads of each, by the hash of its manifest."""
+    """What training reads of each, by the hash of its content."""
     found: dict[str, _Dataset] = {}
-    evaluated = data.eval_part()
-    for part in (*data.parts, *([evaluated] if evaluated else [])):
-        dataset = found.setdefault(part.manifest.hash, _Dataset(part.manifest, part.directory))
+    for part in data.read_parts:
+        dataset = found.setdefault(part.manifest.content_hash, _Dataset(part.manifest, part.directory))
         dataset.wanted |= {file.name: file for file in _files_of(part)}
     return found
 
@@ -84,7 +83,7 @@ def _files_of(part: Part) -> Iterator[Wanted]:
         if not shard.num_samples:
             continue
         index = part.directory / shard.index_file
-        yield Wanted(index, shard.index_file, index.stat().st_size, shard.index_sha256)
+        yield Wanted(index, index_name(shard), index.stat().st_size, shard.index_sha256)
         if not shard.is_remote:
             yield Wanted(part.directory / shard.file, tar_name(shard), shard.num_bytes, shard.sha256)
 

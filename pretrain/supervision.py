@@ -3,6 +3,7 @@
 The status is said last: a run is FINISHED when its last checkpoint is on disk and result.json says so.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from pretrain import checkpoint
 from pretrain.card import CheckpointError, checkpoints_dir, parse_card
 from pretrain.checkpoint import TrainerState
-from pretrain.collectives import all_sum, any_rank, barrier, highest, same_on_all_ranks
+from pretrain.collectives import all_sum, any_rank, highest, same_on_all_ranks
 from pretrain.headway import HEADWAY
 from pretrain.heartbeat import Heartbeat
 from pretrain.preemption import LAST_WRITE_S
@@ -22,6 +23,8 @@ from pretrain.retention import step_of
 from pretrain.run import save_result, stacks_dir
 from pretrain.saving import LOOK_S
 from pretrain.system_metrics import node_teller
+from pretrain.threads import num_cpu_threads
+from pretrain.tracker import Status
 from pretrain.trainer import Outcome, Trainer
 from pretrain.world import World
 
@@ -69,6 +72,9 @@ def supervise(
 
 
 def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> Outcome:
+    threads = num_cpu_threads(trainer.engine.device)
+    if threads is not None:
+        trainer.tracker.params({"num_cpu_threads": threads})
     HEADWAY.mark("reading the newest checkpoint")
     outcome = trainer.fit(restore(trainer))
     HEADWAY.mark("closing its journal")
@@ -79,21 +85,20 @@ def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> 
             result |= scores.metrics("eval")
         save_result(trainer.run_dir, result)
         on_result(result)
-    trainer.tracker.close("FINISHED" if outcome.finished else "KILLED")
+    status: Status = "FINISHED" if outcome.finished else "KILLED"
+    patiently(lambda: trainer.tracker.close(status), device=trainer.engine.device)  # who goes sooner hears of no death
     return outcome
 
 
 def restore(trainer: Trainer) -> TrainerState:
     """Every rank reads the newest whole checkpoint itself."""
-    if trainer.world.is_first:
-        checkpoint.tidy(trainer.run_dir)
     path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
     if path is None:
         return TrainerState(step=0, samples_consumed=0)
     restored = patiently(lambda: checkpoint.load(path), device=trainer.engine.device)
-    if parse_card(restored.path).manifest_hash != trainer.card_at(0).manifest_hash:
+    if parse_card(restored.path).pixels_hash != trainer.card_at(0).pixels_hash:
         raise CheckpointError(
-            f"{restored.path}: was trained on another build of the dataset; bring it back, or name another run_dir"
+            f"{restored.path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
         )
     if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
         raise CheckpointError(
@@ -102,14 +107,24 @@ def restore(trainer: Trainer) -> TrainerState:
     trainer.engine.import_state(restored.engine)
     if trainer.world.is_first:
         print(f"{trainer.title}: going on from {restored.path.name}")
+        _tell_of_threads(restored.trainer.num_cpu_threads, num_cpu_threads(trainer.engine.device))
     return restored.trainer
 
 
-def patiently(read: Callable[[], Result], *, device: torch.device) -> Result:
-    """What `read` finds on this rank, when all ranks are done with theirs: however slow a disk is, no collective waits long for it.
-    Reading says by itself that it gets on."""
-    threads = futures.ThreadPoolExecutor(1, thread_name_prefix="reading")
-    found = threads.submit(read)
+def _tell_of_threads(before: int | None, now: int | None) -> None:
+    if before is not None and now is not None and before != now:
+        print(
+            f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to {before} "
+            "for the same bits",
+            file=sys.stderr,
+        )
+
+
+def patiently(work: Callable[[], Result], *, device: torch.device) -> Result:
+    """What `work` finds on this rank, when all ranks are done with theirs: however slow a disk is, no collective waits long for it.
+    Long work says by itself that it gets on."""
+    threads = futures.ThreadPoolExecutor(1, thread_name_prefix="patient")
+    found = threads.submit(work)
     threads.shutdown(wait=False)
     while True:
         futures.wait([found], timeout=LOOK_S)
@@ -120,7 +135,6 @@ def patiently(read: Callable[[], Result], *, device: torch.device) -> Result:
 def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
     """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
     same disks, and if they do not, their sha256.json differs."""
-    barrier()  # the first rank may still be tidying up
     found, fault = None, None
     try:
         found = patiently(lambda: checkpoint.newest_whole(run_dir) if world.local_rank == 0 else None, device=device)

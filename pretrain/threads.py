@@ -7,6 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 
+def num_cpu_threads(device: torch.device) -> int | None:
+    """How many of a rank's threads share a sum, which is rounded as they share it: of one number alone, the same bits. None where a
+    GPU computes."""
+    return torch.get_num_threads() if device.type == "cpu" else None
+
+
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
     """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
     device = torch.cuda.current_device() if pin else None

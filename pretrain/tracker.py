@@ -6,14 +6,18 @@
     RUN/tracking/delivered.json     see delivery.py, which runs in a process of its own and carries the journal to MLflow
     RUN/tracking/delivery.log       what went wrong on the way
 
-The deliverer lives as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED.
+The deliverer lives as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED. One
+that dies itself (killed, its disk full for a while) is started again with the next event, at most once a minute.
 """
 
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -21,15 +25,18 @@ from uuid import uuid4
 from PIL import Image
 
 from data_prep.images.sheet import save_sheet
-from data_prep.publish import write_json
+from data_prep.publish import desk_of, write_json
 from data_prep.settings import Settings
 from pretrain.card import CONFIG
 from pretrain.journal import Journal, image_name
+from pretrain.launch import describe
 from pretrain.system_metrics import EVERY_S
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 IDENTITY = Path("tracking") / "identity.json"
+RESTART_S = 60.0
+"""How long after its start a deliverer that has died is started again."""
 STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
@@ -97,14 +104,11 @@ class Tracker:
         if run_dir is None:
             return
         self.run_dir, self._close_timeout_s = run_dir, close_timeout_s
+        self._log, self._has_told = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
-        self._deliverer = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.delivery", str(run_dir), str(close_timeout_s)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
-            env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
-        )
+        self._started_s = time.monotonic()
+        self._deliverer, self._log_start = self._new_deliverer()
 
     def params(self, values: dict[str, Any]) -> None:
         """What became known after the start."""
@@ -168,9 +172,9 @@ class Tracker:
     def close(self, status: Status) -> None:
         """Says how the run ended and gives delivery a while to finish."""
         self._closing.set()
-        for thread in self._threads:
-            thread.join(DRAWING_S)
+        self._join()
         self._say({"event": "end", "status": status})
+        self._join()  # a deliverer may be starting again
         with self._lock:
             journal, self._journal = self._journal, None
         if journal is None:
@@ -180,22 +184,53 @@ class Tracker:
         assert self._deliverer.stdin is not None
         self._deliverer.stdin.close()
         try:
-            code = self._deliverer.wait(self._close_timeout_s + STUCK_S)
+            end = describe(code := self._deliverer.wait(self._close_timeout_s + STUCK_S))
         except subprocess.TimeoutExpired:
             self._deliverer.kill()  # stuck in the store's client; what it has not confirmed stays in the journal
-            code = self._deliverer.wait()
+            code, end = self._deliverer.wait(), "no answer of the store"
         if code != 0:
-            log = self.run_dir / "tracking" / "delivery.log"
-            reason = f": {_last_line(log)}" if code == 1 else ""  # else it was killed and has said nothing
+            reason = "; ".join([f"delivery ended with {end}", *_last_lines(self._log, since=self._log_start)])
             print(
-                f"tracking: MLflow has not got everything yet ({log}{reason}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not got everything yet ({self._log}: {reason}); later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
     def _say(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if self._journal is not None:
-                self._journal.append(event)
+            if self._journal is None:
+                return
+            self._journal.append(event)
+            if time.monotonic() - self._started_s >= RESTART_S and self._deliverer.poll() is not None:
+                self._started_s = math.inf  # nobody starts a second one meanwhile
+                self._start(self._deliver_again)
+
+    def _new_deliverer(self) -> tuple[subprocess.Popen[bytes], int]:
+        """And where its words begin in its log."""
+        log_start = self._log.stat().st_size if self._log.exists() else 0
+        desk = [str(found)] if (found := desk_of(self.run_dir)) else []
+        return subprocess.Popen(
+            [sys.executable, "-m", "pretrain.delivery", str(self.run_dir), str(self._close_timeout_s), *desk],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
+            env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
+        ), log_start
+
+    def _deliver_again(self) -> None:
+        """In a thread: training does not wait for the disk that a program is read from."""
+        dead = self._deliverer
+        if not self._has_told:
+            self._has_told = True
+            how = f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at most once a minute"
+            print(f"tracking: what delivers to MLflow {how}", file=sys.stderr)
+        with suppress(OSError):  # a machine that can start nothing now may do so in a minute
+            self._deliverer, self._log_start = self._new_deliverer()
+            assert dead.stdin is not None
+            dead.stdin.close()
+        self._started_s = time.monotonic()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join(DRAWING_S)
 
     def _is_new(self, name: str, step: int) -> bool:
         """Whether the journal has no later or equal step of it; it has from now on. The caller holds the lock."""
@@ -205,13 +240,14 @@ class Tracker:
         return True
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=work, name="tracking", daemon=True))
-        self._threads[-1].start()
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(threading.Thread(target=work, name="tracking", daemon=True))
+            self._threads[-1].start()
 
 
-def _last_line(log: Path) -> str:
+def _last_lines(log: Path, *, since: int) -> list[str]:
     try:
-        return log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        return log.read_bytes()[since:].decode(errors="replace").split("\n")[-3:-1]
     except OSError:
-        return ""
+        return []

@@ -17,7 +17,7 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
-from pretrain.preemption import StopFlag
+from pretrain.preemption import StopFlag, entered
 from pretrain.run import claim, stacks_dir
 from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
@@ -27,7 +27,7 @@ from pretrain.world import World
 def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
-    with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, patience=settings.engine, stop=stop)):
         data = load_training_data(settings.data)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         device = start_distributed(world, timeout_s=settings.engine.timeout_s)

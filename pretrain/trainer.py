@@ -22,6 +22,7 @@ from pretrain.collectives import Exchange, any_rank
 from pretrain.counter import hash64
 from pretrain.evaluate import Scores
 from pretrain.feed import Feed
+from pretrain.first_read import FirstRead
 from pretrain.headway import HEADWAY
 from pretrain.ledger import Entry, Ledger
 from pretrain.meter import Meter
@@ -62,6 +63,7 @@ class Trainer:
     """Micro-batches after so many consumed samples."""
     check_bad: Callable[[int, int], None]
     """Stops the run where too many samples (bad, of how many) do not decode."""
+    first_read: FirstRead
     skipped: SkippedSteps
     evaluate: Callable[[], Scores | None]
     card_at: Callable[[int], ModelCard]
@@ -88,6 +90,7 @@ class Trainer:
         step, scores, began_s = start.step, None, time.monotonic()
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         saver = self._saver(start)
+        self.first_read.start()
         with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
             ledger = self._ledger(line, start_step=step)
             stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
@@ -119,7 +122,8 @@ class Trainer:
             if step > 0:
                 saver.save(step, is_last=True)
         saver.finish(step)
-        finished = step >= self.cadence.num_steps and not saver.owes_evaluation
+        is_saved = saver.saved_step == step  # it may have been left out
+        finished = step >= self.cadence.num_steps and is_saved and not saver.owes_evaluation
         return Outcome(step, finished, scores, self._rate(step, start, began_s))
 
     def _saver(self, start: TrainerState) -> Saver:
@@ -135,6 +139,7 @@ class Trainer:
             saved_step=start.step,
             best=start.best,
             owes_evaluation=start.owes_evaluation,
+            data_is_right=lambda: self.first_read.wait(self.stop, device=self.engine.device),
         )
 
     def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
@@ -158,6 +163,7 @@ class Trainer:
 
     def _step(self, step: int, feed: Feed, meter: Meter) -> Entry:
         """Queues the step that takes the model from `step` to `step + 1`."""
+        self.first_read.raise_fault()
         lr = self.schedule.lr(step)
         HEADWAY.mark("waiting for data", step=step + 1)
         with meter.waiting(), self.stop.waiting():

@@ -71,7 +71,7 @@ def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Pat
 def command(tmp_path: Path) -> Command:
     """Runs one of our commands in a process of its own, in an empty directory."""
 
-    def run(*words: str, timeout_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", *words],
             cwd=tmp_path,

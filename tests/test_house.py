@@ -102,11 +102,11 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 def test_files_and_functions_stay_short() -> None:
-    """One file, one noun: under 330 lines; functions of at most 60."""
+    """One file, one noun: at most 400 lines; functions of at most 60."""
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             text = path.read_text()
-            assert len(text.splitlines()) <= 330, path
+            assert len(text.splitlines()) <= 400, path
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
                     assert (node.end_lineno or 0) - node.lineno < 60, (path, node.name)

@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from pretrain.card import list_checkpoints
 from tests.forked import begin, environments, new_output, wait
+from tests.moments import Strike
 
 CONFIG = """
 model: {kind: mlp, depth: 2, width: 32, expansion: 2}
@@ -38,13 +41,23 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 class Run:
     """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
 
-    def __init__(self, words: list[str], *, ranks: int, program: str = "pretrain"):
+    def __init__(
+        self, words: list[str], *, ranks: int, program: str = "pretrain", strikes: Mapping[int, Strike] | None = None
+    ):
+        """`strikes`: of ranks that send themselves a signal."""
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         self.ranks = [
-            begin("tests.training:main", program, words, environment=environment, output=self._output)
-            for environment in environments(ranks)
+            begin(
+                "tests.training:main",
+                program,
+                words,
+                (strikes or {}).get(rank),
+                environment=environment,
+                output=self._output,
+            )
+            for rank, environment in enumerate(environments(ranks))
         ]
 
     def said(self) -> str:
@@ -55,13 +68,18 @@ class Run:
         failed = [code for code in codes if code]
         return failed[0] if failed else (None if None in codes else 0)
 
+    def heeds(self, number: int) -> bool:
+        """Whether every rank has come so far that it catches the signal, which would end it before."""
+        caught = [re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{rank.pid}/status").read_text()) for rank in self.ranks]
+        return all(mask is not None and int(mask[1], 16) >> (number - 1) & 1 for mask in caught)
+
     def send_signal(self, number: int) -> None:
         for rank in self.ranks:
             assert rank.pid is not None
             if rank.exitcode is None:
                 os.kill(rank.pid, number)
 
-    def communicate(self, timeout: float = 120) -> tuple[str, None]:
+    def communicate(self, timeout: float = 300) -> tuple[str, None]:
         codes = wait(self.ranks, timeout_s=timeout)
         self.returncode = next((code for code in codes if code != 0), 0)
         self.output = self.said()
@@ -69,21 +87,27 @@ class Run:
         return self.output, None
 
 
-def main(program: str, words: list[str]) -> int:
+def main(program: str, words: list[str], strike: Strike | None = None) -> int:
     """`program`: pretrain or finetune."""
+    if strike is not None:
+        strike.arm()
     sys.argv = [program, *words]
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
-def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> Run:
-    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks)
+def start(
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, strikes: Mapping[int, Strike] | None = None
+) -> Run:
+    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, strikes=strikes)
 
 
 def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> Run:
     return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune")
 
 
-def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen[str]:
+def start_command(
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
+) -> subprocess.Popen[str]:
     """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a test can kill all of it."""
     words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
     process = subprocess.Popen(
@@ -92,7 +116,7 @@ def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"} | environment,
     )
     _COMMANDS.append(process)
     return process
@@ -109,7 +133,7 @@ def end_commands() -> None:
 AnyRun = Run | subprocess.Popen[str]
 
 
-def finish(process: AnyRun, *, timeout_s: float = 120) -> str:
+def finish(process: AnyRun, *, timeout_s: float = 300) -> str:
     """The output of a run that must succeed."""
     output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, output

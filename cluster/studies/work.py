@@ -191,7 +191,8 @@ def _is_built(settings: BuildSettings) -> bool:
     source = settings.source.model_dump(mode="json")
     pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
     pairs += [
-        (key, getattr(settings, key), getattr(manifest, key)) for key in ("image_size", "encoding", "crop", "seed")
+        (key, getattr(settings, key), getattr(manifest, key))
+        for key in ("image_size", "encoding", "crop", "interpolation", "seed")
     ]
     for field, wanted, stored in pairs:
         if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place

@@ -3,8 +3,8 @@ tasks, and one manifest, written last, makes them a dataset.
 
 Steps of a build, under the sole lock of OUT:
 
-1. the plan (workplan.py), unless the manifest stands already;
-2. write every shard whose record is missing (shards.py);
+1. the mark of ours, before the source is listed, then the plan (workplan.py), unless the manifest stands already;
+2. write every shard whose record is missing (shards.py); then the source must be as it was when it was listed;
 3. rejected.jsonl, annotations, then manifest.json; remove the records (merge.py).
 
 Array tasks share step 2 (tasks.py). A kill anywhere leaves finished shards with their records; the same command goes on from
@@ -15,21 +15,19 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.building.config import BuildSettings
-from data_prep.building.inventory import Inventory
-from data_prep.building.merge import check_reject_share, forget_parts, publish
+from data_prep.building.inventory import open_inventory
+from data_prep.building.merge import check_reject_share, publish, refuse_changed, with_limit
 from data_prep.building.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.building.workers import Tally, worker_pool
-from data_prep.building.workplan import ShardPlan, Workplan, prepare
-from data_prep.images import ImageSpec, Rejection, convert
+from data_prep.building.workplan import ShardPlan, Workplan, forget_parts, own_place, prepare
+from data_prep.images import ImageSpec, Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import sole_writer
 from data_prep.sources import Source, open_source
 
 MAX_INPUT_BYTES = 1 << 30
@@ -50,15 +48,16 @@ def build(settings: BuildSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
     directory, tally = Path(settings.out), Tally()
     source = open_source(settings.source, num_workers=settings.num_workers)
-    with sole_writer(directory), worker_pool(settings.num_workers, tally=tally) as pool:
+    with own_place(directory), worker_pool(settings.num_workers, tally=tally) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
-            manifest = load_manifest(directory)
+            manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
         else:
             records = write_shards(work, work.begun.shards, source, settings.image_spec, pool=pool, tally=tally)
+            refuse_changed(settings, work, source, pool)
             manifest = publish(settings, source, work.begun, records)
         forget_parts(directory)
-    check_reject_share(directory, manifest, settings.max_reject_share)
+    check_reject_share(directory, manifest)
     return manifest
 
 
@@ -83,7 +82,7 @@ def write_shards(
 
 
 def write_job(job: ShardJob) -> ShardRecord:
-    done = finished_record(job.work.directory, job.plan.name, fingerprint=job.work.begun.parts_id)
+    done = finished_record(job.work.directory, job.plan.name, plan_hash=job.work.begun.parts_id)
     if done is not None:
         Tally.add(job.plan.stop - job.plan.start)
         return done
@@ -92,24 +91,25 @@ def write_job(job: ShardJob) -> ShardRecord:
         job.work.directory,
         job.plan.name,
         _samples(job, rejected),
-        fingerprint=job.work.begun.parts_id,
+        plan_hash=job.work.begun.parts_id,
         rejected=rejected,
     )
 
 
 def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
-    inventory = _inventory(job.work.inventory_directory, job.work.begun.stamp)
+    inventory = open_inventory(job.work.inventory_directory, job.work.begun.stamp)
     order = np.load(job.work.order_path(job.plan.split), mmap_mode="r")
     for number, row in enumerate(order[job.plan.start : job.plan.stop].tolist()):
         Tally.add(1)
         entry = inventory.entry(row)
-        key, path = f"{job.plan.name}-{number:06d}", entry.locator
+        key, path = f"{job.plan.name}-{number:06d}", entry.path
         data = b""
         try:
             if entry.num_bytes > MAX_INPUT_BYTES:
                 raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
             data = job.source.read(entry)
-            image = convert(data, job.spec)
+            with naming(path):
+                image = convert(data, job.spec)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
             rejected.append(
@@ -118,9 +118,3 @@ def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
             continue
         label = job.work.begun.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)
-
-
-@lru_cache(maxsize=2)
-def _inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
-    """One copy for each worker process; its columns are shared with all others by the page cache."""
-    return Inventory(directory)

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.images import CropPolicy, ImageSpec
-from data_prep.manifest import Encoding
+from data_prep.images import MAX_PIXELS, PIXEL_BUDGET, ImageSpec
+from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import NumWorkers, Settings, read_lines
 from data_prep.sources.config import SourceSettings, SyntheticSettings
 
@@ -20,7 +20,10 @@ class BuildSettings(Settings):
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     image_size: int = Field(64, ge=8, le=1024)
     crop: CropPolicy = "center"
-    """center: the central square, resized; squash: the whole picture, resized to a square."""
+    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: shrunk until the longer
+    side is `image_size` (never enlarged), then as center, which is what FFCV did for the public checkpoints."""
+    interpolation: Filter = "bicubic"
+    """area: OpenCV's INTER_AREA, as FFCV has it; it takes no drafts."""
     encoding: Encoding = "raw"
     """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
     jpeg_quality: int = Field(95, ge=1, le=100)
@@ -32,6 +35,8 @@ class BuildSettings(Settings):
     """Exclusion lists, as `data_prep dedup` writes them."""
     draft: bool = True
     """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see data_prep/images)."""
+    max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
+    """A picture of more is rejected; of a draft its own pixels count, unless encoding=keep. Up to 16 bytes of memory for each."""
     samples_per_shard: int = Field(8192, ge=1, le=1_000_000)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
@@ -70,7 +75,7 @@ class BuildSettings(Settings):
         """The names to keep, or None for all."""
         if self.classes_file is None:
             return None if self.classes is None else frozenset(self.classes)
-        return frozenset(read_lines("classes_file", self.classes_file))
+        return frozenset(read_lines("classes_file", self.classes_file, spelled=True))
 
     @property
     def dataset_name(self) -> str:
@@ -81,14 +86,18 @@ class BuildSettings(Settings):
         paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir")}
         settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
         source = self.source.model_copy(update=settled)
-        return self.model_copy(update={"name": self.dataset_name, "source": source})
+        kept, out = self.kept_classes, str(Path(self.out).resolve())
+        classes = {"classes": None if kept is None else tuple(sorted(kept)), "classes_file": None}
+        return self.model_copy(update={"name": self.dataset_name, "out": out, "source": source, **classes})
 
     @property
     def image_spec(self) -> ImageSpec:
         return ImageSpec(
             image_size=self.image_size,
             crop=self.crop,
+            interpolation=self.interpolation,
             encoding=self.encoding,
             jpeg_quality=self.jpeg_quality,
             draft=self.draft,
+            max_pixels=self.max_pixels,
         )

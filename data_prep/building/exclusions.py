@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_prep.building.inventory import Inventory
 from data_prep.publish import hash_of_json
-from data_prep.settings import UserError
+from data_prep.settings import UserError, printable
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Exclusions:
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
         """The rows of the inventory that are excluded; paths that it does not have are of other datasets."""
-        numbers = {container.path: number for number, container in enumerate(inventory.containers)}
+        numbers = {printable(container.path): number for number, container in enumerate(inventory.containers)}
         by_container: dict[int, set[str]] = defaultdict(set)
         for path in self.paths:
             cut = path.rfind("/")
@@ -41,7 +41,7 @@ class Exclusions:
             row
             for number, names in by_container.items()
             for row in inventory.rows_of_container(number)
-            if inventory.name(row) in names
+            if printable(inventory.name(row)) in names
         ]
         return np.array(sorted(found), np.int64)
 

@@ -1,7 +1,7 @@
 """Every input of an archive, in one sorted order, as columns on disk.
 
-    parts/inventory/containers.json   classes and containers; the digest of what is listed; the stamp: what changes with the files
-    parts/inventory/*.bin             container, label (int32), offset, size, name_end (int64) of each input; the names
+    PARTS/inventory/containers.json   classes and containers; the digest of what is listed; the stamp: what changes with the files
+    PARTS/inventory/*.bin             container, label (int32), offset, size, name_end (int64) of each input; the names
 
 Columns are memory-mapped: a listing of 14 million images costs 28 bytes an image and its name, on disk, and every worker and
 array task reads the one copy. Invariants: containers are sorted, entries are sorted by name within their container, so that a
@@ -10,10 +10,10 @@ row number names the same input on every machine; `containers.json` is written l
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.publish import atomic_directory, canonical_json, write_json
+from data_prep.settings import printable
 
 HEAD_NAME = "containers.json"
 _COLUMNS = {"container": "<i4", "label": "<i4", "offset": "<i8", "size": "<i8", "name_end": "<i8"}
@@ -30,7 +31,7 @@ class Container(NamedTuple):
     """A part of the archive that is listed as a unit."""
 
     path: str
-    """Relative to the source's root; entries are found again, and named in rejected.jsonl, as `path/name`."""
+    """Relative to the source's root; entries are found again as `path/name`."""
     split: str
     label: int | None = None
     """The label of all its entries, where one is known before they are listed."""
@@ -74,13 +75,26 @@ class Entry(NamedTuple):
 
     @property
     def locator(self) -> str:
+        """Where it is found again."""
         return f"{self.container.path}/{self.name}" if self.container.path else self.name
+
+    @property
+    def path(self) -> str:
+        """What it is called in records."""
+        return printable(self.locator)
 
 
 @dataclass(frozen=True)
 class Layout:
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
+    beside: tuple[tuple[str, str], ...] = ()
+    """Name and stamp of the files that say what entries are (labels, annotations), where no container's stamp is of them, too."""
+
+    def differs_from(self, other: "Layout") -> set[str]:
+        """What only one of them has, or has so."""
+        paths, others = ({part.path for part in layout.containers} for layout in (self, other))
+        return (paths ^ others) | {name for name, _ in set(self.beside) ^ set(other.beside)}
 
 
 class Inventory:
@@ -91,13 +105,14 @@ class Inventory:
         self.directory, self.digest, self.stamp = directory, str(head["digest"]), str(head["stamp"])
         self.classes: tuple[str, ...] = tuple(head["classes"])
         self.containers = tuple(Container(*fields) for fields in head["containers"])
+        self._beside: tuple[tuple[str, str], ...] = tuple((name, stamp) for name, stamp in head["beside"])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.classes, self.containers)
+        return Layout(self.classes, self.containers, self._beside)
 
     @cached_property
     def container_numbers(self) -> NDArray[np.int32]:
@@ -118,6 +133,9 @@ class Inventory:
     def name(self, row: int) -> str:
         begin = int(self._name_ends[row - 1]) if row else 0
         return self._names[begin : int(self._name_ends[row])].tobytes().decode("utf-8", "surrogateescape")
+
+    def entries_of(self, number: int) -> Iterator[Entry]:
+        return map(self.entry, self.rows_of_container(number))
 
     def rows_of_container(self, number: int) -> range:
         """Rows of a container are consecutive."""
@@ -140,10 +158,16 @@ class Inventory:
         return _map(self.directory / f"{name}.bin", _COLUMNS[name])
 
 
+@lru_cache(maxsize=2)
+def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
+    """One copy for each worker process; its columns are shared with all others by the page cache."""
+    return Inventory(directory)
+
+
 def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) -> Inventory:
     """Spills what the containers of `layout` list, in their order, into `directory`."""
     with atomic_directory(directory) as temporary:
-        digest, stamp = hashlib.sha256(canonical_json(layout.classes)), hashlib.sha256()
+        digest, stamp = hashlib.sha256(canonical_json(layout.classes)), hashlib.sha256(canonical_json(layout.beside))
         names_end = 0
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in [*_COLUMNS, "names"]}
@@ -157,7 +181,7 @@ def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) 
                 digest.update(columns["label"].tobytes() + columns["size"].tobytes())
                 stamp.update(container.stamp.encode() + columns["offset"].tobytes())
         hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest()}
-        head = {"classes": layout.classes, "containers": layout.containers, **hashes}
+        head = {"classes": layout.classes, "containers": layout.containers, "beside": layout.beside, **hashes}
         write_json(temporary / HEAD_NAME, head)
     return Inventory(directory)
 

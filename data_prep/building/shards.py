@@ -5,7 +5,8 @@ in this order, each atomically:
 
 1. `X.tar`, the samples;
 2. `X.npy`, the index, and `X.paths`, where each sample came from;
-3. `parts/X.json`, the record. A shard with a record of the same build is done; anything else is written anew.
+3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build is done; anything else is
+   written anew.
 """
 
 import hashlib
@@ -22,10 +23,11 @@ from data_prep.building.tar_writer import TarWriter
 from data_prep.images import EncodedImage
 from data_prep.images.channels import ChannelSums, ChannelTotals
 from data_prep.manifest import INDEX_DTYPE, Shard
-from data_prep.publish import atomic_file, sha256_of, write_atomic, write_json
-from data_prep.settings import Settings
+from data_prep.publish import atomic_file, sealed, sha256_of, unsealed, write_atomic, write_json
+from data_prep.settings import S, Settings
 
-PARTS = "parts"
+PARTS = "wide-mlps-parts"
+"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (`claim`), and no user's."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Rejected(Settings):
 class ShardRecord(Settings):
     """All that the manifest needs to know of a shard, kept beside it until the manifest stands."""
 
-    fingerprint: str
+    plan_hash: str
     num_inputs: int
     shard: Shard
     class_counts: dict[str, int]
@@ -56,6 +58,8 @@ class ShardRecord(Settings):
     channel_square_sums: tuple[int, int, int]
     num_pixels: int
     rejected: tuple[Rejected, ...]
+    extensions: tuple[str, ...] = ()
+    """Of the pictures, where they were built here."""
 
     @property
     def channels(self) -> ChannelTotals:
@@ -63,13 +67,14 @@ class ShardRecord(Settings):
 
 
 def write_shard(
-    directory: Path, name: str, samples: Iterable[Sample], *, fingerprint: str, rejected: list[Rejected]
+    directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]
 ) -> ShardRecord:
     """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
     channels = ChannelSums()
     labels: list[int] = []
     offsets: list[tuple[int, int, int]] = []
     paths: list[str] = []
+    extensions: set[str] = set()
     with atomic_file(directory / f"{name}.tar") as raw:
         tar = TarWriter(raw)
         for sample in samples:
@@ -80,13 +85,14 @@ def write_shard(
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
             offsets.append((offset, len(sample.image.data), sample.label))
             labels.append(sample.label)
+            extensions.add(sample.image.extension)
             paths.append(sample.path)
             channels.add(sample.image.pixels)
         tar.finish()
     index_sha256 = write_index(directory, name, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
     paths_sha256 = write_paths(directory, name, paths)
     record = ShardRecord(
-        fingerprint=fingerprint,
+        plan_hash=plan_hash,
         num_inputs=len(labels) + len(rejected),
         shard=Shard(
             name=name,
@@ -102,8 +108,9 @@ def write_shard(
         channel_square_sums=channels.square_sums,
         num_pixels=channels.num_pixels,
         rejected=tuple(rejected),
+        extensions=tuple(sorted(extensions)),
     )
-    write_record(directory, record)
+    write_record(directory, name, record)
     return record
 
 
@@ -128,34 +135,47 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def write_record(directory: Path, record: ShardRecord) -> None:
-    write_json(record_path(directory, record.shard.name), record.model_dump(mode="json"))
+def write_record(directory: Path, name: str, record: Settings) -> None:
+    write_json(record_path(directory, name), sealed(record.model_dump(mode="json")))
 
 
-def finished_record(directory: Path, name: str, *, fingerprint: str) -> ShardRecord | None:
+def read_record(directory: Path, name: str, schema: type[S]) -> S:
+    """ValueError where it is not as it was written."""
+    return schema.model_validate_json(
+        json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
+    )
+
+
+def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
     """The record of a shard that this very build has finished before, with its files still as they were."""
     try:
         record = load_record(directory, name)
     except (OSError, ValueError):
         return None
-    return record if record.fingerprint == fingerprint and not changed_files(directory, record.shard) else None
+    return record if record.plan_hash == plan_hash and not changed_files(directory, record.shard) else None
 
 
 def load_record(directory: Path, name: str) -> ShardRecord:
-    return ShardRecord.model_validate_json(record_path(directory, name).read_text(encoding="utf-8"))
+    """ValueError where it is not as it was written, or was written of another shard (copied, such as by a hand that mends)."""
+    record = read_record(directory, name, ShardRecord)
+    if record.shard.name != name:
+        raise ValueError(f"is the record of {record.shard.name}")
+    return record
 
 
-def changed_files(directory: Path, shard: Shard) -> list[str]:
-    """The files of a shard that are missing or not as they were written."""
+def changed_files(directory: Path, shard: Shard, *, trust: bool = False) -> list[str]:
+    """The files of a shard that are missing or not as they were written; with `trust`, by their sizes."""
     hashes = {shard.file: shard.sha256, shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
-    return [file for file, sha256 in hashes.items() if not _is(directory / file, sha256)]
-
-
-def _is(path: Path, sha256: str) -> bool:
-    try:
-        return sha256_of(path) == sha256
-    except FileNotFoundError:
-        return False
+    changed = []
+    for file, sha256 in hashes.items():
+        path = directory / file
+        try:
+            is_same = file != shard.file or path.stat().st_size == shard.num_bytes
+            if not (is_same and path.is_file() and (trust or sha256_of(path) == sha256)):
+                changed.append(file)
+        except FileNotFoundError:
+            changed.append(file)
+    return changed
 
 
 def record_path(directory: Path, name: str) -> Path:

@@ -1,13 +1,13 @@
 """`data_prep build --task i/n`: one of n array tasks, on any machines that share the file system of OUT.
 
 The first task to come makes the plan, alone; the others wait for it, then all of them hold the directory together. Tasks pass one
-at a time through a gate (the lock of parts/plan):
+at a time through a gate (the lock of PARTS/plan):
 
 0. what is wrong with the source or the config, and was found while this task waited, is its own answer, too (if it was found on
    this node, or on two): to list a large source once for each task, only to fail again, helps nobody;
 1. nobody is here (the sole lock of OUT is free): prepare the plan, then change the lock to a shared one;
-2. others are here: take the shared lock, waiting for whoever prepares; if there is no plan then, they have ended before they had
-   one: begin again with 1, for nobody else can be in the gate.
+2. others are here: take the shared lock, waiting for whoever prepares; if there is no whole plan then, they have ended before they
+   had one: begin again with 1, for nobody else can be in the gate.
 
 Past the gate: check that the plan is ours and the source still as it was; hold the lock of the task's own number, waiting for an
 earlier start of it that is still ending; write its shards. Whoever is killed, anywhere, lets go of all that at once.
@@ -31,9 +31,9 @@ from data_prep.building.build import write_shards
 from data_prep.building.config import BuildSettings
 from data_prep.building.shards import PARTS
 from data_prep.building.workers import Tally, worker_pool
-from data_prep.building.workplan import Workplan, begun_by_others, load_begun, prepare
+from data_prep.building.workplan import Workplan, begun_by_others, claim, has_plan, load_begun, prepare
 from data_prep.manifest import MANIFEST_NAME
-from data_prep.publish import hash_of_json, make_directory, sole_writer, write_json
+from data_prep.publish import hash_of_json, sole_writer, write_json
 from data_prep.settings import UserError
 from data_prep.sources import Source, open_source
 
@@ -77,9 +77,9 @@ def build_task(settings: BuildSettings, task: Task) -> int:
 @contextmanager
 def _work_together(settings: BuildSettings, source: Source, pool: Executor, task: Task) -> Iterator[Workplan]:
     directory = Path(settings.out)
-    make_directory(directory)
     _refuse_merged(directory)
-    with open(directory / ".lock", "w") as lock:
+    claim(directory)
+    with open(directory / ".lock", "a") as lock:
         mine = _pass_gate(lock, settings, source, pool, task)
         # a `build` may have stepped in when the lock changed
         is_mine = mine is not None and load_begun(directory) == mine.begun
@@ -100,9 +100,9 @@ def _pass_gate(lock: IO[str], settings: BuildSettings, source: Source, pool: Exe
                     mine = prepare(settings, source, pool, num_tasks=task.total)
             elif not _try_lock(lock, shared=True):  # a `build` or a `merge`
                 print(waiting, file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            _hold(lock, fcntl.LOCK_SH)
             _refuse_merged(directory)
-            if load_begun(directory) is not None:
+            if has_plan(directory):
                 return mine
             mine = None
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -149,9 +149,14 @@ class _Failure:
         return found
 
 
+def _hold(lock: IO[str], how: int) -> None:
+    fcntl.flock(lock, how)
+    lock.truncate(0)  # who wrote in it was killed, and is no holder any more
+
+
 def _try_lock(lock: IO[str], *, shared: bool = False) -> bool:
     try:
-        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        _hold(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,17 +1,18 @@
 """What a build is going to write, decided once and kept on disk, so that every worker and array task writes the same dataset.
 
-    OUT/parts/begun.json       whose directory this is: hash of the config, fingerprint, number of array tasks
-    OUT/parts/settings.json    the resolved config, for `merge`
-    OUT/parts/inventory/       every input of the source (inventory.py)
-    OUT/parts/order-SPLIT.npy  rows of the inventory in the order in which they are packed
-    OUT/parts/NAME.json        the record of a finished shard (shards.py)
+    OUT/PARTS/begun.json       whose directory this is: the config, its hash and that of the plan, number of array tasks
+    OUT/PARTS/inventory/       every input of the source (inventory.py)
+    OUT/PARTS/order-SPLIT.npy  rows of the inventory in the order in which they are packed
+    OUT/PARTS/NAME.json        the record of a finished shard (shards.py)
+
+PARTS is made before anything else is written in OUT (`claim`) and goes last, begun.json last of what it holds.
 
 The plan is a function of the config and of what the source lists, never of workers or tasks. Steps of `prepare`, under the sole
 lock of OUT:
 
 1. ask the source for its containers;
 2. an inventory of the same config and of unchanged containers stands: use it; else list everything;
-3. the fingerprint hashes config and listing; a directory of another fingerprint, finished or not: refuse;
+3. the plan's hash is of config and listing; a directory of another plan, finished or not: refuse;
 4. write the order of every split, then `begun.json`.
 """
 
@@ -19,8 +20,8 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +29,24 @@ import numpy as np
 from data_prep.building.config import BuildSettings
 from data_prep.building.exclusions import Exclusions, load_exclusions
 from data_prep.building.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
-from data_prep.building.shards import PARTS
+from data_prep.building.shards import PARTS, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, write_json
-from data_prep.settings import Settings, UserError
+from data_prep.publish import (
+    TEMPORARY_PREFIX,
+    atomic_file,
+    hash_of_json,
+    make_directory,
+    remove_leftovers,
+    sole_writer,
+)
+from data_prep.settings import Settings, UserError, printable
 from data_prep.sources import Arrangement, Source, SourceError
 
-BEGUN_NAME, SETTINGS_NAME, INVENTORY_NAME = "begun.json", "settings.json", "inventory"
+BEGUN, INVENTORY_NAME = "begun", "inventory"
+NUM_NAMED = 20
+"""Of what is damaged."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
@@ -50,8 +60,10 @@ class ShardPlan(Settings):
 
 
 class Begun(Settings):
+    settings: BuildSettings
+    """For `merge`."""
     config_hash: str
-    fingerprint: str
+    plan_hash: str
     stamp: str
     """Of the source's files: shards that were made before they were touched are made anew."""
     decoder: str
@@ -65,7 +77,7 @@ class Begun(Settings):
     @property
     def parts_id(self) -> str:
         """What the record of a finished shard must say for the shard to be a part of this dataset."""
-        return f"{self.fingerprint}-{self.stamp[:16]}"
+        return f"{self.plan_hash}-{self.stamp[:16]}"
 
 
 @dataclass(frozen=True)
@@ -94,17 +106,17 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     if before is not None and before.config_hash != config_hash:
         raise _foreign(directory, "an unfinished")
     _check_decoder(directory, before)
-    _tidy(directory)
+    remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
-    fingerprint = hash_of_json([config_hash, inventory.digest])
+    plan_hash = hash_of_json([config_hash, inventory.digest])
     try:
-        _claim(directory, fingerprint=fingerprint, before=before)
+        _claim(directory, plan_hash=plan_hash, before=before)
         inventory = _adopted(inventory)
     finally:
-        _tidy(directory)
+        remove_leftovers(directory, directory / PARTS)
     if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
         return Workplan(directory, before)
-    return _write_plan(settings, source, inventory, exclusions, config_hash, fingerprint, num_tasks)
+    return _write_plan(settings, source, inventory, exclusions, config_hash, plan_hash, num_tasks)
 
 
 def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
@@ -119,7 +131,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         raise UserError(
             f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
         )
-    if Inventory(directory / PARTS / INVENTORY_NAME).layout != _layout(settings, source):
+    if Inventory(directory / PARTS / INVENTORY_NAME).layout != layout_of(settings, source):
         raise SourceError(
             "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
             f"stop the tasks, remove {directory} and begin again"
@@ -127,14 +139,62 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     return Workplan(directory, begun)
 
 
+def claim(directory: Path) -> None:
+    """Marks the place as ours before anything else is written in it; what others keep there is neither deleted nor overwritten
+    (issue 17: `parts/`, `.tmp-*`, `rejected.jsonl` of users were).
+
+    Array tasks claim side by side: whoever else has written here by the time of the listing had made the mark before.
+    """
+    make_directory(directory)
+    strangers = sorted({path.name for path in directory.iterdir()} - {".lock"})
+    if strangers and not (directory / PARTS).is_dir():
+        if not (directory / MANIFEST_NAME).exists():
+            raise UserError(
+                f"out: {directory} holds {strangers[0]}, and no dataset was begun there; name another directory, or move it"
+            )
+        load_manifest(directory)  # or it is no manifest of ours
+    (directory / PARTS).mkdir(exist_ok=True)
+
+
+@contextmanager
+def own_place(directory: Path) -> Iterator[None]:
+    """The directory, claimed, for this process alone."""
+    claim(directory)
+    with sole_writer(directory):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (directory / PARTS).rmdir()  # where it is empty nothing has begun, or all is finished
+
+
+def forget_parts(directory: Path) -> None:
+    """Of a finished dataset; whatever remains goes the next time."""
+    parts = directory / PARTS
+    for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        parts.rmdir()
+
+
 def load_begun(directory: Path) -> Begun | None:
-    path = directory / PARTS / BEGUN_NAME
     try:
-        return Begun.model_validate_json(path.read_text(encoding="utf-8"))
+        return read_record(directory, BEGUN, Begun)
     except FileNotFoundError:
         return None
     except ValueError:
-        raise UserError(f"{path}: cannot be read; remove {directory} and build again") from None
+        raise UserError(
+            f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again"
+        ) from None
+
+
+def has_plan(directory: Path) -> bool:
+    """Whether all of it stands: a task that was killed while it replaced the inventory has left a begun.json of before."""
+    begun, inventory = load_begun(directory), directory / PARTS / INVENTORY_NAME
+    return begun is not None and (inventory / HEAD_NAME).exists() and Inventory(inventory).stamp == begun.stamp
 
 
 def _check_decoder(directory: Path, begun: Begun | None) -> None:
@@ -156,19 +216,12 @@ def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions
     return hash_of_json([*parts, exclusions.digest])
 
 
-def _tidy(directory: Path) -> None:
-    """Removes what a killed build has left half-written."""
-    remove_leftovers(directory, directory / PARTS)
-    with suppress(OSError):
-        (directory / PARTS).rmdir()  # if it is empty
-
-
-def _claim(directory: Path, *, fingerprint: str, before: Begun | None) -> None:
+def _claim(directory: Path, *, plan_hash: str, before: Begun | None) -> None:
     """Refuses a directory that holds, or has begun to hold, another dataset."""
     if (directory / MANIFEST_NAME).exists():
-        if load_manifest(directory).fingerprint != fingerprint:
+        if load_manifest(directory).plan_hash != plan_hash:
             raise _foreign(directory, "a")
-    elif before is not None and before.fingerprint != fingerprint:
+    elif before is not None and before.plan_hash != plan_hash:
         raise _foreign(directory, "an unfinished")
 
 
@@ -180,7 +233,7 @@ def _foreign(directory: Path, state: str) -> UserError:
 
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
-    layout = _layout(settings, source)
+    layout = layout_of(settings, source)
     directory = Path(settings.out) / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
         inventory = Inventory(directory)
@@ -192,9 +245,10 @@ def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: 
     )
 
 
-def _layout(settings: BuildSettings, source: Source) -> Layout:
+def layout_of(settings: BuildSettings, source: Source) -> Layout:
     """The containers that may hold what the config keeps, sorted."""
     layout = source.layout()
+    layout = replace(layout, classes=tuple(map(printable, layout.classes)))
     kept, containers = settings.kept_classes, layout.containers
     if kept is not None:
         unknown = sorted(kept - set(layout.classes))
@@ -202,7 +256,7 @@ def _layout(settings: BuildSettings, source: Source) -> Layout:
             raise UserError(f"classes: {len(unknown)} are not in the source ({', '.join(unknown[:3])})")
         labels = {label for label, name in enumerate(layout.classes) if name in kept}
         containers = tuple(part for part in containers if part.label is None or part.label < 0 or part.label in labels)
-    return Layout(layout.classes, tuple(sorted(containers)))
+    return replace(layout, containers=tuple(sorted(containers)))
 
 
 def _adopted(inventory: Inventory) -> Inventory:
@@ -218,12 +272,24 @@ def _adopted(inventory: Inventory) -> Inventory:
 def _entries(source: Source, layout: Layout, pool: Executor, *, ahead: int) -> Iterator[Entries]:
     """What the containers list, in their order; no more than `ahead` of them wait in memory."""
     waiting: deque[Future[Entries]] = deque()
+    damaged: list[str] = []
     with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
         for number, container in enumerate(layout.containers):
             while number + len(waiting) < len(layout.containers) and len(waiting) < ahead:
                 waiting.append(pool.submit(source.entries, layout.containers[number + len(waiting)]))
-            yield waiting.popleft().result()
+            try:
+                yield waiting.popleft().result()
+            except SourceError as error:  # all of them are named in one run
+                damaged.append(str(error))
             line.advance(note=container.path)
+    if damaged:
+        raise SourceError(all_in_one(damaged))
+
+
+def all_in_one(complaints: list[str]) -> str:
+    """The line about several damaged files."""
+    more = f" (and {len(complaints) - 1:,} more: {'; '.join(complaints[1:NUM_NAMED])})" if complaints[1:] else ""
+    return f"{complaints[0]}{more}"
 
 
 def _write_plan(
@@ -232,7 +298,7 @@ def _write_plan(
     inventory: Inventory,
     exclusions: Exclusions,
     config_hash: str,
-    fingerprint: str,
+    plan_hash: str,
     num_tasks: int,
 ) -> Workplan:
     arrangement = source.arrange(inventory)
@@ -263,10 +329,10 @@ def _write_plan(
         for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
             stop = min(start + settings.samples_per_shard, len(rows))
             shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
-    write_json(directory / PARTS / SETTINGS_NAME, settings.settled().model_dump(mode="json"))
     begun = Begun(
+        settings=settings.settled(),
         config_hash=config_hash,
-        fingerprint=fingerprint,
+        plan_hash=plan_hash,
         stamp=inventory.stamp,
         decoder=decoder_version(),
         classes=classes,
@@ -275,20 +341,24 @@ def _write_plan(
         shards=tuple(shards),
         num_tasks=num_tasks,
     )
-    write_json(directory / PARTS / BEGUN_NAME, begun.model_dump(mode="json"))
+    write_record(directory, BEGUN, begun)
     return Workplan(directory, begun)
 
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
-    name = source.describe()["kind"]
+    """A split or a class that is there, and of which nothing can be read: no class of val vanishes behind its namesake of train."""
+    name, readable = source.describe()["kind"], inventory.sizes >= 0
     for split in sorted({container.split for container in inventory.containers}):
-        if not len(arrangement.splits.get(split, ())):
+        rows = arrangement.splits.get(split)
+        if rows is None or not readable[rows].any():
             raise SourceError(
                 f"source.path: split {split} of this {name} source holds no pictures; complete the archive"
             )
-    present = set(np.unique(inventory.labels).tolist())
-    wanted = {container.label for container in inventory.containers if container.label is not None}
-    empty = [inventory.classes[label] for label in sorted(wanted - present) if label >= 0]
+    counts = np.bincount(inventory.container_numbers[readable], minlength=len(inventory.containers)).tolist()
+    labelled = [part.label is not None and part.label >= 0 for part in inventory.containers]
+    empty = [
+        part.path for part, count, has in zip(inventory.containers, counts, labelled, strict=True) if has and not count
+    ]
     if empty:
         raise SourceError(
             f"source.path: {len(empty)} classes of this {name} source hold no pictures ({', '.join(empty[:3])}); "

@@ -135,9 +135,11 @@ def _here(shard: Shard, path: Path) -> Shard:
 
 
 def _check_hash(content: mmap.mmap | bytes, shard: Shard, faults: Faults) -> None:
-    if hashlib.sha256(content).hexdigest() != shard.sha256:
+    is_same = hashlib.sha256(content).hexdigest() == shard.sha256
+    if not is_same or len(content) != shard.num_bytes:
+        what = "size" if is_same else "sha256"
         faults.add(
-            f"{shard.file}: sha256 differs from the manifest ({len(content):,} bytes, {shard.num_bytes:,} expected)"
+            f"{shard.file}: {what} differs from the manifest ({len(content):,} bytes, {shard.num_bytes:,} expected)"
         )
 
 
@@ -193,7 +195,7 @@ class _Walk:
     def check(self, path: Path) -> None:
         num_samples, key = 0, ""
         try:
-            for sample in tar_samples(path):
+            for sample in tar_samples(path, ignore_zeros=self.expected.is_borrowed):
                 num_samples += 1
                 if not self.expected.is_borrowed and sample.key <= key:
                     self.faults.add(f"{self.shard.file} {sample.key}: does not come after {key}; keys ascend strictly")
@@ -256,10 +258,13 @@ class _Walk:
         return []
 
 
-def tar_samples(path: Path) -> Iterator[TarSample]:
-    """The samples of a plain tar in its order; members of other kinds than files are passed over."""
+def tar_samples(path: Path, *, ignore_zeros: bool) -> Iterator[TarSample]:
+    """The samples of a plain tar in its order; members of other kinds than files are passed over.
+
+    `ignore_zeros`: also those behind its end mark, which an index may have been told to read.
+    """
     sample: TarSample | None = None
-    with tarfile.open(path, mode="r:") as archive:
+    with tarfile.open(path, mode="r:", ignore_zeros=ignore_zeros) as archive:
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # or every header of the shard stays in memory
             if not member.isreg():

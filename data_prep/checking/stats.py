@@ -5,8 +5,6 @@ before the EXIF orientation). Recomputed channel statistics are, as those of `bu
 is none), and of the central squares.
 """
 
-import io
-import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -14,14 +12,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from data_prep.building.workers import Tally
 from data_prep.checking.stored import Storage, sweep, tar_content
-from data_prep.images import CropPolicy, Rejection, decode, resize
+from data_prep.images import Rejection, decode, resize, size_of
 from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
-from data_prep.images.quiet import without_warnings
-from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Shard, Split, load_index, load_manifest
+from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_index, load_manifest, load_rejected
 
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
@@ -35,7 +31,7 @@ def stats(
     found: dict[str, Any] = {
         "dataset": str(directory),
         "name": manifest.name,
-        "hash": manifest.hash,
+        "content_hash": manifest.content_hash,
         "encoding": manifest.encoding,
         "image_size": manifest.image_size,
         "num_classes": len(manifest.classes),
@@ -80,14 +76,7 @@ def _spread(counts: NDArray[np.int64]) -> dict[str, float]:
 
 
 def _rejected_by_reason(directory: Path, manifest: Manifest) -> dict[str, int]:
-    if not manifest.num_rejected:
-        return {}
-    path = directory / REJECTED_NAME
-    try:
-        reasons = Counter(str(json.loads(line)["reason"]) for line in path.read_bytes().splitlines())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
-    return dict(sorted(reasons.items()))
+    return dict(sorted(Counter(entry["reason"] for entry in load_rejected(directory, manifest)).items()))
 
 
 # ---- what takes a look at the pictures -----------------------------------------------------------------------------
@@ -108,13 +97,12 @@ def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: St
 
 def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tuple[int, int]]:
     sizes: Counter[tuple[int, int]] = Counter()
-    with tar_content(directory, shard, storage=storage) as content, without_warnings():
+    with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[:, :2].tolist():
             try:
-                with Image.open(io.BytesIO(content[offset : offset + length])) as picture:
-                    sizes[picture.size] += 1
-            except (OSError, ValueError, Image.DecompressionBombError) as error:
-                raise _damaged(directory, shard, error) from None
+                sizes[size_of(content[offset : offset + length])] += 1
+            except Rejection as rejection:
+                raise _damaged(directory, shard, rejection) from None
             Tally.add(1)
     return sizes
 
@@ -123,20 +111,21 @@ def _channel_statistics(
     directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
 ) -> tuple[list[float], list[float]]:
     shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
-    work = partial(_shard_totals, directory, manifest.image_size, manifest.crop, storage)
+    work = partial(_shard_totals, directory, manifest, storage)
     mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
     return list(mean), list(std)
 
 
-def _shard_totals(directory: Path, image_size: int, crop: CropPolicy, storage: Storage, shard: Shard) -> ChannelTotals:
+def _shard_totals(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ChannelTotals:
     channels = ChannelSums()
+    size, crop, interpolation = manifest.image_size, manifest.crop, manifest.interpolation
     with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[:, :2].tolist():
             try:
                 picture, _ = decode(content[offset : offset + length])
             except Rejection as rejection:
                 raise _damaged(directory, shard, rejection) from None
-            channels.add(resize(picture, size=image_size, crop=crop))
+            channels.add(resize(picture, size=size, crop=crop, interpolation=interpolation))
             Tally.add(1)
     return channels.totals
 

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
-from data_prep.building.merge import write_annotation
+from data_prep.building.merge import write_annotation, write_rejected
 from data_prep.building.shards import write_index, write_paths
 from data_prep.choosing.selection import Ids
 from data_prep.manifest import (
-    REJECTED_NAME,
     Annotation,
     Manifest,
     Shard,
@@ -26,7 +25,6 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.progress import progress
-from data_prep.publish import write_atomic
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def write_dataset(
     chosen: dict[str, Chosen],
     classes: tuple[str, ...],
     description: dict[str, object],
-    fingerprint: str,
+    plan_hash: str,
 ) -> Manifest:
     splits = {
         name: _write_split(source, out, fresh, split, chosen[name], num_classes=len(classes), name=name)
@@ -72,10 +70,10 @@ def write_dataset(
             "num_written": num_written,
             "num_rejected": 0,
             "num_left_out": {reason: count for reason, count in left_out.items() if count},
-            "fingerprint": fingerprint,
+            "rejected_sha256": write_rejected(fresh, ()),
+            "plan_hash": plan_hash,
         }
     )
-    write_atomic(fresh / REJECTED_NAME, b"")
     save_manifest(fresh, manifest)
     return load_manifest(fresh)
 

@@ -64,7 +64,7 @@ class Duplicates:
     distances: NDArray[np.int64]
     """Bits of the perceptual hash that differ; -1 for equal pixels."""
     num_plain: int
-    """Pictures of the dataset that are nearly of one colour: compared by pixels only."""
+    """Pictures of the dataset that are nearly of one colour, or line art: compared by pixels only."""
 
     def part_of(self, position: int) -> Part:
         return next(part for part in self.parts if part.start <= position < part.stop)

@@ -6,7 +6,7 @@ Channel mean and standard deviation are those of the parent: runs on different f
 
 Steps, under the lock of the new directory's parent:
 
-1. choose the samples (selection.py); the same call again finds its own fingerprint here, and is done;
+1. choose the samples (selection.py); the same call again finds its own plan here, and is done;
 2. write indices, paths and annotations into a temporary directory, the manifest last;
 3. rename it (publish.py).
 """
@@ -71,10 +71,10 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     classes = _classes(parent, selection.classes_file)
     exclusions = load_exclusions(selection.exclude)
     description = _describe(parent, selection, classes, exclusions)
-    fingerprint = hash_of_json([description, out.name])
+    plan_hash = hash_of_json([description, out.name])
     out.parent.mkdir(parents=True, exist_ok=True)
     with sole_writer(out.parent, wait=True):
-        existing = _existing(out, fingerprint)
+        existing = _existing(out, plan_hash, parent)
         if existing is not None:
             return existing
         chosen = {name: _choose(source, parent, name, selection, classes, exclusions) for name in parent.splits}
@@ -84,14 +84,14 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
         if exclusions.paths:
             description["exclude_paths"] = _excluded_counts(source, selection, exclusions, chosen)
         with atomic_directory(out) as fresh:
-            return write_dataset(source, out, fresh, parent, chosen, classes, description, fingerprint)
+            return write_dataset(source, out, fresh, parent, chosen, classes, description, plan_hash)
 
 
 def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
     """The classes of the subset, in the parent's order."""
     if file is None:
         return parent.classes
-    wanted = read_lines("classes-file", file)
+    wanted = read_lines("classes-file", file, spelled=True)
     known = set(parent.classes)
     for name in wanted:
         if name not in known:
@@ -116,7 +116,7 @@ def _describe(
     of = {"name": parent.name, "source": parent.source}
     return {
         "kind": KIND,
-        "parent": parent.hash,
+        "parent": parent.pixels_hash,
         "of": of,
         **asked,
         "exclude": digest,
@@ -125,7 +125,7 @@ def _describe(
     }
 
 
-def _existing(out: Path, fingerprint: str) -> Manifest | None:
+def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
     if not out.exists():
         return None
     if not (out / MANIFEST_NAME).exists():
@@ -133,12 +133,13 @@ def _existing(out: Path, fingerprint: str) -> Manifest | None:
             return None
         raise UserError(f"{out}: exists and is no dataset; choose another directory")
     manifest = load_manifest(out)
-    if manifest.fingerprint != fingerprint:
+    if manifest.plan_hash != plan_hash:
         raise UserError(
             f"{out}: holds another dataset ({manifest.name}); choose another directory, or remove it if nothing uses it"
         )
-    tars = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_remote]
-    if all((out / shard.file).exists() for shard in tars):
+    places = {shard.file for split in parent.splits.values() for shard in split.shards}
+    tars = [shard for split in manifest.splits.values() for shard in split.shards]
+    if all(shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars):
         return manifest
     known = known_files(manifest) | {LOCK_NAME}
     strange = [path for path in sorted(out.iterdir()) if path.name not in known and not _is_temporary(path)]

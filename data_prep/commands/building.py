@@ -4,18 +4,39 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.commands import FAULTY, OK, add_workers, settings_of
-from data_prep.manifest import REJECTED_NAME, Manifest
+from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import dump
 
 if TYPE_CHECKING:
     from data_prep.commands import Verbs
 
 GOES_ON = "what is finished is kept, the same command goes on from there"
+REMEDIES = {
+    "empty": "copy or download them again",
+    "truncated": "copy or download them again",
+    "damaged": "copy or download them again",
+    "not_a_file": "put the files in the place of the links, or remove these",
+    "not_an_image": "remove what is no picture, or convert it to JPEG or PNG",
+    "unsupported": "convert them to 8-bit RGB",
+    "missing_codec": "the installer says which headers it lacks; or convert them to JPEG or PNG",
+    "too_many_pixels": "make them smaller, or raise max_pixels where memory allows it",
+    "too_large": "make them smaller",
+    "no_image": "image_member=ENDING names the picture's member (of KEY.image.png it is image.png)",
+    "several_images": "image_member=ENDING chooses one (of KEY.rgb.png it is rgb.png)",
+    "doubled_member": "give every sample a key of its own",
+    "interleaved": "write the members of each sample side by side (tar --sort=name)",
+    "no_label": "label=json:FIELD takes it from KEY.json; label=none reads pictures without labels",
+    "bad_label": "label=json:FIELD takes it from KEY.json; label=none reads pictures without labels",
+    "label_out_of_range": "labels count from 0; give classes_file a line for each",
+    "unknown_class": "add the names to classes_file, or leave it out",
+}
+"""What can be done about inputs that are rejected, by reason."""
 
 
 def add_verbs(verbs: "Verbs") -> None:
@@ -35,14 +56,14 @@ def add_verbs(verbs: "Verbs") -> None:
     merge = verbs.add_parser("merge", help="verify what array tasks have written, then publish the dataset")
     merge.add_argument("dataset", type=Path)
     add_workers(merge)
+    merge.add_argument(
+        "--trust", action="store_true", help="do not read the shards again: only their sizes are checked"
+    )
     merge.add_argument("--json", action="store_true", help="print the summary as JSON")
     merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
 
 
 def _build(options: argparse.Namespace) -> int:
-    from data_prep.building.workers import warm_up
-
-    warm_up()
     from data_prep.building.config import BuildSettings
 
     kind = [f"source.kind={options.source}"] if options.source else []
@@ -75,8 +96,19 @@ def _merge(options: argparse.Namespace) -> int:
     from data_prep.building.merge import merge
 
     return published(
-        lambda: merge(options.dataset, num_workers=options.workers), str(options.dataset), as_json=options.json
+        lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust),
+        str(options.dataset),
+        as_json=options.json,
     )
+
+
+def _most_frequent(directory: Path, manifest: Manifest) -> str:
+    """The reason of most rejects, with an example and what can be done about it."""
+    rejects = load_rejected(directory, manifest)
+    [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
+    example = next(reject for reject in rejects if reject["reason"] == reason)
+    remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
+    return f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}"
 
 
 def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
@@ -92,12 +124,16 @@ def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> in
     if as_json:
         counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}
         left_out = {"left_out": manifest.num_left_out}
-        print(json.dumps({"dataset": out, "splits": splits, "hash": manifest.hash, **counts, **left_out}))
+        print(
+            json.dumps({"dataset": out, "splits": splits, "content_hash": manifest.content_hash, **counts, **left_out})
+        )
         return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
     where = f"; {Path(out) / REJECTED_NAME} says which and why" if manifest.num_rejected else ""
     print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}{where}")
+    if manifest.num_rejected:
+        print(_most_frequent(Path(out), manifest))
     if manifest.num_left_out:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items())
         print(f"left out by the config, not read: {reasons}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from data_prep.commands import Verbs
 
 NEAR = 6
+MANY = 0.05
+"""Of a split: to lose more than that is worth a look."""
 
 
 def add_verbs(verbs: "Verbs") -> None:
@@ -31,7 +34,13 @@ def add_verbs(verbs: "Verbs") -> None:
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
     subset.add_argument("--json", action="store_true", help="print the summary as JSON")
     subset.set_defaults(run=_subset, after_a_stop="nothing was published; run the same command again")
-    dedup = verbs.add_parser("dedup", help="list samples whose picture is there already, here or in other datasets")
+    dedup = verbs.add_parser(
+        "dedup",
+        help="list samples whose picture is there already, here or in other datasets",
+        description="Lists samples whose picture is there already: equal pixels, or the same picture encoded, resized or cropped a "
+        "little otherwise. Mirrored and turned copies are not found. Line art and text in one ink and pictures of nearly one "
+        "colour are compared by pixels alone.",
+    )
     dedup.add_argument("dataset", type=Path)
     dedup.add_argument(
         "--against",
@@ -63,7 +72,9 @@ def _subset(options: argparse.Namespace) -> int:
     excluded = manifest.source.get("exclude_paths")
     if options.json:
         more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
-        print(json.dumps({"dataset": str(options.out), "splits": splits, "hash": manifest.hash, **more}))
+        print(
+            json.dumps({"dataset": str(options.out), "splits": splits, "content_hash": manifest.content_hash, **more})
+        )
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
@@ -89,11 +100,19 @@ def _dedup(options: argparse.Namespace) -> int:
         num_workers=options.workers,
         storage=options.storage,
     )
+    num_samples = sum(part.stop - part.start for part in found.parts if part.may_lose)
+    for part in found.parts:
+        num_lost = int(((part.start <= found.positions) & (found.positions < part.stop)).sum())
+        if num_lost > MANY * (part.stop - part.start):
+            print(
+                f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be dropped, which is much: look at "
+                "some pairs before you use the list (it names both of each); a smaller --near, or --exact, drops less",
+                file=sys.stderr,
+            )
     if options.out is not None:
         write_list(options.out, exclusion_lines(found, storage=options.storage))
     names = ("split", "of_dataset", "of_split", "reason")
     rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
-    num_samples = sum(part.stop - part.start for part in found.parts if part.may_lose)
     if options.json:
         counts = {"samples": num_samples, "duplicates": len(found.positions), "plain": found.num_plain}
         out = None if options.out is None else str(options.out)
@@ -105,7 +124,9 @@ def _dedup(options: argparse.Namespace) -> int:
     if rows:
         print_table(("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows])
     if found.num_plain:
-        print(f"{found.num_plain:,} pictures are nearly of one colour; those were compared pixel by pixel only")
+        print(
+            f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were compared pixel by pixel only"
+        )
     if options.out is not None:
         print(f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as --exclude")
     return OK

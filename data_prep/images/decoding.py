@@ -3,33 +3,42 @@
 EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands; all other metadata is dropped.
 Metadata that cannot be read leaves the picture as it is stored. Of several frames or pages the first is taken.
 The true format counts, never the file's name. The size is read off the header, and judged, before anything is decoded.
+Pillow reads every format but two: JPEGs (jpeg.py) and WebPs (webp.py).
 """
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from importlib.metadata import version
+from typing import Final, TypeVar
 
 import PIL
+import simplejpeg
 from PIL import Image, features
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from data_prep.images.colour import rawmode_of, to_rgb
-from data_prep.images.jpeg import decode_plain, draft_scale
+from data_prep.images.jpeg import Frame, check_markers, decode_jpeg, draft_scale, plain_frame
 from data_prep.images.quiet import without_warnings
 from data_prep.images.rejection import Rejection, rejecting
+from data_prep.images.webp import WEBP, WebpHeader, decode_webp
 
-MAX_PIXELS = 178_956_970
-"""Pixel cap (Pillow's own limit for a decompression bomb)."""
+T = TypeVar("T")
+
+MAX_PIXELS: Final = 178_956_970
+"""Of a picture as its header says: Pillow's own limit for a decompression bomb, which no budget exceeds."""
+PIXEL_BUDGET: Final = 64_000_000
+"""Of what is decoded of one picture, unless `max_pixels` says otherwise: up to 1 GB of memory, at 4 bytes a pixel and copies."""
 EXTENSIONS: Final = {
     "JPEG": "jpg",
     "PNG": "png",
-    "WEBP": "webp",
     "GIF": "gif",
     "BMP": "bmp",
     "TIFF": "tif",
     "PPM": "ppm",
 }
-"""The formats that are read. Of the others that Pillow knows some take any bytes for a picture (TGA) or start programs (EPS)."""
+"""Those that Pillow opens here. Of its others some take any bytes for a picture (TGA) or start programs (EPS)."""
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -41,12 +50,16 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_REMEDY = "apt-get install {package} (or the like), then rm -rf .venv and make"
+_PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+_PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
+_REMEDY = "apt-get install libtiff-dev (or the like), then rm -rf .venv and make"
 
 
 def decoder_version() -> str:
     """What the pixels depend on besides the bytes."""
-    return f"Pillow {PIL.__version__}, libjpeg {features.version('libjpeg_turbo') or features.version('jpg')}"
+    libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
+    webp = f"opencv-python-headless {version('opencv-python-headless')} (WebP)"
+    return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {webp}"
 
 
 @dataclass(frozen=True)
@@ -67,42 +80,102 @@ class Picture:
         return rgb if turn is None else rgb.transpose(turn)
 
 
-def read_picture(data: bytes, *, smallest_side: int | None = None) -> Picture:
-    """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter side will be resized."""
+def read_picture(data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS) -> Picture:
+    """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter side will be resized;
+    `max_pixels` is the budget of what is decoded then."""
     if not data:
         raise Rejection("empty", "zero bytes")
-    plain = decode_plain(data, smallest_side=smallest_side, max_pixels=MAX_PIXELS)
-    if plain is not None:
-        return Picture(plain.pixels, (plain.width / plain.scale, plain.height / plain.scale), 1, "jpg")
+    frame = plain_frame(data)
+    if frame is not None:
+        plain = _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=1)
+        if plain is not None:
+            return plain
     with without_warnings():  # what Pillow warns of is a rejection below, or metadata that is dropped
-        image = _open(data)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise Rejection("too_many_pixels", f"{width} x {height}")
-        with rejecting("truncated"):
-            scale = _draft(image, smallest_side)
-            rawmode = rawmode_of(image)
-            image.load()
-            orientation = _orientation(image)
-            rgb = to_rgb(image, rawmode=rawmode)
-        extent = rgb.size if scale == 1 else (width / scale, height / scale)
-        return Picture(rgb, extent, orientation, EXTENSIONS[image.format or ""])
+        return _despite_text(lambda data: _read(data, smallest_side=smallest_side, max_pixels=max_pixels), data)
 
 
-def size_of(data: bytes) -> tuple[int, int]:
+def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Width and height as the header says; nothing is decoded. Raises `Rejection`."""
     if not data:
         raise Rejection("empty", "zero bytes")
-    with without_warnings():
-        width, height = _open(data).size
-    if width * height > MAX_PIXELS:
-        raise Rejection("too_many_pixels", f"{width} x {height}")
+    frame = plain_frame(data)
+    if frame is not None:
+        width, height, _ = frame
+    elif WEBP.match(data):
+        width, height = WebpHeader.of(data).size
+    else:
+        with without_warnings():
+            width, height = _despite_text(_open, data).size
+    _check_size(width, height, max_pixels=max_pixels)
     return width, height
 
 
+def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture:
+    if WEBP.match(data):
+        header = WebpHeader.of(data)
+        _check_size(*header.size, max_pixels=max_pixels)
+        with rejecting("damaged"):
+            image = decode_webp(data, header)
+            return Picture(to_rgb(image), image.size, _orientation(image), "webp")
+    image = _open(data)
+    if image.format == "JPEG":
+        frame = Frame(image.width, image.height, image.layers)
+        found = _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=_orientation(image))
+        if found is not None:
+            return found
+        check_markers(data)
+    _check_size(*image.size, max_pixels=max_pixels)
+    with rejecting("truncated"):
+        rawmode = rawmode_of(image)
+        image.load()
+        rgb = to_rgb(image, rawmode=rawmode)
+        return Picture(rgb, rgb.size, _orientation(image), EXTENSIONS[image.format or ""])
+
+
+def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int) -> Picture | None:
+    """None where TurboJPEG cannot decode it."""
+    width, height, _ = frame
+    _check_size(width, height)
+    scale = draft_scale(width, height, smallest_side)
+    _check_size(-(-width // scale), -(-height // scale), max_pixels=max_pixels)
+    pixels = decode_jpeg(data, frame, scale=scale)
+    if pixels is None:
+        return None
+    return Picture(
+        pixels if pixels.mode == "RGBX" else to_rgb(pixels), (width / scale, height / scale), orientation, "jpg"
+    )
+
+
+def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
+    if width * height > MAX_PIXELS:
+        raise Rejection("too_many_pixels", f"{width} x {height}; {MAX_PIXELS:,} pixels are the most; make it smaller")
+    if width * height > max_pixels:
+        raise Rejection("too_many_pixels", f"{width} x {height}; make it smaller, or raise max_pixels ({max_pixels})")
+
+
+def _despite_text(read: Callable[[bytes], T], data: bytes) -> T:
+    """What `read` makes of a picture; where its text or colour profile is longer than Pillow allows (1 MiB), of it without them."""
+    try:
+        return read(data)
+    except Rejection as rejection:
+        if "MAX_TEXT" not in rejection.detail:
+            raise
+    return read(_without_text(data))
+
+
+def _without_text(data: bytes) -> bytes:
+    """A PNG without its texts, but for one that may say how it stands. Nothing is unpacked for it: compressed ones go."""
+    kept, at = [data[:8]], 8
+    while at < len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4])
+        name, text = data[at + 4 : at + 8], data[at + 8 : end - 4]
+        if name not in _PNG_TEXTS or (len(text) <= MAX_TEXT_CHUNK and text.startswith(_PNG_TURNING)):
+            kept.append(data[at:end])
+        at = end
+    return b"".join(kept)
+
+
 def _open(data: bytes) -> Image.Image:
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP" and not features.check("webp"):
-        raise Rejection("missing_codec", "PIL was built without WebP: " + _REMEDY.format(package="libwebp-dev"))
     with rejecting("not_an_image"):
         if data[:2] == b"\xff\xd8":
             return JpegImageFile(
@@ -113,21 +186,9 @@ def _open(data: bytes) -> Image.Image:
         except Image.UnidentifiedImageError:
             raise Rejection("not_an_image", f"no format that is read here begins with {data[:16]!r}") from None
         if any(tile[0] == "libtiff" for tile in getattr(image, "tile", ())) and not features.check("libtiff"):
-            detail = "PIL was built without what a compressed TIFF needs: " + _REMEDY.format(package="libtiff-dev")
+            detail = "PIL was built without what a compressed TIFF needs: " + _REMEDY
             raise Rejection("missing_codec", detail)
         return image
-
-
-def _draft(image: Image.Image, smallest_side: int | None) -> int:
-    """Sets a JPEG up for the draft that is allowed; its scale."""
-    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
-        return 1
-    width, height = image.size
-    scale = draft_scale(width, height, smallest_side)
-    if scale > 1:
-        image.draft(None, (width // scale, height // scale))
-        assert image.width == -(-width // scale), (image.size, width, height, scale)
-    return scale
 
 
 def _orientation(image: Image.Image) -> int:

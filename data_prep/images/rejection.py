@@ -11,8 +11,18 @@ from typing import Literal
 
 from PIL import Image
 
+from data_prep.settings import UserError
+
 Reason = Literal[
-    "empty", "not_a_file", "too_large", "not_an_image", "truncated", "too_many_pixels", "unsupported", "missing_codec"
+    "empty",
+    "not_a_file",
+    "too_large",
+    "not_an_image",
+    "truncated",
+    "damaged",
+    "too_many_pixels",
+    "unsupported",
+    "missing_codec",
 ]
 MAX_DETAIL_CHARACTERS = 200
 
@@ -26,6 +36,17 @@ class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, n
 
 
 @contextmanager
+def naming(picture: str) -> Iterator[None]:
+    """Says of which picture memory ran out."""
+    try:
+        yield
+    except MemoryError:
+        raise UserError(
+            f"{picture}: memory ran out while it was decoded; lower max_pixels or num_workers, or give the process more memory"
+        ) from None
+
+
+@contextmanager
 def rejecting(reason: Reason) -> Iterator[None]:
     """Turns whatever goes wrong with the bytes into a rejection."""
     try:
@@ -35,6 +56,8 @@ def rejecting(reason: Reason) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise Rejection("too_many_pixels", _words(error)) from None
     except Exception as error:  # noqa: BLE001
+        if isinstance(error, OSError) and "out of memory" in str(error):  # as Pillow's decoders put it
+            raise MemoryError from None
         # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one file must not stop a build
         raise Rejection(reason, _words(error)) from None
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from data_prep.images import CropPolicy
+from data_prep.images import MAX_PIXELS, PIXEL_BUDGET
+from data_prep.manifest import CropPolicy, Filter
 from data_prep.remote import NUM_ATTEMPTS
 from data_prep.settings import NumWorkers, Settings, SettingsError, read_lines
 
@@ -32,15 +33,21 @@ class IndexSettings(Settings):
     image_size: int = Field(64, ge=8, le=1024)
     """To what pictures are resized when they are read, unless the reader asks for another size."""
     crop: CropPolicy = "center"
-    """center: the central square, resized; squash: the whole picture, resized to a square."""
+    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: as `build` has it."""
+    interpolation: Filter = "bicubic"
+    """area: OpenCV's INTER_AREA."""
     label: str = "cls"
     """cls: the integer in KEY.cls; json:FIELD.SUBFIELD: an integer or a class name in KEY.json; none: no labels."""
     classes_file: str | None = None
     """A text file with the name of class 0, 1, ... on each line; by default "0".."max", or the names of the labels, sorted."""
     image_member: str | None = None
     """The ending of the picture's member, where a sample holds several; by default the one that is of a picture format."""
+    ignore_zeros: bool = False
+    """Read on behind the end mark of a tar: shards that were put together with cat hold a tar behind it. webdataset stops there."""
     check: Literal["decode", "header"] = "decode"
     """decode: every picture is decoded; header: it is only opened, and the channel statistics are those of a seeded sample."""
+    max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
+    """A picture of more is rejected. Up to 16 bytes of a worker's memory for each."""
     seed: int = Field(0, ge=0)
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """An index that leaves out a larger share of the samples keeps them listed in rejected.jsonl, and fails."""

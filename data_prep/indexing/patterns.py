@@ -23,6 +23,10 @@ _HARMLESS = re.compile(r"download(=(true|1|yes)?)?", re.IGNORECASE)
 
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The local paths or the URLs that `pattern` names, sorted."""
+    if pattern.startswith("pipe:"):
+        raise UserError(
+            "pipe: webdataset's commands are not run here; give what they read, as local files, http(s):// or s3://"
+        )
     if "://" in pattern:
         _check_url(pattern)
         found = [file for part in braces(pattern) for file in _listed(part, storage)]

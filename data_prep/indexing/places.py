@@ -49,6 +49,9 @@ def list_shards(settings: IndexSettings) -> list[StockShard]:
     double, count = Counter(_identity(place) for _, _, place in places).most_common(1)[0]
     if count > 1:
         raise UserError(f"splits: {double} is named {count} times; every shard belongs to one split, once")
+    odd = next((place for _, _, place in places if not _is_utf8(place)), None)
+    if odd is not None:
+        raise UserError(f"splits: {odd} is not named in UTF-8; rename it, or name a link to it")
     directory = Path(settings.out)
     titles = _titles([place for _, _, place in places])
     return [
@@ -96,6 +99,13 @@ def opened(shard: StockShard, directory: Path, settings: IndexSettings) -> Itera
     yield Path(shard.place), before
     if version_of(shard, settings) != before:
         raise UserError(f"{shard.place}: changes while it is read; index it when it is complete")
+
+
+def _is_utf8(place: str) -> bool:
+    try:
+        return bool(place.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _identity(place: str) -> str:

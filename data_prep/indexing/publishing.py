@@ -1,6 +1,6 @@
 """The last step of an index: what was found out about every shard becomes one dataset, the manifest last.
 
-Until here the labels of a shard are numbers of its own; words are numbered by the sorted set of all words. Only OUT/parts is read,
+Until here the labels of a shard are numbers of its own; words are numbered by the sorted set of all words. Only OUT/PARTS is read,
 so this may be cut short and done again.
 """
 
@@ -14,6 +14,7 @@ from data_prep import __version__
 from data_prep.building.merge import split_records, write_rejected
 from data_prep.building.shards import PARTS, ShardRecord, count_labels, write_index
 from data_prep.images.channels import channel_statistics
+from data_prep.images.decoding import decoder_version
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.labels import MAX_CLASSES
 from data_prep.indexing.places import StockShard
@@ -29,19 +30,22 @@ def publish(plan: Plan, shards: list[StockShard], found: list[StockRecord], name
     _refuse_empty(shards, found)
     classes, records = _with_classes(plan, shards, found, names)
     manifest = _manifest(plan, shards, found, classes, records)
-    write_rejected(plan.directory, records)
     write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
     save_manifest(plan.directory, manifest)
+    _say_what_was_not_read(shards, found)
     return manifest
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
     """For the manifest: how the shards were read."""
-    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "check"})}
+    return {
+        "kind": "index",
+        **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"}),
+    }
 
 
-def content_hash(plan: Plan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """The fingerprint: of the config and of what is in the shards, wherever they lie."""
+def finished_plan_hash(plan: Plan, shards: list[StockShard], stored: list[Shard]) -> str:
+    """Of the config and of what is in the shards, wherever they lie."""
     contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
     return hash_of_json([plan.config_hash, contents])
 
@@ -86,6 +90,17 @@ def _refuse_mixed(plan: Plan, shards: list[StockShard], found: list[StockRecord]
         )
 
 
+def _say_what_was_not_read(shards: list[StockShard], found: list[StockRecord]) -> None:
+    cut = [(shard.place, part.goes_on_at) for shard, part in zip(shards, found, strict=True) if part.goes_on_at]
+    if cut:
+        place, at = cut[0]
+        print(
+            f"data_prep: {len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte {at:,}), as tars put "
+            "together with cat do; nothing behind it was read. ignore_zeros=true reads on",
+            file=sys.stderr,
+        )
+
+
 def _manifest(
     plan: Plan, shards: list[StockShard], found: list[StockRecord], classes: tuple[str, ...], records: list[ShardRecord]
 ) -> Manifest:
@@ -107,9 +122,11 @@ def _manifest(
         name=settings.dataset_name,
         source=described(settings),
         seed=settings.seed,
+        decoder=decoder_version(),
         encoding="raw" if is_raw else "keep",
         image_size=settings.image_size,
         crop=settings.crop,
+        interpolation=settings.interpolation,
         classes=classes,
         splits=splits,
         channel_mean=mean,
@@ -117,6 +134,8 @@ def _manifest(
         num_read=sum(record.num_inputs for record in records),
         num_written=sum(split.num_samples for split in splits.values()),
         num_rejected=sum(len(record.rejected) for record in records),
+        max_reject_share=settings.max_reject_share,
         num_left_out={"without_key": num_without_key} if num_without_key else {},
-        fingerprint=content_hash(plan, shards, [record.shard for record in records]),
+        rejected_sha256=write_rejected(plan.directory, records),
+        plan_hash=finished_plan_hash(plan, shards, [record.shard for record in records]),
     )

@@ -1,6 +1,6 @@
 """One shard, read in a worker process: its rows (with labels of its own, until all shards are read), its paths and its record.
 
-A shard's files are published in this order: OUT/parts/NAME.npy, OUT/NAME.paths, OUT/parts/NAME.json. A record of the same plan and
+A shard's files are published in this order: OUT/PARTS/NAME.npy, OUT/NAME.paths, OUT/PARTS/NAME.json. A record of the same plan and
 of the version that stands there now is as good as reading the shard again.
 """
 
@@ -9,14 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.building.shards import PARTS, ShardRecord, record_path, write_index, write_paths
+from data_prep.building.shards import PARTS, ShardRecord, read_record, write_index, write_paths, write_record
 from data_prep.indexing.config import IndexSettings
 from data_prep.indexing.places import StockShard, opened, version_of
-from data_prep.indexing.stock import Contents, Rule, printable, read_shard
+from data_prep.indexing.stock import Contents, Rule, read_shard
 from data_prep.manifest import INDEX_DTYPE, Shard
-from data_prep.publish import sha256_of, write_json
-from data_prep.settings import Settings, UserError
+from data_prep.publish import sha256_of
+from data_prep.settings import Settings, UserError, printable
 from data_prep.sources.tars import TarError
+
+
+class DamagedShard(UserError):  # noqa: N818
+    """A tar that is cut or damaged."""
 
 
 class StockRecord(Settings):
@@ -29,6 +33,7 @@ class StockRecord(Settings):
     has_numbers: bool
     raw_size: int | None
     num_without_key: int
+    goes_on_at: int | None
     record: ShardRecord
 
 
@@ -57,14 +62,14 @@ def _known(shard: StockShard, plan: Plan) -> StockRecord | None:
     """What an interrupted index has found out about a shard that is still the same."""
     parts = plan.directory / PARTS
     try:
-        found = StockRecord.model_validate_json(record_path(plan.directory, shard.name).read_text(encoding="utf-8"))
+        found = read_record(plan.directory, shard.name, StockRecord)
         whole = (
             sha256_of(parts / f"{shard.name}.npy") == found.rows_sha256
             and sha256_of(plan.directory / found.record.shard.paths_file) == found.record.shard.paths_sha256
         )
     except (OSError, ValueError):
         return None
-    if not whole or found.plan_hash != plan.hash or found.stamp is None:
+    if not whole or found.record.shard.name != shard.name or found.plan_hash != plan.hash or found.stamp is None:
         return None
     return found if version_of(shard, plan.settings).stamp == found.stamp else None
 
@@ -75,7 +80,7 @@ def _read(shard: StockShard, plan: Plan) -> StockRecord:
             contents = read_shard(path, plan.rule, name=shard.title)
         except TarError as error:
             remedy = "" if ";" in str(error) else "; fetch or write it again"
-            raise UserError(f"{shard.place}: {error}{remedy}") from None
+            raise DamagedShard(f"{shard.place}: {error}{remedy}") from None
         num_bytes, sha256 = path.stat().st_size, sha256_of(path)
     rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
     rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)
@@ -88,9 +93,10 @@ def _read(shard: StockShard, plan: Plan) -> StockRecord:
         has_numbers=contents.has_numbers,
         raw_size=contents.raw_size,
         num_without_key=contents.num_without_key,
+        goes_on_at=contents.goes_on_at,
         record=_record(
             contents,
-            fingerprint=plan.hash,
+            plan_hash=plan.hash,
             shard=Shard(
                 name=shard.name,
                 file=shard.file,
@@ -102,13 +108,13 @@ def _read(shard: StockShard, plan: Plan) -> StockRecord:
             ),
         ),
     )
-    write_json(record_path(plan.directory, shard.name), found.model_dump(mode="json"))
+    write_record(plan.directory, shard.name, found)
     return found
 
 
-def _record(contents: Contents, *, fingerprint: str, shard: Shard) -> ShardRecord:
+def _record(contents: Contents, *, plan_hash: str, shard: Shard) -> ShardRecord:
     return ShardRecord(
-        fingerprint=fingerprint,
+        plan_hash=plan_hash,
         num_inputs=len(contents.rows) + len(contents.rejected),
         shard=shard,
         class_counts={},

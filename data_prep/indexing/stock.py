@@ -17,10 +17,11 @@ import numpy as np
 
 from data_prep.building.shards import Rejected
 from data_prep.building.workers import Tally
-from data_prep.images import CropPolicy, Rejection, decode, resize
+from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
-from data_prep.images.decoding import size_of
 from data_prep.indexing.labels import UNLABELLED, BadSample, label_of
+from data_prep.manifest import CropPolicy, Filter
+from data_prep.settings import printable
 from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
 
 PICTURES = frozenset(
@@ -40,10 +41,13 @@ class Rule:
 
     image_size: int
     crop: CropPolicy
+    interpolation: Filter
     label: str
     """cls, json:FIELD.SUBFIELD or none."""
     image_member: str | None
+    ignore_zeros: bool
     check: Literal["decode", "header"]
+    max_pixels: int
     classes: dict[str, int] | None
     """The numbers of the names, where a file gives them."""
     seed: int
@@ -69,6 +73,8 @@ class Contents:
     rows: list[Row] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
+    goes_on_at: int | None = None
+    """Where something stands behind the end mark that was not read."""
     names: dict[str, int] = field(default_factory=dict)
     """The labels that are words, numbered as they came; `rows` has these numbers."""
     has_numbers: bool = False
@@ -95,8 +101,8 @@ def damaged_by(path: Path) -> str | None:
 
 def read_shard(path: Path, rule: Rule, *, name: str) -> Contents:
     """Everything that an index says of the shard; `name` stands for it in the paths. Raises TarError."""
-    samples, num_without_key = gather(path)
-    found = Contents(num_without_key=num_without_key)
+    found = Contents()
+    samples = gather(path, found, ignore_zeros=rule.ignore_zeros)
     chosen = _for_statistics(len(samples), rule, name)
     sizes: set[int | None] = set()
     descriptor = os.open(path, os.O_RDONLY)
@@ -107,7 +113,8 @@ def read_shard(path: Path, rule: Rule, *, name: str) -> Contents:
                 picture = _picture(sample, rule)
                 data = _read(descriptor, picture)
                 label = _label(descriptor, sample, rule)
-                size = _look(data, rule, found, decoded=number in chosen)
+                with naming(f"{name}/{printable(sample.key)}"):
+                    size = _look(data, rule, found, decoded=number in chosen)
             except (BadSample, Rejection) as bad:
                 found.rejected.append(_rejected(descriptor, sample, rule, bad, name))
             else:
@@ -119,19 +126,23 @@ def read_shard(path: Path, rule: Rule, *, name: str) -> Contents:
     return found
 
 
-def gather(path: Path) -> tuple[list[StockSample], int]:
-    """The samples in the order of their first members, and the number of members that belong to none."""
+def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSample]:
+    """The samples in the order of their first members; `found` hears of what belongs to none."""
     reason = damaged_by(path)
     if reason is not None:
         raise TarError(reason)
     samples: dict[str, StockSample] = {}
-    last, num_without_key = None, 0
-    for member in members(path):
+    last = None
+
+    def goes_on(place: int) -> None:
+        found.goes_on_at = place
+
+    for member in members(path, ignore_zeros=ignore_zeros, goes_on=goes_on):
         if _META.match(member.name):
             continue
         name = _NAME.match(member.name)
         if name is None:
-            num_without_key += 1
+            found.num_without_key += 1
             continue
         key = name[1]
         if key not in samples:
@@ -140,26 +151,21 @@ def gather(path: Path) -> tuple[list[StockSample], int]:
             samples[key].num_runs += 1
         samples[key].members.append((name[2].lower(), member))
         last = key
-    return list(samples.values()), num_without_key
-
-
-def printable(text: str) -> str:
-    """Names that are not UTF-8 in a spelling that JSON can hold."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return list(samples.values())
 
 
 def _picture(sample: StockSample, rule: Rule) -> Member:
-    if sample.num_runs > 1:
-        raise BadSample("interleaved", f"its members stand in {sample.num_runs} places with others between them")
     suffixes = [suffix for suffix, _ in sample.members]
-    pictures = _pictures(sample, rule)
-    if len(pictures) > 1:
-        raise BadSample("several_images", f"{len(pictures)} members are pictures; image_member chooses one")
     double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if double is not None:
-        raise BadSample("doubled_member", f"two members end in .{printable(double)}")
+        raise BadSample("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
+    if sample.num_runs > 1:
+        raise BadSample("interleaved", f"its members stand in {sample.num_runs} places with others between them")
+    pictures, listed = _pictures(sample, rule), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
+    if len(pictures) > 1:
+        raise BadSample("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
     if not pictures:
-        raise BadSample("no_image", f"no picture among .{' .'.join(map(printable, sorted(suffixes)))}"[:200])
+        raise BadSample("no_image", f"no picture among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
         raise BadSample("too_large", f"{pictures[0].num_bytes:,} bytes")
     return pictures[0]
@@ -185,10 +191,10 @@ def _label(descriptor: int, sample: StockSample, rule: Rule) -> int | str:
 def _look(data: bytes, rule: Rule, found: Contents, *, decoded: bool) -> int | None:
     """The size of the picture where it is a raw one; raises Rejection."""
     if not decoded:
-        size_of(data)
+        size_of(data, max_pixels=rule.max_pixels)
         return _raw(data[:32], len(data))
-    image, _ = decode(data)
-    small = resize(image, size=rule.image_size, crop=rule.crop)
+    image, _ = decode(data, max_pixels=rule.max_pixels)
+    small = resize(image, size=rule.image_size, crop=rule.crop, interpolation=rule.interpolation)
     found.channels.add(small)
     return _raw(data[:32], len(data))
 
@@ -229,4 +235,4 @@ def _rejected(descriptor: int, sample: StockSample, rule: Rule, bad: BadSample |
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
-    return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=printable(bad.detail), sha256=digest)
+    return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest)

@@ -5,7 +5,7 @@ reading can both be done by many processes. A source never decides an order: con
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, entry: Entry) -> bytes:
         """The bytes of one picture file; raises `SourceError` when the archive has changed since it was listed."""
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
+        """The files that hold `container` and are not, by size and time of change, as they were when it was listed."""
+        return []
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         """The splits, each a sorted array of rows: here, every input into the split of its container."""

@@ -39,9 +39,14 @@ def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
         raise SourceError(f"source.path: {path}: its ground truth is damaged ({error}); download it again") from None
 
 
+def files_of(path: Path) -> tuple[Path, ...]:
+    """What is read of the development kit at `path`."""
+    return tuple(path / Path(name).relative_to(NAME) for name in (_META, _TRUTH)) if path.is_dir() else (path,)
+
+
 def _from_folder(path: Path) -> dict[str, bytes]:
     try:
-        return {name: (path.parent / path.name / Path(name).relative_to(NAME)).read_bytes() for name in (_META, _TRUTH)}
+        return {name: file.read_bytes() for name, file in zip((_META, _TRUTH), files_of(path), strict=True)}
     except FileNotFoundError as error:
         raise SourceError(f"source.path: {error.filename} is missing; unpack {NAME}.tar.gz whole") from None
 

@@ -1,36 +1,50 @@
 """Picture files below a folder: listed with size and time of change, and read only if they are still the ones that were listed.
 
-What is no plain file (a pipe, a link to nothing) is listed, too, and rejected with its reason when it is read. What begins with a
-dot is not there. A link to a folder is followed, unless it leads to a folder that it lies in.
+What is no plain file (a pipe, a link to nowhere) is listed, too, and rejected with its reason when it is read; where only folders
+belong it may stand for one of them, and is refused. What begins with a dot is not there. A link to a folder is followed, unless it
+leads to a folder that it lies in.
 """
 
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data_prep.building.inventory import Entry
+from data_prep.building.inventory import Container, Entry
 from data_prep.images.rejection import Rejection
 from data_prep.sources.base import SourceError
+from data_prep.sources.guard import OF_THE_MACHINE
 
-NOT_A_FILE = -1
-"""The size that is listed for what cannot be read."""
-PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+NOWHERE, NOT_PLAIN = -1, -2
+"""The sizes that are listed for what cannot be read."""
+_WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
+_UPWARD = "a link to a folder that it lies in"
+_ENDINGS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".heic", ".heif", ".jp2", ".jxl"),
+)
+_FIRST_BYTES = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
+    rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
+    re.DOTALL,
+)
+"""Of a picture without an ending, in every format that people download."""
 
 
 def list_files(root: Path) -> list[tuple[str, int, int]]:
     """(path below `root`, time of change in ns, bytes) of every file, as `Entries.of` takes them."""
-    return list(_walk(str(root), "", frozenset()))
+    return list(_walk(str(root), "", _above(root)))
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
     """The file of an entry of `list_files`, whose container is a folder below `root`."""
-    if entry.num_bytes == NOT_A_FILE:
-        raise Rejection("not_a_file", "a link to nothing, a pipe or a device")
+    if entry.num_bytes in _WHY:
+        raise Rejection("not_a_file", _WHY[entry.num_bytes])
     # unbuffered, and no Path: half the time of read_bytes() on small files
     with open(f"{root}/{entry.locator}", "rb", buffering=0) as file:
         data = file.read()
-        changed_ns = os.fstat(file.fileno()).st_mtime_ns
+        changed_ns = _changed_ns(os.fstat(file.fileno()))
     if len(data) != entry.num_bytes or changed_ns != entry.offset:
         raise SourceError(
             f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed, or changed since; the source must "
@@ -39,28 +53,109 @@ def read_file(root: Path, entry: Entry) -> bytes:
     return data
 
 
-def loose_pictures(folder: Path) -> list[str]:
-    """Picture files right in `folder`, where only folders belong."""
-    with os.scandir(folder) as found:
-        names = [entry.name for entry in found if not entry.name.startswith(".") and not entry.is_dir()]
-    return sorted(name for name in names if name.lower().endswith(PICTURE_ENDINGS))
+def changed_files(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
+    """The files of a container, a folder below `root`, that are not those that `list_files` listed."""
+    before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
+    try:
+        now = set(list_files(root / container.path))
+    except FileNotFoundError:
+        now = set()
+    return sorted({f"{container.path}/{row[0]}".lstrip("/") for row in before ^ now})
+
+
+def only_folders(place: Path, *, of: str) -> list[str]:
+    """The folders in `place`, where nothing else belongs that might be data."""
+    folders, files = sort_out(place)
+    refuse_loose(place, files, of=of)
+    return folders
+
+
+def refuse_loose(place: Path, files: Iterable[str], *, of: str) -> None:
+    """Of the files in `place`, those that are pictures, which belong into folders."""
+    loose = [name for name in files if _is_picture(place / name)]
+    if loose:
+        raise SourceError(
+            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of} ({', '.join(loose[:3])}); move them"
+        )
+
+
+def sort_out(place: Path) -> tuple[list[str], list[str]]:
+    """The folders and the files right in `place`. What is neither may stand for a class or a split, and is refused, and so is a
+    link to all of them (issue 17: `all -> .` was a class that held every picture again)."""
+    above = _above(place)
+    with os.scandir(place) as found:
+        entries = sorted(_visible(found), key=lambda entry: entry.name)
+    kinds = {entry.name: _UPWARD if _leads_to(entry, above) else kind_of(entry) for entry in entries}
+    odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
+    if odd:
+        raise SourceError(
+            f"source.path: {place} holds {len(odd):,} entries that are neither folders nor files of its own "
+            f"({', '.join(odd[:3])}); each may stand for a class or a split: mend or remove them"
+        )
+    folders, files = ([name for name, kind in kinds.items() if kind == wanted] for wanted in ("folder", "file"))
+    return folders, files
+
+
+def kind_of(path: "Path | os.DirEntry[str]") -> str:
+    """folder, file, or what is wrong with it."""
+    status = _status(path)
+    if status is None:
+        return _WHY[NOWHERE]
+    return "folder" if stat.S_ISDIR(status.st_mode) else "file" if stat.S_ISREG(status.st_mode) else _WHY[NOT_PLAIN]
+
+
+def _is_picture(path: Path) -> bool:
+    if path.name.lower().endswith(_ENDINGS):
+        return True
+    with open(path, "rb", buffering=0) as file:
+        return _FIRST_BYTES.match(file.read(32)) is not None
+
+
+def _above(folder: Path) -> frozenset[tuple[int, int]]:
+    """The folder and all that it lies in, by the name that it has here and by where it is."""
+    return frozenset(map(_identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})))
+
+
+def _leads_to(entry: "os.DirEntry[str]", folders: frozenset[tuple[int, int]]) -> bool:
+    status = _status(entry) if entry.is_symlink() else None
+    return status is not None and _identity(status) in folders
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
-    status = os.stat(folder)  # noqa: PTH116 (this walk is over strings)
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        return
     with os.scandir(folder) as found:
-        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        entries = sorted(_visible(found), key=lambda entry: entry.name)
     for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {identity})
-            continue
-        try:
-            file = entry.stat()
-        except FileNotFoundError:  # a link to nothing
-            yield f"{prefix}{entry.name}", 0, NOT_A_FILE
-            continue
-        plain = stat.S_ISREG(file.st_mode)
-        yield f"{prefix}{entry.name}", file.st_mtime_ns if plain else 0, file.st_size if plain else NOT_A_FILE
+        status = _status(entry)
+        if status is None:
+            yield f"{prefix}{entry.name}", 0, NOWHERE
+        elif stat.S_ISDIR(status.st_mode):
+            identity = _identity(status)
+            if identity not in above:
+                yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {identity})
+        elif stat.S_ISREG(status.st_mode):
+            yield f"{prefix}{entry.name}", _changed_ns(status), status.st_size
+        else:
+            yield f"{prefix}{entry.name}", 0, NOT_PLAIN
+
+
+def _visible(entries: "Iterator[os.DirEntry[str]]") -> "Iterator[os.DirEntry[str]]":
+    return (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
+    """Of what stands at the end of all links; None where that is nothing (or a loop, or forbidden)."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in OF_THE_MACHINE:
+            raise
+        return None
+
+
+def _changed_ns(status: os.stat_result) -> int:
+    """As an inventory holds it: times after 2262 do not fit into 64 bits."""
+    return min(status.st_mtime_ns, (1 << 63) - 1)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,6 +1,6 @@
 """A folder of classes, with or without split folders above the classes; a class may have folders of its own."""
 
-import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from data_prep.building.inventory import Container, Entries, Entry, Inventory, L
 from data_prep.sources.arrange import hold_out
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import FolderSettings
-from data_prep.sources.files import list_files, loose_pictures, read_file
+from data_prep.sources.files import changed_files, list_files, only_folders, read_file
 
 SPLIT_NAMES = ("train", "val", "test")
 
@@ -23,10 +23,16 @@ class FolderSource(Source):
     def layout(self) -> Layout:
         if not self.root.is_dir():
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds the classes")
-        splits = [name for name in SPLIT_NAMES if (self.root / name).is_dir()]
-        prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
-        names = {split: subfolders(self.root / prefix) for split, prefix in prefixes.items()}
-        self._check_levels(splits, prefixes)
+        top = only_folders(self.root, of="class")
+        prefixes = {name: f"{name}/" for name in SPLIT_NAMES if name in top}
+        others = [name for name in top if name not in prefixes] if prefixes else []
+        if others:
+            raise SourceError(
+                f"source.path: {self.root} holds {' and '.join(prefixes)}, so it has split folders, but also {others[0]}/, which "
+                f"is none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
+            )
+        prefixes = prefixes or {"train": ""}
+        names = {split: only_folders(self.root / prefix, of="class") for split, prefix in prefixes.items()}
         for split, found in names.items():
             if not found:
                 raise SourceError(
@@ -55,22 +61,5 @@ class FolderSource(Source):
     def read(self, entry: Entry) -> bytes:
         return read_file(self.root, entry)
 
-    def _check_levels(self, splits: list[str], prefixes: dict[str, str]) -> None:
-        """Nothing that looks like data may lie where it would not be read."""
-        others = [name for name in subfolders(self.root) if name not in splits] if splits else []
-        if others:
-            raise SourceError(
-                f"source.path: {self.root} holds {' and '.join(splits)}, so it has split folders, but also {others[0]}/, which is "
-                f"none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
-            )
-        for folder in {self.root, *(self.root / prefix for prefix in prefixes.values())}:
-            loose = loose_pictures(folder)
-            if loose:
-                raise SourceError(
-                    f"source.path: {len(loose)} pictures lie in {folder} itself, in no class ({loose[0]}); move them"
-                )
-
-
-def subfolders(root: Path) -> list[str]:
-    with os.scandir(root) as found:
-        return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        return changed_files(self.root, container, listed)

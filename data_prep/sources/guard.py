@@ -15,7 +15,7 @@ from data_prep.building.inventory import Entry
 from data_prep.sources.base import SourceError
 
 _CHUNK_BYTES = 1 << 20
-_OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
 """Errors that say nothing of the archive: the same command may succeed later."""
 
 
@@ -30,7 +30,7 @@ def refusing(place: str | Path, *, remedy: str = "download it again") -> Iterato
         raise SourceError(f"source.path: {place} is not there; {remedy}") from None
     except Exception as error:
         # parsers of damaged data raise whatever they trip over (zlib.error, struct.error, OverflowError, EOFError)
-        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
         detail = " ".join(str(error).split())[:120] or type(error).__name__
         raise SourceError(f"source.path: {place} is cut or damaged ({detail}); {remedy}") from None
@@ -54,9 +54,16 @@ def stamp_of(paths: Sequence[Path]) -> str:
         with refusing(path):
             status = path.stat()
             stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
-    if len(stamps) > 1:
-        return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
-    return stamps[0]
+    return " ".join(stamps)
+
+
+def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
+    """Those of the files that are not as they were when all of them had this stamp."""
+    before = stamp.split(" ")
+    assert len(before) == len(paths), (stamp, paths)
+    return [
+        str(path) for path, then in zip(paths, before, strict=True) if not path.exists() or stamp_of([path]) != then
+    ]
 
 
 def check_unchanged(entry: Entry, stamp: str) -> None:

@@ -10,21 +10,23 @@ val gets the annotation `real`: a bit for each class that is right, none for the
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Layout
+from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources import devkit
-from data_prep.sources.base import Source, SourceError
+from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import ImageNet1kSettings
-from data_prep.sources.files import list_files, read_file
+from data_prep.sources.files import kind_of, list_files, read_file
 from data_prep.sources.guard import check_md5, stamp_of
 from data_prep.sources.synsets import (
+    changed_synset,
     find_synsets,
     labelled,
     list_synset,
@@ -56,7 +58,9 @@ class ImageNet1kSource(Source):
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds {TRAIN_TAR}")
         classes: tuple[str, ...] | None = None
         containers: list[Container] = []
+        beside = [(file.name, stamp_of([file])) for file in self._files_beside()]
         kit = self._devkit()
+        self._val_labels = kit.val_labels if kit is not None else ()
         if self.settings.real is not None:
             self._real_labels()  # a mistake in it is told now, not after the packing
         if "train" in self.settings.splits:
@@ -77,18 +81,21 @@ class ImageNet1kSource(Source):
                         f"source.path: {self.root / place} has no synset folders, so its labels are in {devkit.NAME}.tar.gz; "
                         f"download it into {self.root}"
                     )
-                classes, self._val_labels = kit.wnids, kit.val_labels
+                classes = kit.wnids
                 stamp = stamp_of([self.root / place]) if (self.root / place).is_file() else ""
                 containers.append(Container(path=place, split="val", stamp=stamp))
             else:
                 synsets = find_synsets(self.root, place, split="val")
                 classes = classes or tuple(sorted(synsets))
-                strange = sorted(set(synsets) - set(classes))
-                if strange:
-                    raise SourceError(f"source.path: val has the synset {strange[0]}, which train has not")
+                odd = sorted(set(synsets) ^ set(classes))
+                if odd:
+                    raise SourceError(
+                        f"source.path: val has {len(synsets)} synsets, train {len(classes)} (for example {odd[0]} is in one only); "
+                        "complete the archive"
+                    )
                 containers += labelled(synsets, classes)
         assert classes is not None
-        return Layout(classes=classes, containers=tuple(containers))
+        return Layout(classes=classes, containers=tuple(containers), beside=tuple(beside))
 
     def entries(self, container: Container) -> Entries:
         if container.label is not None:
@@ -98,6 +105,24 @@ class ImageNet1kSource(Source):
         else:
             rows = list_files(self.root / container.path)
         return Entries.of(rows, label=[self._val_label(name) for name, _, _ in rows])
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        """Refuses a val that lacks pictures whose labels are known."""
+        arrangement = by_container(inventory)
+        labels = {part.label for part in inventory.containers if part.split == "val"}
+        is_whole = None in labels or len(labels) == len(inventory.classes)
+        wanted = sum(is_whole or label in labels for label in self._val_labels)
+        if self.settings.real is not None and is_whole:
+            wanted = max(wanted, len(self._real_labels()))
+        found = len(arrangement.splits.get("val", ()))
+        if labels and found < wanted:
+            raise SourceError(
+                f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive"
+            )
+        return arrangement
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        return changed_synset(self.root, container, listed)
 
     def read(self, entry: Entry) -> bytes:
         if entry.container.path == "val":
@@ -139,6 +164,7 @@ class ImageNet1kSource(Source):
 
     def _place(self, tar: str, folder: str) -> str:
         """The one form of a split that is there."""
+        self._refuse_odd(tar, folder)
         if (self.root / tar).is_file():
             refuse_gzip(self.root / tar)
             if self.settings.md5 == "all":
@@ -150,11 +176,26 @@ class ImageNet1kSource(Source):
             f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
         )
 
+    def _refuse_odd(self, *names: str) -> None:
+        """A link to nowhere must not pass for a part that was never downloaded."""
+        for path in (self.root / name for name in names):
+            if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
+                raise SourceError(f"source.path: {path} is {kind_of(path)}; mend or remove it")
+
     def _devkit(self) -> devkit.Devkit | None:
-        for path in (self.root / f"{devkit.NAME}.tar.gz", self.root / devkit.NAME):
-            if path.exists():
-                return devkit.load_devkit(path, must_be_published=self.settings.md5 != "off")
-        return None
+        path = self._devkit_path()
+        return None if path is None else devkit.load_devkit(path, must_be_published=self.settings.md5 != "off")
+
+    def _devkit_path(self) -> Path | None:
+        self._refuse_odd(f"{devkit.NAME}.tar.gz", devkit.NAME)
+        paths = (self.root / f"{devkit.NAME}.tar.gz", self.root / devkit.NAME)
+        return next((path for path in paths if path.exists()), None)
+
+    def _files_beside(self) -> list[Path]:
+        """Those of the development kit and of the real labels."""
+        kit = self._devkit_path()
+        real = [] if self.settings.real is None else [self._real_file()]
+        return [*([] if kit is None else devkit.files_of(kit)), *real]
 
     def _val_is_flat(self, place: str) -> bool:
         if place == VAL_TAR:

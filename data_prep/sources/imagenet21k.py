@@ -5,6 +5,7 @@ The published processing takes whatever 50 files a directory lists first. Here t
 own files alone; the manifest says the seed, and `val-*.paths` names the files.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from data_prep.building.inventory import Container, Entries, Entry, Inventory, L
 from data_prep.sources.arrange import move_to_val
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import ImageNet21kSettings
-from data_prep.sources.synsets import find_synsets, labelled, list_synset, read_synset
+from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, read_synset
 
 
 class ImageNet21kSource(Source):
@@ -61,3 +62,6 @@ class ImageNet21kSource(Source):
 
     def read(self, entry: Entry) -> bytes:
         return read_synset(self.root, entry)
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        return changed_synset(self.root, container, listed)

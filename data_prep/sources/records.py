@@ -5,6 +5,7 @@ file of records.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.settings import Settings
 from data_prep.sources.base import Source, SourceError, check_size
-from data_prep.sources.guard import check_unchanged, stamp_of
+from data_prep.sources.guard import changed_since, check_unchanged, stamp_of
 from data_prep.sources.pictures import pgm, ppm
 
 S = TypeVar("S", bound=Settings)
@@ -68,6 +69,9 @@ class RecordSource(Source, Generic[S]):
     def read(self, entry: Entry) -> bytes:
         check_unchanged(entry, stamp_of(self.files()))
         return check_size(entry, self._picture(entry.container, entry.offset))
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
+        return changed_since(self.files(), container.stamp)
 
     def _batch(self, container: Container) -> Batch:
         return _loaded(type(self), self.settings, container.stamp).batches[container.path]

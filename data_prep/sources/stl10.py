@@ -6,7 +6,7 @@ column for each. MD5: of the .tar.gz, or of the .bin files of the folder; no sum
 Reading from the .tar.gz takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import Stl10Settings
-from data_prep.sources.guard import check_md5, check_unchanged, refusing, stamp_of
+from data_prep.sources.guard import changed_since, check_md5, check_unchanged, refusing, stamp_of
 from data_prep.sources.gzipped import Range, open_gzipped_tar
 from data_prep.sources.pictures import ppm
 from data_prep.sources.published import STL10_ARCHIVE, STL10_FILES
@@ -74,6 +74,9 @@ class Stl10Source(Source):
             data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
         return check_size(entry, data)
 
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
+        return changed_since(self._paths(), container.stamp)
+
     def annotated_splits(self) -> tuple[str, ...]:
         return ("train",)
 
@@ -119,13 +122,16 @@ class Stl10Source(Source):
         return (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 
     def _stamp(self) -> str:
+        return stamp_of(self._paths())
+
+    def _paths(self) -> list[Path]:
         if self.path.is_dir():
-            return stamp_of([self.path / name for name in self._needed()])
+            return [self.path / name for name in self._needed()]
         if not self.path.is_file():
             raise SourceError(
                 f"source.path: {self.path} is not there; give {ARCHIVE} as downloaded, or the folder that it unpacks to"
             )
-        return stamp_of([self.path])
+        return [self.path]
 
     def _check_sums(self) -> None:
         if self.settings.md5 == "off":

@@ -7,14 +7,14 @@ a picture is a range of bytes of the outermost file.
 
 import os
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from data_prep.building.inventory import Container, Entries, Entry
 from data_prep.sources.base import SourceError
-from data_prep.sources.files import list_files, read_file
-from data_prep.sources.folder import subfolders
-from data_prep.sources.guard import stamp_of
+from data_prep.sources.files import changed_files, list_files, read_file, refuse_loose, sort_out
+from data_prep.sources.guard import changed_since, stamp_of
 from data_prep.sources.tars import Member, TarError, members, read_checked
 
 _WNID = re.compile(r"n\d{8}")
@@ -27,13 +27,14 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     if path.is_file():
         return _tar_of_tars(path, place, split)
     prefix = f"{place}/" if place else ""
-    with os.scandir(path) as found:
-        files = sorted(entry.name for entry in found if entry.is_file() and not entry.name.startswith("."))
+    inside, files = sort_out(path)
     tars = [name for name in files if name.endswith(".tar")]
-    odd = [name for name in files if _WNID.match(name) and name not in tars]
+    others = [name for name in files if not name.endswith(".tar")]
+    refuse_loose(path, others, of="synset")
+    odd = [name for name in others if _WNID.match(name)]
     if odd:
         raise SourceError(f"source.path: {path} holds {odd[0]}, which is no finished synset tar; complete or remove it")
-    folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in subfolders(path)}
+    folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in inside}
     if not tars and not folders:
         raise SourceError(f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders")
     packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name])) for name in tars}
@@ -80,6 +81,12 @@ def read_synset(root: Path, entry: Entry) -> bytes:
             f"{root / entry.container.path}: {entry.name} is not where it was when this tar was listed; it was changed or "
             "replaced: restore it, or remove the unfinished dataset and build again"
         ) from None
+
+
+def changed_synset(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
+    if _is_folder(container):
+        return changed_files(root, container, listed)
+    return changed_since([_file_of(root, container)], container.stamp)
 
 
 def refuse_gzip(path: Path) -> None:

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,16 @@ class SyntheticSource(Source):
     def read(self, entry: Entry) -> bytes:
         return self._folder.read(entry)
 
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        return self._folder.changed(container, listed)
+
     def _write_images(self) -> None:
         begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME
+        strangers = {path.name for path in self.root.iterdir()} - {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
+        if strangers and not begun.exists():
+            raise SourceError(
+                f"source.images_dir: {self.root} holds {min(strangers)}, and no pictures of this tool; name another directory"
+            )
         for path in (begun, complete):
             if path.exists() and json.loads(path.read_text()) != self.describe():
                 raise SourceError(

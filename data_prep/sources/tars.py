@@ -7,7 +7,7 @@ paths and sizes. A tar within a tar is a range of the outer file, so nothing is 
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ BLOCK = 512
 _REGULAR = (b"0", b"\0", b"7")
 _FOLDER, _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX = b"5", b"L", b"K", (b"x", b"X"), b"g"
 _EXTENDED = (_LONG_NAME, _LONG_LINK, _GLOBAL_PAX, *_PAX)
-_MAX_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES, _SKIPPED_BYTES = 1 << 20, 1 << 20
 _PAX_RECORD = re.compile(rb"(\d{1,7}) ")
 _OCTAL = re.compile(rb" *([0-7]*) *")
 _MAX_DIGITS = 20
@@ -32,12 +32,28 @@ class Member(NamedTuple):
     num_bytes: int
 
 
-def members(path: Path, *, start: int = 0, num_bytes: int | None = None) -> Iterator[Member]:
-    """The regular files of the tar at `start` of `path`, in file order."""
+def members(
+    path: Path,
+    *,
+    start: int = 0,
+    num_bytes: int | None = None,
+    ignore_zeros: bool = False,
+    goes_on: Callable[[int], None] | None = None,
+) -> Iterator[Member]:
+    """The regular files of the tar at `start` of `path`, in file order.
+
+    With `ignore_zeros` also those behind its end mark, where another tar was appended with cat; without it, `goes_on` is called
+    with the place of what stands there.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         end = start + num_bytes if num_bytes is not None else os.fstat(descriptor).st_size
-        yield from _walk(descriptor, start, end)
+        at: int | None = start
+        while at is not None:
+            mark = yield from _walk(descriptor, at, end, beginning=start)
+            at = _next_block(descriptor, mark, end) if ignore_zeros or goes_on else None
+            if at is not None and not ignore_zeros and goes_on:
+                return goes_on(at - start)
     finally:
         os.close(descriptor)
 
@@ -80,17 +96,31 @@ class _Announced:
             raise TarError(f"gives all members one name or size, in a global header at byte {place:,}; repack it")
 
 
-def _walk(descriptor: int, start: int, end: int) -> Iterator[Member]:
-    offset, announced = start, _Announced()
+def _next_block(descriptor: int, offset: int, end: int) -> int | None:
+    """Where from `offset` on the first block lies that is not all zeros."""
+    while offset < end:
+        data = os.pread(descriptor, min(_SKIPPED_BYTES, end - offset), offset)
+        if not data:
+            return None
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            return offset + zeros // BLOCK * BLOCK
+        offset += len(data)
+    return None
+
+
+def _walk(descriptor: int, offset: int, end: int, *, beginning: int) -> Generator[Member, None, int]:
+    """Returns where the end mark is. Errors count from the beginning."""
+    announced = _Announced()
     while True:
-        here = offset - start
+        here = offset - beginning
         block = os.pread(descriptor, BLOCK, offset)
         if len(block) < BLOCK or offset + BLOCK > end:
             raise TarError(f"is cut at byte {here:,}: no end-of-archive mark")
         if block.count(0) == BLOCK:
             if announced.any:
                 raise TarError(f"ends at byte {here:,}, after an extended header whose member is not there")
-            return
+            return offset
         kind, num_bytes = _checked(block, here)
         if kind == b"\0" and _name(block).endswith("/"):
             kind = _FOLDER  # as tars of before 1988 have it

@@ -9,6 +9,7 @@ No sum of the zip is published, but its members carry CRCs, which are checked. A
 picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled.
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import TinyImageNetSettings
-from data_prep.sources.guard import check_unchanged, refusing, stamp_of
+from data_prep.sources.files import changed_files, read_file
+from data_prep.sources.guard import changed_since, check_unchanged, refusing, stamp_of
 from data_prep.sources.trees import FolderTree, Tree, open_zip_tree
 
 TOP = "tiny-imagenet-200"
+_WNIDS = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
 
 
@@ -32,6 +35,8 @@ class TinyImageNetSource(Source):
 
     def layout(self) -> Layout:
         stamp, tree = self._stamp, self._tree()
+        lists = (_WNIDS, _ANNOTATIONS) if self.path.is_dir() else ()
+        beside = tuple((name, stamp_of([self.path / name])) for name in lists)
         classes = _wnids(tree)
         folders = tree.subfolders("train")
         for names, message in (
@@ -47,7 +52,7 @@ class TinyImageNetSource(Source):
         containers.append(Container(path="val/images", split="val", stamp=stamp))
         if self.settings.unlabelled_test:
             containers.append(Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp))
-        return Layout(classes=classes, containers=tuple(containers))
+        return Layout(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
         tree = self._tree()
@@ -57,7 +62,7 @@ class TinyImageNetSource(Source):
                 f"source.path: {container.path}/{inner[0]} is a folder where only pictures are published; download the "
                 "archive again, or give this one as source.kind=folder"
             )
-        rows = [(name, 0, num_bytes) for name, num_bytes in tree.files(container.path)]
+        rows = tree.files(container.path)
         if container.label is not None:
             return Entries.of(rows, label=container.label)
         labels = _val_labels(tree)
@@ -73,9 +78,15 @@ class TinyImageNetSource(Source):
         return Entries.of(rows, label=[labels[name] for name, _, _ in rows])
 
     def read(self, entry: Entry) -> bytes:
-        if entry.container.stamp:
-            check_unchanged(entry, self._stamp)
+        if self.path.is_dir():
+            return read_file(self.path, entry)
+        check_unchanged(entry, self._stamp)
         return check_size(entry, self._tree().read(entry.locator))
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        if self.path.is_dir():
+            return changed_files(self.path, container, listed)
+        return changed_since([self.path], container.stamp)
 
     @property
     def _stamp(self) -> str:
@@ -99,7 +110,7 @@ class TinyImageNetSource(Source):
 
 
 def _wnids(tree: Tree) -> tuple[str, ...]:
-    names = _lines(tree, "wnids.txt")
+    names = _lines(tree, _WNIDS)
     if not names or len(set(names)) < len(names) or any("/" in name or name.startswith(".") for name in names):
         raise SourceError("source.path: wnids.txt names no classes, one twice, or a path; download the archive again")
     return tuple(sorted(names))

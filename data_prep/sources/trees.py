@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from data_prep.sources.base import SourceError
+from data_prep.sources.files import kind_of, list_files
 from data_prep.sources.guard import refusing
 
 MAX_MEMBER_BYTES: Final = 1 << 28
@@ -25,8 +26,8 @@ class Tree(ABC):
     def subfolders(self, folder: str) -> list[str]: ...
 
     @abstractmethod
-    def files(self, folder: str) -> list[tuple[str, int]]:
-        """(name, bytes) of each file in `folder`, which must exist."""
+    def files(self, folder: str) -> list[tuple[str, int, int]]:
+        """(name, time of change, bytes) of each file in `folder`, which must exist."""
 
     @abstractmethod
     def read(self, path: str) -> bytes: ...
@@ -38,26 +39,23 @@ class FolderTree(Tree):
 
     def subfolders(self, folder: str) -> list[str]:
         with refusing(self.root / folder):
-            return sorted(path.name for path in _visible(self.root / folder) if path.is_dir())
+            inside = (path for path in (self.root / folder).iterdir() if not path.name.startswith("."))
+            return sorted(path.name for path in inside if kind_of(path) == "folder")
 
-    def files(self, folder: str) -> list[tuple[str, int]]:
+    def files(self, folder: str) -> list[tuple[str, int, int]]:
         with refusing(self.root / folder):
-            return sorted((path.name, path.stat().st_size) for path in _visible(self.root / folder) if path.is_file())
+            return [row for row in list_files(self.root / folder) if "/" not in row[0]]
 
     def read(self, path: str) -> bytes:
         with refusing(self.root / path):
             return (self.root / path).read_bytes()
 
 
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if not path.name.startswith(".")]
-
-
 class ZipTree(Tree):
     def __init__(self, path: Path, top: str):
         self.path = path
         self._members: dict[str, zipfile.ZipInfo] = {}
-        self._files: dict[str, list[tuple[str, int]]] = {}
+        self._files: dict[str, list[tuple[str, int, int]]] = {}
         self._folders: dict[str, set[str]] = {}
         with refusing(path):
             self._zip = zipfile.ZipFile(path)
@@ -69,7 +67,7 @@ class ZipTree(Tree):
     def subfolders(self, folder: str) -> list[str]:
         return sorted(self._folders.get(folder, ()))
 
-    def files(self, folder: str) -> list[tuple[str, int]]:
+    def files(self, folder: str) -> list[tuple[str, int, int]]:
         if folder not in self._files and folder not in self._folders:
             raise SourceError(f"source.path: {self.path} holds no {folder}; download it again")
         return sorted(self._files.get(folder, []))
@@ -107,7 +105,7 @@ class ZipTree(Tree):
                 f"source.path: {self.path}: {inner} unpacks to {member.file_size:,} bytes; download it again"
             )
         self._members[inner] = member
-        self._files.setdefault(folder, []).append((last, member.file_size))
+        self._files.setdefault(folder, []).append((last, 0, member.file_size))
 
     def _add_folder(self, folder: str) -> None:
         if folder and folder not in self._folders:

@@ -1,7 +1,8 @@
 """`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or nothing.
 
 1. The checkpoint's hashes are held to its files, and its weights to its model (`resolve`, `load_folder`).
-2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere.
+2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere; but where timm has the
+   architecture itself, the weights get timm's names, and plain timm, which must give the model's answers, takes them.
 3. Each graph is written, read back, and held to the model's answers (`graphs`).
 4. Model card, record and hashes; then the directory gets its name.
 """
@@ -28,14 +29,17 @@ from finetune.exporting.graphs import Agreement
 from finetune.exporting.model_card import Facts, input_name, readme
 from finetune.exporting.place import ONNX, PT2, README, RECORD, exported_before, request_of
 from finetune.exporting.provenance import Provenance, provenance_of
-from pretrain.card import CONFIG, HASHES, MODEL, ModelCard, config_of, hash_of_weights, resolve
+from pretrain.card import CONFIG, HASHES, MODEL, ModelCard, config_of, hash_of_weights, resolve, timms_own
 from pretrain.folder import load_folder
 from pretrain.models.cost import num_parameters
+from pretrain.models.foreign import to_timm
 from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
 from pretrain.page import git_commit
+from pretrain.tensor_file import write_tensors
 
 SCHEMA_VERSION = 1
-FILES = {"onnx": ONNX, "torch": PT2}
+FILES = {"timm": MODEL, "onnx": ONNX, "torch": PT2}
 TOOLS = {"onnx": (graphs.write_onnx, graphs.answers_of_onnx), "torch": (graphs.write_pt2, graphs.answers_of_pt2)}
 LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime")
 
@@ -53,11 +57,8 @@ def export(settings: ExportSettings) -> list[str]:
     known = provenance_of(source, card, results_from=results_from)
     facts = Facts(card, known, num_parameters(model), sha256, settings)
     with _told_if_full(out), atomic_directory(out) as directory:
-        write_json(directory / CONFIG, config_of(card))
-        shutil.copyfile(source / MODEL, directory / MODEL)
-        if sha256_of(directory / MODEL) != sha256:
-            raise UserError(f"{source / MODEL}: has changed while it was copied; nothing is published, try again")
-        checks = _write_graphs(directory, model, facts)
+        checks = _write_weights(directory, source, model, facts)
+        checks |= _write_graphs(directory, model, facts)
         write_atomic(directory / README, readme(facts).encode())
         write_json(directory / RECORD, record(facts, request, checks))
         names = sorted(file.name for file in directory.iterdir())
@@ -75,6 +76,26 @@ def _told_if_full(out: Path) -> Iterator[None]:
         raise UserError(
             f"out: {out} cannot be written, for the disk is full; free some space, or name another disk (nothing is left there)"
         ) from None
+
+
+@torch.no_grad()
+def _write_weights(directory: Path, source: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
+    """config.json and model.safetensors."""
+    card = facts.card
+    if timms_own(card) is None or not isinstance(card.model, MixerSpec):
+        write_json(directory / CONFIG, config_of(card))
+        shutil.copyfile(source / MODEL, directory / MODEL)
+        if sha256_of(directory / MODEL) != facts.weights_sha256:
+            raise UserError(f"{source / MODEL}: has changed while it was copied; nothing is published, try again")
+        return {}
+    import timm  # takes seconds, which no other export need spend
+
+    timms = card.model_copy(update={"model": card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})})
+    write_json(directory / CONFIG, config_of(timms, for_plain_timm=True))
+    write_tensors(directory / MODEL, to_timm(model.state_dict(), card.model))
+    theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
+    inputs = graphs.trial_inputs(card, with_preprocessing=False)
+    return {"timm": graphs.agreement([model(x) for x in inputs], theirs, inputs, graph="timm")}
 
 
 @torch.no_grad()
@@ -152,7 +173,7 @@ def _told(out: Path, card: ModelCard, known: Provenance, checks: dict[str, Agree
     where = f" of {known.run}, step {card.step:,}" if known.run else f" of {card.origin}" if card.origin else ""
     lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
     for file in sorted(out.iterdir()):
-        graph = next((graph for graph, name in FILES.items() if name == file.name), None)
+        graph = next((graph for graph, name in FILES.items() if name == file.name and graph in checks), None)
         said = f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}"
         if graph:
             found = checks[graph]

@@ -3,6 +3,7 @@
 Pure: facts in, text out. No torch here.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ import yaml
 from finetune.exporting.config import ExportSettings
 from finetune.exporting.place import ONNX, PT2
 from finetune.exporting.provenance import Provenance, Result
-from pretrain.card import ModelCard
+from pretrain.card import ModelCard, timms_own
 from pretrain.models.cost import cost_of
+from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
 
 NUM_NAMED = 10
 UNKNOWN = "not stated"
@@ -62,7 +64,7 @@ def front_matter(facts: Facts) -> dict[str, Any]:
     card, own = facts.card, [each for each in facts.provenance.results if each.is_of_these_weights]
     front: dict[str, Any] = {
         "license": facts.settings.license,
-        "library_name": "timm",
+        "library_name": "timm" if timms_own(card) else "wide-mlps",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "timm", "wide-mlps", card.model.kind.replace("_", "-")],
         "datasets": [card.dataset],
@@ -101,19 +103,37 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
         ("Parameters", f"{facts.num_parameters:,}"),
         ("Multiply-adds", f"{cost.multiply_adds:,} for one image"),
         ("Input", f"{card.image_size} x {card.image_size} pixels, RGB, on the scale 0..1, then normalised"),
+        ("Pictures", _squares(card)),
         ("Mean", _row(card.channel_mean)),
         ("Std", _row(card.channel_std)),
         ("Classes", f"{len(card.classes):,}: {names}"),
-        ("Weights", f"sha256 `{facts.weights_sha256}`"),
+        ("Weights", f"sha256 `{facts.weights_sha256}`{_renamed(card)}"),
     ]
+
+
+def _squares(card: ModelCard) -> str:
+    made = f"squares by {card.stored_crop} and {card.stored_interpolation}" if card.stored_crop else UNKNOWN
+    return f"{made}; fed with {card.fed_interpolation}"
+
+
+def _renamed(card: ModelCard) -> str:
+    """Of weights that plain timm takes."""
+    if timms_own(card) is None or not isinstance(card.model, MixerSpec):
+        return ""
+    eps = card.model.norm_eps
+    scaled = (
+        f", the residual stream scaled by {math.sqrt(TIMM_NORM_EPS / eps):.4g}, for timm's norms have an epsilon of "
+        f"{TIMM_NORM_EPS:g} where this model had {eps:g}"
+    )
+    return " of the checkpoint; here under timm's names" + (scaled if eps != TIMM_NORM_EPS else "")
 
 
 def _training(facts: Facts) -> str:
     card, known = facts.card, facts.provenance
     images = f", {known.num_images:,} images" if known.num_images is not None else f", number of images {UNKNOWN}"
-    manifest = f", manifest `{card.manifest_hash}`" if card.manifest_hash else ""
+    content = f", content `{card.content_hash}`" if card.content_hash else ""
     rows = [
-        ("Data", f"{card.dataset}{images}{manifest}"),
+        ("Data", f"{card.dataset}{images}{content}"),
         ("Started from", known.started_from or ("random weights" if known.task == "pretrain" else UNKNOWN)),
         ("Step", f"{card.step:,}" if card.step else UNKNOWN),
         ("Run", known.run or UNKNOWN),
@@ -149,11 +169,14 @@ def _results(results: tuple[Result, ...]) -> str:
 def _use(facts: Facts) -> str:
     settings, size = facts.settings, facts.card.image_size
     parts = [
-        "With wide-mlps installed, which registers the architecture, in timm (from the hub, or `local-dir:DIRECTORY`):",
-        "```python\nimport timm\nimport pretrain.models.timm_names\n\n"
+        "In timm (from the hub, or `local-dir:DIRECTORY`), which has this architecture:"
+        if timms_own(facts.card)
+        else "In timm (from the hub, or `local-dir:DIRECTORY`) together with wide-mlps, the Python package that registers the "
+        "architecture; timm alone does not know it:",
+        f"```python\nimport timm\n{'' if timms_own(facts.card) else 'import pretrain.models.timm_names'}\n\n"
         'model = timm.create_model("hf-hub:OWNER/NAME", pretrained=True).eval()\n'
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n```",
-        "With its commands:",
+        "With the commands of wide-mlps:",
         "```sh\nfinetune evaluate DIRECTORY DATASET\nfinetune tune CONFIG pretrained=DIRECTORY\n```",
     ]
     shape = (
@@ -163,14 +186,14 @@ def _use(facts: Facts) -> str:
     given = f"{name}, {shape}, " + ("as decoded" if settings.with_preprocessing else "normalised as above")
     if "onnx" in settings.graphs:
         parts += [
-            f"Without it, under ONNX runtime ({given}):",
+            f"Without wide-mlps, under ONNX runtime ({given}):",
             "```python\nimport onnxruntime\n\n"
             f'session = onnxruntime.InferenceSession("{ONNX}")\n'
             f'(logits,) = session.run(None, {{"{name}": {name}}})\n```',
         ]
     if "torch" in settings.graphs:
         parts += [
-            f"Without it, in torch alone ({given}):",
+            f"Without wide-mlps, in torch alone ({given}):",
             f'```python\nimport torch\n\nmodel = torch.export.load("{PT2}").module()\nlogits = model({name})\n```',
         ]
     return "\n\n".join(parts)

@@ -1,6 +1,6 @@
 """Where an export goes, and whether it may: nothing that is there already is ever overwritten. No torch here.
 
-OUT/model.safetensors   the checkpoint's, byte for byte
+OUT/model.safetensors   the checkpoint's, byte for byte; under timm's names where timm has the architecture itself
 OUT/config.json         our card and timm's words for it
 OUT/README.md           a model card for the hub, see model_card.py
 OUT/model.onnx          and model.onnx.data, where they are too large for one file

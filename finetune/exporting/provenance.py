@@ -65,7 +65,7 @@ def provenance_of(checkpoint: Path, card: ModelCard, *, results_from: Path | Non
         return Provenance(results=tuple(_results_on(checkpoint, None, beside)))
     directory = base_of(config, run_dir) / dataset_of(config)
     manifest = _manifest(dataset_of(config), base_of(config, run_dir))
-    is_same = manifest is not None and manifest.hash == card.manifest_hash
+    is_same = manifest is not None and manifest.content_hash == card.content_hash
     task = task_of(config)
     sections = RECIPE if "train" in config else PROBE
     own = list(_own_results(run_dir, config, card, manifest))
@@ -111,8 +111,13 @@ def base_of(config: dict[str, Any], run_dir: Path) -> Path:
 
 
 def dataset_of(config: dict[str, Any]) -> str:
+    return str(_data_of(config).get("dataset", ""))
+
+
+def _data_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a training says in its section `data`, and all others beside theirs."""
     data = config.get("data")
-    return str((data if isinstance(data, dict) else config).get("dataset", ""))
+    return config | (data if isinstance(data, dict) else {})
 
 
 def commit_of(run_dir: Path) -> str:
@@ -134,7 +139,7 @@ def _manifest(dataset: str, base: Path) -> Manifest | None:
 
 def _num_images(manifest: Manifest, directory: Path, config: dict[str, Any]) -> int | None:
     """That were trained on, of one split or of its fold; of a mixture the parts are not told apart here."""
-    data = config.get("data", config)
+    data = _data_of(config)
     split, fold = str(data.get("train_split", "")), data.get("fold")
     if split not in manifest.splits or data.get("also"):
         return None
@@ -159,7 +164,7 @@ def _start(config: dict[str, Any], run_dir: Path) -> str:
 
 def _own_results(run_dir: Path, config: dict[str, Any], card: ModelCard, manifest: Manifest | None) -> Iterator[Result]:
     result = finished_result(run_dir) or {}
-    data = config.get("data", config)
+    data = _data_of(config)
     split = data.get("eval_split") or data.get("test_split") or data.get("split") or "not stated"
     name = manifest.name if manifest else card.dataset
     is_same = result.get("step", card.step) == card.step
@@ -178,7 +183,7 @@ def _results_on(checkpoint: Path, run_dir: Path | None, places: tuple[Path, ...]
             continue
         task = task_of(config)
         manifest = _manifest(dataset_of(config), base_of(config, directory))
-        data = config.get("data", config)
+        data = _data_of(config)
         split = str(data.get("test_split") or data.get("eval_split") or data.get("split") or "not stated")
         name = manifest.name if manifest else Path(dataset_of(config)).name
         views = f", {config['views']} views" if config.get("views") else ""

@@ -59,7 +59,7 @@ def _trained_with(run_dir: Path) -> AugmentSettings | None:
 
 def recipe(augment: dict[str, Any]) -> str:
     """What such views are, in the words of the settings."""
-    none: dict[str, Any] = AugmentSettings(flip_probability=0).model_dump(mode="json")
+    none: dict[str, Any] = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
     shown = {name: value for name, value in augment.items() if value != none[name]}
     return ", ".join(f"{name} {_short(value)}" for name, value in shown.items()) or "none"
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -13,9 +12,8 @@ from finetune.classes import class_numbers
 from finetune.judging.config import EvaluateSettings
 from finetune.judging.console import say
 from finetune.judging.place import Evaluation
-from finetune.verbs import add_common, end_on_signals, launch_ranks, show
+from finetune.verbs import add_common, end_on_signals, launch_ranks, say_once, show
 from pretrain.__main__ import OK, leave, world_of
-from pretrain.launch import LAUNCHED_WITH
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,9 +40,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     stored = evaluation.stored_result()
     world = world_of(options)
-    warning = evaluation.warning()
-    if warning is not None and world.is_first and LAUNCHED_WITH not in os.environ:
-        print(f"finetune: {warning}", file=sys.stderr)
+    say_once(evaluation.warning(), world)
+    say_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.dataset), world)
     if stored is not None:
         if world.is_first:
             _print(stored, as_json=options.json, stored=True)
@@ -59,7 +56,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     result = evaluate_checkpoint(settings, world)
     if result is not None:
         _print(result, as_json=options.json)
-    return leave(True, run_dir=None, is_first=world.is_first, together=False)
+    return leave(True, run_dir=None, is_first=world.is_first)
 
 
 def _print(result: dict[str, Any], *, as_json: bool, stored: bool = False) -> None:

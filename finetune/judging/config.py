@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from data_prep.settings import Settings
 from finetune.accelerator_settings import RanksSettings
 from pretrain.augment.settings import AugmentSettings
-from pretrain.config import TrackingSettings
+from pretrain.config import CacheSettings, TrackingSettings
 
 
 class ViewSettings(AugmentSettings):
@@ -47,6 +47,7 @@ class EvaluateSettings(Settings):
     """Of the forward pass; softmax and everything after it are in fp32 or above."""
     local_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass on one rank."""
+    data: CacheSettings = CacheSettings()
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
     """By default the store and the experiment of the run that made the weights, as its child."""

@@ -50,7 +50,7 @@ from pretrain.headway import HEADWAY
 from pretrain.page import target_of
 from pretrain.real_labels import RealLabels
 from pretrain.run import save_result
-from pretrain.shards import ShardReader
+from pretrain.shards import ShardReader, reading
 from pretrain.tracker import Tracker
 from pretrain.world import World
 
@@ -77,6 +77,7 @@ def _evaluate(evaluation: Evaluation, part: Part, joined: Joined, world: World) 
         recorded(
             evaluation.begun_settings,
             run_dir=evaluation.run_dir,
+            patience=evaluation.settings.ranks,
             tracking=evaluation.tracking,
             world=world,
             used=[(part, "evaluation")],
@@ -87,10 +88,10 @@ def _evaluate(evaluation: Evaluation, part: Part, joined: Joined, world: World) 
     ):
         if world.is_first:
             evaluation.mark()
-        reader = ShardReader([part], image_size=evaluation.card.image_size)
-        began_s = time.perf_counter()
-        answers = _answers(evaluation, reader, device=joined.device, world=world)
-        seconds = time.perf_counter() - began_s
+        with reading([part], evaluation.settings.data, image_size=evaluation.card.image_size) as reader:
+            began_s = time.perf_counter()
+            answers = _answers(evaluation, reader, device=joined.device, world=world)
+            seconds = time.perf_counter() - began_s
         if answers is None:
             return None  # nothing is collective from here on, so nobody waits for the pictures
         if not len(answers):
@@ -135,7 +136,7 @@ def _tell(
     confusion = Confusion.of(answers, names=names, numbers=numbers)
     per_class = PerClass.of(answers, confusion, numbers=numbers)
     run_dir = evaluation.run_dir
-    facts = {"weights_sha256": evaluation.weights.sha256, "manifest_hash": part.manifest.hash}
+    facts = {"weights_sha256": evaluation.weights.sha256, "content_hash": part.manifest.content_hash}
     facts |= {"dataset": part.manifest.name, "split": part.split}
     HEADWAY.mark("writing the results")
     write_predictions(run_dir / PREDICTIONS, answers, reader, classes=evaluation.card.classes, facts=facts)

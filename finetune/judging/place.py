@@ -46,7 +46,8 @@ class Evaluation:
         if not settings.views:
             return cls(settings, manifest, weights)
         choice = choose(settings.augment, weights.run_dir)
-        return cls(settings.model_copy(update={"augment": choice.augment}), manifest, weights, choice.source)
+        augment = choice.augment.fed_as(weights.card.fed_interpolation)
+        return cls(settings.model_copy(update={"augment": augment}), manifest, weights, choice.source)
 
     @property
     def card(self) -> ModelCard:
@@ -71,10 +72,11 @@ class Evaluation:
     def identity(self) -> str:
         settings = self.settings
         facts: dict[str, Any] = {"split": settings.split, "precision": settings.precision, "views": settings.views}
+        facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
-        return hash_of_json(facts | {"weights": self.weights.sha256, "manifest": self.manifest.hash})
+        return hash_of_json(facts | {"weights": self.weights.sha256, "pixels": self.manifest.pixels_hash})
 
     @property
     def run_dir(self) -> Path:
@@ -143,10 +145,10 @@ class Evaluation:
 
     def plain_top1(self) -> float | None:
         """On the plain pictures of the same split, where the run that made the weights has said it."""
-        if self.owner is None or self.card.manifest_hash != self.manifest.hash:
+        if self.owner is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
         result, settings = finished_result(self.owner) or {}, self._owners_settings
-        data = settings.get("data", settings)
+        data = settings | settings.get("data", {})
         top1 = result.get("eval/top1", result.get("test_top1"))
         is_same = self.settings.split == data.get("eval_split", data.get("test_split"))
         is_same = is_same and result.get("step", self.card.step) == self.card.step
@@ -158,20 +160,23 @@ class Evaluation:
         return f"{self.settings.dataset}, {self.settings.split}: {where}" if self._seen_in_training() else None
 
     def _seen_in_training(self) -> bool:
-        is_same = self.card.manifest_hash == self.manifest.hash
+        is_same = self.card.content_hash == self.manifest.content_hash
         if self.owner is None:
             return is_same and self.settings.split == "train"
         settings = self._owners_settings
-        data = settings.get("data", settings)
+        data = settings | settings.get("data", {})
         if is_same:
             return bool(data.get("train_split", "train") == self.settings.split)
         parts = [(data.get("dataset"), data.get("train_split", "train"))] if data.get("also") else []
         parts += [(other.get("dataset"), other.get("split", "train")) for other in data.get("also") or ()]
-        return any(split == self.settings.split and _hash_of(dataset) == self.manifest.hash for dataset, split in parts)
+        return any(
+            split == self.settings.split and _content_of(dataset) == self.manifest.content_hash
+            for dataset, split in parts
+        )
 
 
-def _hash_of(dataset: str) -> str | None:
+def _content_of(dataset: str) -> str | None:
     try:
-        return load_manifest(dataset).hash
+        return load_manifest(dataset).content_hash
     except DatasetError:  # gone since
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.manifest import Manifest
+from data_prep.manifest import Filter, Manifest
 from finetune.backbone import Backbone
 from finetune.probing.rows import Rows, Standard
 from pretrain.card import checkpoints_dir
@@ -65,7 +65,14 @@ test_scores.__test__ = False  # type: ignore[attr-defined]
 
 
 def save_classifier(
-    run_dir: Path, classifier: Classifier, backbone: Backbone, manifest: Manifest, *, step: int, run_key: str
+    run_dir: Path,
+    classifier: Classifier,
+    backbone: Backbone,
+    manifest: Manifest,
+    *,
+    fed_interpolation: Filter,
+    step: int,
+    run_key: str,
 ) -> Path:
     """RUN/checkpoints/step-NNNNNNNN: what evaluate, tune and export take."""
     assert backbone.weights is not None and backbone.model is not None
@@ -77,7 +84,11 @@ def save_classifier(
         update={
             "classes": classes,
             "dataset": manifest.name,
-            "manifest_hash": manifest.hash,
+            "stored_crop": manifest.crop,
+            "stored_interpolation": manifest.interpolation,
+            "fed_interpolation": fed_interpolation,
+            "content_hash": manifest.content_hash,
+            "pixels_hash": manifest.pixels_hash,
             "step": step,
             "run_key": run_key,
         }

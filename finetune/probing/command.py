@@ -8,7 +8,7 @@ from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import SettingsError, load_settings
 from finetune.apart import check_apart
 from finetune.probing.config import FeatureSettings, KnnSettings, ProbeSettings
-from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show
+from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, say_once, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import read_card
 from pretrain.run import check_place, check_settings
@@ -87,7 +87,7 @@ def _run(
         return OK
     check_place(settings.features_place, field="features_dir")
     manifest = load_manifest(settings.dataset)
-    check_sources(settings, manifest, holdout=holdout)
+    check_sources(settings, manifest, world, holdout=holdout)
     check(manifest)
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
@@ -96,10 +96,10 @@ def _run(
     top1 = work(world)
     if top1 is not None:
         print(f"{run_dir}: top-1 on {settings.test_split} {top1}")
-    return leave(True, run_dir=run_dir, is_first=world.is_first, together=False)
+    return leave(True, run_dir=run_dir, is_first=world.is_first)
 
 
-def check_sources(settings: FeatureSettings, manifest: Manifest, *, holdout: str | None = None) -> None:
+def check_sources(settings: FeatureSettings, manifest: Manifest, world: World, *, holdout: str | None = None) -> None:
     """The dataset and the checkpoint against the settings: told before any work."""
     for split in (settings.train_split, settings.test_split, holdout):
         if split is not None and not manifest.labelled_split(split, directory=settings.dataset).num_samples:
@@ -111,3 +111,4 @@ def check_sources(settings: FeatureSettings, manifest: Manifest, *, holdout: str
             raise SettingsError(
                 f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
             )
+        say_once(card.other_pixels(manifest, dataset=settings.dataset), world)

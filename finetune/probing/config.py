@@ -9,7 +9,7 @@ from data_prep.manifest import Manifest
 from data_prep.settings import Settings
 from finetune.accelerator_settings import RanksSettings
 from pretrain.augment.settings import AugmentSettings
-from pretrain.config import TrackingSettings
+from pretrain.config import CacheSettings, TrackingSettings
 from pretrain.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
@@ -59,6 +59,7 @@ class FeatureSettings(Settings):
     """Of the features on disk; float16 takes half the room, with three digits."""
     features_dir: str | None = None
     """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
+    data: CacheSettings = CacheSettings()
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
 

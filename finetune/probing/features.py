@@ -29,9 +29,10 @@ from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.settings import AugmentSettings
+from pretrain.datasets import Part
 from pretrain.headway import HEADWAY
 from pretrain.loader import Batch
-from pretrain.shards import ShardReader, open_split
+from pretrain.shards import ShardReader, reading
 from pretrain.world import World
 
 VERSION = 1
@@ -76,7 +77,11 @@ class FeatureMaker:
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
-        reader = open_split(self.settings.dataset, self.manifest, split, image_size=self.backbone.image_size)
+        part = Part(Path(self.settings.dataset), self.manifest, split)
+        with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
+            return self._tables(reader, split, views)
+
+    def _tables(self, reader: ShardReader, split: str, views: Sequence[int | None]) -> list[Table]:
         entries = [self.entry(split, view, num_features=self._num_features(reader)) for view in views]
         HEADWAY.mark(f"looking for features of {split}")
         missing = self._missing(entries)
@@ -89,18 +94,24 @@ class FeatureMaker:
             print(f"{split}: {what} found in {entries[0].root}")
         return [Table(*(torch.from_numpy(values) for values in entry.read())) for entry in entries]
 
+    @property
+    def fed(self) -> AugmentSettings:
+        """Of views, and with which filter plain pictures are resized."""
+        return (self.views.augment if self.views else AugmentSettings()).fed_as(self.backbone.interpolation)
+
     def entry(self, split: str, view: int | None, *, num_features: int) -> Entry:
-        backbone, augmented = self.backbone, view is not None
+        backbone, augmented, fed = self.backbone, view is not None, self.fed
         assert self.views is not None or not augmented
         key: dict[str, Any] = {
             "version": VERSION,
             "weights_sha256": backbone.weights_sha256,
-            "manifest_hash": self.manifest.hash,
+            "pixels_hash": self.manifest.pixels_hash,
             "split": split,
             "image_size": backbone.image_size,
             "mean": list(backbone.normalisation.mean),
             "std": list(backbone.normalisation.std),
-            "augment": self.views.augment.model_dump(mode="json") if self.views and augmented else None,
+            "interpolation": fed.plain_filter,
+            "augment": fed.model_dump(mode="json") if augmented else None,
             "seed": self.views.seed if self.views and augmented else None,
             "view": view,
             "dtype": self.settings.feature_dtype,
@@ -207,9 +218,7 @@ class FeatureMaker:
         return finish
 
     def _augmentation(self) -> Augmentation:
-        if self.views is None:
-            return self.backbone.augmentation(device=self.device)
-        return self.backbone.augmentation(self.views.augment, seed=self.views.seed, device=self.device)
+        return self.backbone.augmentation(self.fed, seed=self.views.seed if self.views else 0, device=self.device)
 
     def _on_first(self, steps: Sequence[Callable[[], None]], entries: list[Entry]) -> None:
         """On the first rank, with an end that all agree on and wait for."""

@@ -38,6 +38,7 @@ def _knn(settings: KnnSettings, world: World, joined: Joined) -> dict[str, Any] 
         recorded(
             settings,
             run_dir=run_dir,
+            patience=settings.ranks,
             tracking=settings.tracking,
             world=world,
             used=settings.used(manifest),

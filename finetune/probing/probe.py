@@ -70,6 +70,7 @@ def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, A
         recorded(
             settings,
             run_dir=run_dir,
+            patience=settings.ranks,
             tracking=tracking,
             world=world,
             used=settings.used(manifest),
@@ -89,7 +90,15 @@ def _probe(settings: ProbeSettings, world: World, joined: Joined) -> dict[str, A
         if backbone.weights is not None:
             identity = RunIdentity.of(run_dir, experiment=tracking.experiment, uri=tracking.uri)
             step = verdict.result["steps"]
-            save_classifier(run_dir, verdict.classifier, backbone, manifest, step=step, run_key=identity.run_key)
+            save_classifier(
+                run_dir,
+                verdict.classifier,
+                backbone,
+                manifest,
+                fed_interpolation=maker.fed.plain_filter,
+                step=step,
+                run_key=identity.run_key,
+            )
             backbone.weights.tell(tracker, {"probe/top1": verdict.result["test_top1"]}, target=target_of(manifest))
         save_result(run_dir, verdict.result)  # last: what a kill leaves without it is begun anew
         return verdict.result

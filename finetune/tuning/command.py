@@ -3,11 +3,12 @@
 import argparse
 from pathlib import Path
 
+from data_prep.manifest import load_manifest
 from data_prep.settings import load_settings
 from finetune.apart import check_apart
 from finetune.tuning.config import TuneSettings
 from finetune.tuning.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
-from finetune.verbs import add_common, launch_ranks, show
+from finetune.verbs import add_common, launch_ranks, say_once, show
 from pretrain.__main__ import OK, leave, world_of
 from pretrain.card import ModelCard, read_card
 from pretrain.config import check_against_ranks
@@ -42,6 +43,8 @@ def _tune(options: argparse.Namespace) -> int:
     card = read_card(Path(settings.pretrained))  # once: it reads and hashes the weights
     for each in repeats:
         _check(each, card, num_ranks=world.num_ranks)
+    if settings.init == "pretrained":
+        say_once(card.other_pixels(load_manifest(settings.data.dataset), dataset=settings.data.dataset), world)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True

@@ -37,6 +37,8 @@ class TuneEngineSettings(Settings):
     """A collective that waits longer than this ends the run: a rank is stuck or gone."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)
     """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it."""
+    lock_wait_s: float = Field(180.0, ge=0)
+    """A start that finds the run held by another waits so long for it, as in pretraining; at most half of timeout_s."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
     """Seconds without any headway after which the run counts as hung, as in pretraining. 0 or null: never."""
 
@@ -86,7 +88,7 @@ class TuneSettings(Settings):
             resume=self.resume,
             data=self.data.model_copy(update={"image_size": size}),
             model=card.model,
-            augment=self.augment,
+            augment=self.augment.fed_as(card.fed_interpolation),
             optimizer=self.optimizer,
             schedule=self.schedule,
             train=self.train,

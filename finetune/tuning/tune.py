@@ -13,7 +13,7 @@ from finetune.tuning.engine import AccelerateEngine
 from finetune.tuning.repeats import repeats_of, summary
 from pretrain.assembly import Task, open_tracker
 from pretrain.augment.augmentation import Normalisation
-from pretrain.collectives import barrier
+from pretrain.collectives import any_rank
 from pretrain.config import PretrainSettings
 from pretrain.datasets import load_training_data
 from pretrain.folder import load_folder
@@ -25,7 +25,7 @@ from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.order import BatchPlan
 from pretrain.page import target_of
-from pretrain.preemption import Interrupted, StopFlag
+from pretrain.preemption import Interrupted, StopFlag, entered
 from pretrain.run import claim, finished_result, save_result
 from pretrain.supervision import supervise, watched
 from pretrain.trainer import Outcome
@@ -35,13 +35,15 @@ from pretrain.world import World
 def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> Outcome:
     """Runs, or goes on with, one run; `group`: the run directory of what it is a repetition of."""
     stop, engine = StopFlag().install(), settings.engine
-    with claim(Path(settings.run_dir), settings, is_first=world.is_first):
+    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, patience=engine, stop=stop)):
         weights = Weights.at(settings.pretrained)
         training = settings.as_training(weights.card)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
         timeout_s = training.engine.heartbeat_timeout_s
         with watched(world, timeout_s=timeout_s, device=accelerator.device) as heartbeat:
+            if any_rank(stop.raised_by is not None, device=accelerator.device):
+                return Outcome(0, False, None, 0.0)
             task = prepare(settings, training, world, weights=weights, accelerator=accelerator, stop=stop, group=group)
 
             def tell(result: dict[str, float]) -> None:
@@ -56,23 +58,28 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
     run_dir, repeats = Path(settings.run_dir), repeats_of(settings)
     weights, data = Weights.at(settings.pretrained), load_training_data(settings.data)
     used = [(part, "training") for part in data.parts]
-    start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
+    stop = StopFlag().install()
+    accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
     with suppress(Interrupted):
-        with recorded(
+        place = recorded(
             settings,
             run_dir=run_dir,
+            patience=settings.engine,
             tracking=settings.tracking,
             world=world,
             used=used,
             weights=weights,
             tags={"task": "tune_seeds", "init": settings.init},
-        ) as tracker:
+            stop=stop,
+        )
+        with entered(place) as tracker:
+            if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
+                raise Interrupted
             for each in repeats:
                 if finished_result(Path(each.run_dir)) is not None:
                     continue
                 if not tune(each, world, group=run_dir).finished:
                     raise Interrupted
-                barrier()  # its result is there for all to see before they look for the next
             if world.is_first:
                 result = summary(repeats)
                 tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))

@@ -10,6 +10,7 @@ B batch, H/W height and width in, O out, C colours.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +83,7 @@ class Augmentation:
         self._mixer = Mixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
         self._on_cpu = on_cpu is not None and device.type == "cpu"
+        self._area = settings.crop_interpolation == "area"
         self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
     def prepare(self, batch: Batch) -> Prepared:
@@ -120,18 +122,20 @@ class Augmentation:
             scale=scale,
             weights=weights,
             dtype=self.dtype,
+            area=self._area,
             out=self._buffers.empty(len(images_BHWC), 3, size, size, dtype=self.dtype),
         )
 
     def plain(self, batch: Batch) -> Prepared:
-        if self._on_cpu:
-            boxes = whole_boxes(len(batch.images_BHWC), batch.images_BHWC.shape[1])
+        count, stored = len(batch.images_BHWC), batch.images_BHWC.shape[1]
+        boxes, is_cubic = whole_boxes(count, stored), self.settings.plain_filter == "bicubic"
+        if self._on_cpu and not is_cubic:
             return Prepared(self._finished(batch.images_BHWC, boxes, weights=None), batch.labels_B)
         images = self._move(batch.images_BHWC)
-        stored = images.shape[1]
         pictures = images.permute(0, 3, 1, 2).float()
         if stored != self.image_size:
-            pictures = resample(images, whole_boxes(len(images), stored), size=self.image_size)
+            cubic = np.ones(count, bool) if is_cubic else None
+            pictures = resample(images, boxes, size=self.image_size, cubic=cubic, area=self._area)
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _cropped(self, images_BHWC: Tensor, draws: Draws) -> Tensor:
@@ -152,14 +156,14 @@ class Augmentation:
             boxes, done = whole_boxes(count, stored), True
         kernels = draw_kernels(settings, draws, count=count)
         if self._policy is not None:
-            levels = resample_levels(images_BHWC, boxes, size=self.image_size, cubic=kernels)
+            levels = resample_levels(images_BHWC, boxes, size=self.image_size, cubic=kernels, area=self._area)
             levels = apply_plan(levels, draw_plan(self._policy, draws), fill_C=self._fill_C)
             return levels.permute(0, 3, 1, 2).float()
         if done and stored == self.image_size:
             return images_BHWC.permute(0, 3, 1, 2).float()
         if on_cpu is not None and self._on_cpu and kernels is None:
-            return on_cpu.crop(images_BHWC, boxes, size=self.image_size)
-        return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels)
+            return on_cpu.crop(images_BHWC, boxes, size=self.image_size, area=self._area)
+        return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels, area=self._area)
 
     def _normalise(self, pictures: Tensor) -> Tensor:
         return (pictures - self._mean) * self._scale

@@ -1,9 +1,10 @@
 """Crop, resize and flip. B batch, H/W height and width in, O out, C colours.
 
-A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each output
-pixel (antialiased triangle or cubic filter, as torchvision's and PIL's). `resample` gives exact floats. `resample_levels` gives
-0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in float32 whatever its order, and a
-picture does not depend on the batch that it is in. (TF32 would end that; torch leaves it off for matrix products unless told to.)
+A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each
+output pixel (antialiased triangle or cubic filter, as torchvision's and PIL's; or OpenCV's INTER_AREA). `resample` gives exact
+floats. `resample_levels` gives 0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in
+float32 whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that; torch leaves it off
+for matrix products unless told to.)
 """
 
 import math
@@ -73,17 +74,15 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
     """Which pictures are resized with the cubic filter; None: none."""
-    if settings.crop_interpolation == "bilinear":
-        return None
-    if settings.crop_interpolation == "bicubic":
-        return np.ones(count, bool)
-    return draws.uniform(Purpose.CROP_KERNEL) < 0.5
+    if settings.crop_interpolation == "random":
+        return draws.uniform(Purpose.CROP_KERNEL) < 0.5
+    return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
 
 
-def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
-    """The boxes of the pictures at `size` pixels: float (B, C, O, O)."""
+def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False) -> Tensor:
+    """The boxes of the pictures at `size` pixels: float (B, C, O, O). `area`: with INTER_AREA."""
     batch, height, width, colours = images_BHWC.shape
-    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic)
+    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
     down_BOWC = torch.bmm(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
         batch, size, width, colours
@@ -94,10 +93,12 @@ def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | Non
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
 
-def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None) -> Tensor:
+def resample_levels(
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
+) -> Tensor:
     """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as PIL does it."""
     batch, height, width, colours = images_BHWC.shape
-    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, fixed_point=True)
+    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True)
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
     narrow_BOHC = _levels(torch.bmm(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
     down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
@@ -113,9 +114,11 @@ def axis_weights(
     stored_size: int,
     size: int,
     cubic_B: Tensor | None = None,
+    enlarged_B: Tensor | None = None,
     fixed_point: bool = False,
 ) -> Tensor:
-    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels.
+    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels; with INTER_AREA where
+    `enlarged_B` says whether either side of the box is enlarged.
 
     In fixed point they have 15 bits behind the point, before and after they are divided by their sum, which is exact, too.
     """
@@ -123,15 +126,20 @@ def axis_weights(
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
     out_1O1 = torch.arange(size, device=device, dtype=torch.float32).view(1, -1, 1)
     out_BO1 = torch.where(flip_B.view(-1, 1, 1), size - 1 - out_1O1, out_1O1)
-    ratio_B11 = extent_B11 / size
-    centre_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
     pixel_11H = torch.arange(stored_size, device=device, dtype=torch.float32).view(1, 1, -1) + 0.5
-    distance_BOH = (pixel_11H - centre_BO1).abs() / ratio_B11.clamp(min=1.0)
-    weights_BOH = (1 - distance_BOH).clamp(min=0)
-    if cubic_B is not None:
-        weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)
-    inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
-    weights_BOH = weights_BOH * inside_B1H
+    if enlarged_B is None:
+        ratio_B11 = extent_B11 / size
+        centre_BO1 = start_B11 + (out_BO1 + 0.5) * ratio_B11
+        distance_BOH = (pixel_11H - centre_BO1).abs() / ratio_B11.clamp(min=1.0)
+        weights_BOH = (1 - distance_BOH).clamp(min=0)
+        if cubic_B is not None:
+            weights_BOH = torch.where(cubic_B.view(-1, 1, 1), _cubic(distance_BOH), weights_BOH)
+        inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
+        weights_BOH = weights_BOH * inside_B1H
+    else:
+        # divided last, so that what lies on a pixel's edge is there exactly
+        begin_BO1, end_BO1 = out_BO1 * extent_B11 / size, (out_BO1 + 1) * extent_B11 / size
+        weights_BOH = _covered(pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1))
     if not fixed_point:
         return weights_BOH / weights_BOH.sum(dim=-1, keepdim=True)
     one = float(2**_LEVEL_BITS)
@@ -175,16 +183,31 @@ def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _weights(
-    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None, fixed_point: bool = False
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None, area: bool, fixed_point: bool = False
 ) -> tuple[Tensor, Tensor]:
     _, height, width, _ = images_BHWC.shape
     sides = {name: getattr(boxes, name).astype(np.float32) for name in ("top", "left", "height", "width")}
     flags = {"flip": boxes.flip, "never": np.zeros_like(boxes.flip)} | ({} if cubic is None else {"cubic": cubic})
+    if area:
+        flags["enlarged"] = (boxes.height < size) | (boxes.width < size)
     sent = send({**sides, **flags}, images_BHWC.device)
-    kind: dict[str, Any] = {"size": size, "cubic_B": sent.get("cubic"), "fixed_point": fixed_point}
+    kind: dict[str, Any] = {"size": size, "fixed_point": fixed_point}
+    kind |= {"cubic_B": sent.get("cubic"), "enlarged_B": sent.get("enlarged")}
     rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, **kind)
     columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, **kind)
     return rows_BOH, columns_BOW
+
+
+def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
+    """The share of each output pixel [begin, end) that the pixel at `start` covers. Where either side is enlarged, OpenCV takes
+    no more than two pixels, on the other side too: what the first leaves is the second's."""
+    covered_BOH = (torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)).clamp(min=0)
+    share_BOH = covered_BOH / (end_BO1 - begin_BO1)
+    is_first_BOH = (start_B1H <= begin_BO1) & (begin_BO1 < start_B1H + 1)
+    is_second_BOH = (start_B1H - 1 <= begin_BO1) & (begin_BO1 < start_B1H)
+    first_BOH = share_BOH * is_first_BOH
+    two_BOH = first_BOH + is_second_BOH * (1 - first_BOH.sum(dim=-1, keepdim=True))
+    return torch.where(enlarged_B11, two_BOH, share_BOH)
 
 
 def _cubic(distance: Tensor) -> Tensor:

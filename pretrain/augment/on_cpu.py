@@ -1,10 +1,10 @@
 """Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU they run on.
 
-Same pictures as `resample`, MixUp and normalisation of pretrain.augment, in float32 throughout. Those are two batched matrix
-products whose weights are nearly all zero (2 of 64 in a row count), then passes over memory; this is one pass over the taps
-that count. Pictures per CPU second, crop to bfloat16, 64 px (and 256 to 224), measured in one run: this 61,000 (4,200); the matrix
-products 5,400 (190); the best of torch's own operations, grid_sample in chunks, 12,000 (it cannot downsample); Pillow-SIMD a
-picture at a time 8,000 (840), rounded between passes and reading beyond its box; torch.compile of gathers 2,600.
+Same pictures as `resample` (bilinear, or INTER_AREA), MixUp and normalisation of pretrain.augment, in float32 throughout. Those are
+two batched matrix products whose weights are nearly all zero (2 of 64 in a row count), then passes over memory; this is one pass
+over the taps that count. Pictures per CPU second, crop to bfloat16, 64 px (and 256 to 224), measured in one run: this 61,000
+(4,200); the matrix products 5,400 (190); the best of torch's own operations, grid_sample in chunks, 12,000 (it cannot downsample);
+Pillow-SIMD a picture at a time 8,000 (840), rounded between passes and reading beyond its box; torch.compile of gathers 2,600.
 
 How: the two neighbours that MixUp mixes are made together, one output row at a time. The source rows that it needs are resized
 across once, into a ring of a few planar float rows, with one 8-byte load per output pixel (two RGB neighbours; hence
@@ -59,6 +59,7 @@ def crop_mix_normalise(
     scale: Colours,
     weights: NDArray[np.float64] | None,
     dtype: torch.dtype,
+    area: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """(B, 3, size, size): the boxes at `size` pixels, mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1], then (x - mean) * scale.
@@ -86,6 +87,7 @@ def crop_mix_normalise(
         stored,
         boxes_4B,
         np.array(boxes.flip, np.bool_),
+        area,
         np.ones(batch) if weights is None else np.array(weights, np.float64),
         1 if weights is None else 2,
         np.array(scale, np.float32),
@@ -105,10 +107,12 @@ def crop_mix_normalise(
     return out
 
 
-def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int) -> Tensor:
+def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
     """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return crop_mix_normalise(images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32)
+    return crop_mix_normalise(
+        images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32, area=area
+    )
 
 
 def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> tuple[int, int]:
@@ -197,11 +201,50 @@ def _taps(
             weights[0, at], total, taps = 1.0, 1.0, 1
         first[at] = low
         most = max(most, taps)
-        for k in range(taps):
-            weights[k, at] /= total
-        for k in range(taps, weights.shape[0]):
-            weights[k, at] = 0
+        _settle(weights, at, taps, total)
     return most
+
+
+@_inner
+def _area_taps(
+    start: float,
+    extent: float,
+    mirror: bool,
+    stored: int,
+    enlarged: bool,
+    first: NDArray[np.int64] | Words,
+    weights: Floats,
+) -> int:
+    """The same of INTER_AREA, as `_covered`."""
+    size = first.shape[0]
+    most = 1
+    for o in range(size):
+        at = size - 1 - o if mirror else o
+        begin, end = start + o * extent / size, start + (o + 1) * extent / size
+        low, taps, total = int(begin), 0, 0.0
+        for pixel in range(low, stored):
+            share = min(pixel + 1.0, end) - max(float(pixel), begin)
+            if share <= 0:
+                break
+            weights[taps, at] = share
+            total += share
+            taps += 1
+        if enlarged and taps > 2:
+            weights[1, at] = total - weights[0, at]
+            taps = 2
+        first[at] = low
+        most = max(most, taps)
+        _settle(weights, at, taps, total)
+    return most
+
+
+@_inner
+def _settle(weights: Floats, at: int, taps: int, total: float) -> None:
+    """Divided by their sum, and none behind them."""
+    for k in range(taps):
+        weights[k, at] /= total
+    for k in range(taps, weights.shape[0]):
+        weights[k, at] = 0
 
 
 @_inner
@@ -290,6 +333,7 @@ def _augment(
     stored: int,
     boxes: NDArray[np.float64],
     flip: NDArray[np.bool_],
+    area: bool,
     shares: NDArray[np.float64],
     together: int,
     scale: Floats,
@@ -306,8 +350,13 @@ def _augment(
     for pair in range(0, flip.shape[0], together):
         for i in range(together):
             b = pair + i
-            tall[i] = _taps(boxes[0, b], boxes[2, b], False, stored, first[i], down[i])
-            wide[i] = _taps(boxes[1, b], boxes[3, b], flip[b], stored, offsets[i], across[i])
+            if area:
+                enlarged = min(boxes[2, b], boxes[3, b]) < size
+                tall[i] = _area_taps(boxes[0, b], boxes[2, b], False, stored, enlarged, first[i], down[i])
+                wide[i] = _area_taps(boxes[1, b], boxes[3, b], flip[b], stored, enlarged, offsets[i], across[i])
+            else:
+                tall[i] = _taps(boxes[0, b], boxes[2, b], False, stored, first[i], down[i])
+                wide[i] = _taps(boxes[1, b], boxes[3, b], flip[b], stored, offsets[i], across[i])
             made[i] = first[i, 0]
             for x in range(size):
                 offsets[i, x] *= np.uint64(3)

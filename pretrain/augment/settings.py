@@ -3,14 +3,15 @@
 Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing, then MixUp or CutMix.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.augment.policies import parse_policy
 
-Interpolation = Literal["bilinear", "bicubic", "random"]
+Interpolation = Literal["bilinear", "bicubic", "area", "random"]
 PaddingMode = Literal["constant", "reflect"]
 EraseMode = Literal["const", "rand", "pixel"]
 
@@ -19,8 +20,10 @@ class AugmentSettings(Settings):
     crop_scale: tuple[float, float] | None = None
     """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    crop_interpolation: Interpolation = "bilinear"
-    """Antialiased; random is one of the two for each picture, which is timm's way."""
+    crop_interpolation: Interpolation | None = None
+    """bilinear and bicubic are antialiased; random is one of these two for each picture, which is timm's way; area is OpenCV's
+    INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint was fed with, and bilinear where there is none. Plain
+    pictures are resized with the same filter (random: bilinear)."""
     crop_padding: int = Field(0, ge=0, le=1024)
     """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel recipes take 4); 0 is off."""
     padding_mode: PaddingMode = "constant"
@@ -67,7 +70,17 @@ class AugmentSettings(Settings):
     def is_crop_flip_mixup(self) -> bool:
         """Nothing but what can be done in one pass over the pictures."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
-        return not others and self.crop_interpolation == "bilinear" and "CutMix" not in self.mixing
+        return not others and self.crop_interpolation in (None, "bilinear", "area") and "CutMix" not in self.mixing
+
+    @property
+    def plain_filter(self) -> Filter:
+        """With which a picture that is not augmented is resized, too."""
+        chosen = self.crop_interpolation
+        return "bilinear" if chosen is None or chosen == "random" else chosen
+
+    def fed_as(self, filter_: Filter) -> Self:
+        """The same, with the filter that a checkpoint's card names, unless another is asked for."""
+        return self.model_copy(update={"crop_interpolation": self.crop_interpolation or filter_})
 
     @property
     def mixing(self) -> dict[str, str]:

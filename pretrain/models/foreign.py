@@ -6,6 +6,8 @@
 | scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | W act(norm(z)) |
 | timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels}, norm, head | LayerNorm with eps 1e-6 |
 
+The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names.
+
 What names and shapes cannot tell is in `Reading`: how an image was made a vector, and the activation.
 """
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from data_prep.settings import UserError
 from pretrain.models.build import build_model
-from pretrain.models.spec import Activation, AnySpec, MixerSpec, MlpSpec
+from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 from pretrain.models.weights import Shapes, check_finite, check_fit, first, shapes
 
 Flattening = Literal["chw", "hwc"]
@@ -102,6 +104,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def recognise(names: list[str], *, source: object) -> Layout:
+    for marks, what in OTHERS_OF_TIMM.items():
+        if any(name.endswith(marks) for name in names):
+            raise UserError(f"{source}: holds weights of {what}, which this project has no model for; mixer_* it takes")
     if "linear_in.weight" in names and any(name.startswith("blocks.0.block.") for name in names):
         return _bottleneck(names)
     if "linear_in.weight" in names and any(name.startswith("layers.") for name in names):
@@ -174,18 +179,26 @@ def _standard(names: list[str]) -> Layout:
     return Layout("scaling_mlps", table | _pairs("linear_out", "head"), "linear_out.weight", label, describe)
 
 
+OTHERS_OF_TIMM = {
+    (".mlp_channels.gate.proj.weight",): "a gMLP (its blocks have gates)",
+    (".norm1.alpha", ".ls1", ".gamma_1"): "a ResMLP (its norms are affine, and its branches are scaled)",
+}
+"""By endings of names that a Mixer has not. A gmixer has a Mixer's names, and is known by its shapes."""
+
+
 def _mixer(names: list[str]) -> Layout:
-    depth, table = _num("blocks", names), _pairs("stem.proj", "stem")
-    for i in range(depth):
-        for theirs, ours in (("tokens", "token"), ("channels", "channel")):
-            table |= _pairs(f"blocks.{i}.norm{1 if ours == 'token' else 2}", f"blocks.{i}.{ours}_norm")
-            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc1", f"blocks.{i}.{ours}_mixing.inner")
-            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc2", f"blocks.{i}.{ours}_mixing.outer")
+    table = mixer_names(_num("blocks", names))
 
     def describe(found: Shapes, reading: Reading) -> tuple[AnySpec, int]:
         channels, colours, patch, width = sizes(found, "stem.proj.weight", "channels", "colours", "height", "width")
         token_hidden, tokens = sizes(found, "blocks.0.mlp_tokens.fc1.weight", "hidden", "tokens")
         channel_hidden, _ = sizes(found, "blocks.0.mlp_channels.fc1.weight", "hidden", "channels")
+        _, gated_hidden = sizes(found, "blocks.0.mlp_channels.fc2.weight", "channels", "hidden")
+        if 2 * gated_hidden == channel_hidden:
+            raise UserError(
+                "blocks.0.mlp_channels.fc2.weight takes half of what fc1 gives (the rest are gates): the weights of a gmixer, "
+                "which this project has no model for; mixer_* it takes"
+            )
         if (colours, patch, math.isqrt(tokens) ** 2) != (3, width, tokens):
             raise UserError(
                 f"stem.proj.weight: {colours} channels in patches of {patch} x {width}, {tokens} of them; these models take "
@@ -195,16 +208,51 @@ def _mixer(names: list[str]) -> Layout:
             kind="mixer",
             patch_size=patch,
             num_channels=channels,
-            depth=depth,
+            depth=_num("blocks", names),
             token_hidden=token_hidden,
             channel_hidden=channel_hidden,
             activation=reading.activation,
-            norm_eps=1e-6,
+            norm_eps=TIMM_NORM_EPS,
         )
         return spec, patch * math.isqrt(tokens)
 
-    label = f"a timm MlpMixer of {depth} blocks"
-    return Layout("timm", table | _pairs("norm", "norm") | _pairs("head", "head"), "head.weight", label, describe)
+    return Layout("timm", table, "head.weight", f"a timm MlpMixer of {_num('blocks', names)} blocks", describe)
+
+
+def mixer_names(depth: int) -> dict[str, str]:
+    """timm's name of each weight of a Mixer -> ours."""
+    table = _pairs("stem.proj", "stem")
+    for i in range(depth):
+        for theirs, ours in (("tokens", "token"), ("channels", "channel")):
+            table |= _pairs(f"blocks.{i}.norm{1 if ours == 'token' else 2}", f"blocks.{i}.{ours}_norm")
+            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc1", f"blocks.{i}.{ours}_mixing.inner")
+            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc2", f"blocks.{i}.{ours}_mixing.outer")
+    return table | _pairs("norm", "norm") | _pairs("head", "head")
+
+
+def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
+    """A Mixer's weights by timm's names, for a model that computes the same with timm's epsilon in its norms.
+
+    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2): where the epsilons differ, all that is added to the residual stream is
+    scaled by s, which no norm lets through.
+    """
+    scale = math.sqrt(TIMM_NORM_EPS / spec.norm_eps)
+    added = re.compile(r"stem\.|blocks\.\d+\.\w+_mixing\.outer\.")
+    theirs = {
+        name: weights[ours].detach() * scale if added.match(ours) else weights[ours].detach()
+        for name, ours in mixer_names(spec.depth).items()
+    }
+    patches = (spec.num_channels, 3, spec.patch_size, spec.patch_size)
+    return theirs | {"stem.proj.weight": theirs["stem.proj.weight"].reshape(patches)}
+
+
+def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]:
+    """Those of a folder that was exported for plain timm; others as they are."""
+    if not isinstance(spec, MixerSpec) or "stem.proj.weight" not in weights:
+        return weights
+    names = mixer_names(spec.depth)
+    ours = {names.get(name, name): tensor for name, tensor in weights.items()}
+    return ours | {"stem.weight": ours["stem.weight"].flatten(1)}
 
 
 def image_size_of(num_inputs: int) -> int:

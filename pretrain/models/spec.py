@@ -13,6 +13,7 @@ from data_prep.settings import Settings
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
+TIMM_NORM_EPS = 1e-6
 
 
 def _block_numbers(given: object) -> object:

@@ -10,7 +10,9 @@ import pickle
 import struct
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from data_prep.settings import UserError
 from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
 
+AVERAGES = ("state_dict_ema", "model_ema")
+"""Where training files keep the running average beside the weights themselves; looked at in timm's order."""
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 NUM_SHOWN = 3
@@ -39,8 +43,23 @@ TORCH_FAULTS = (
 SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes that tools wrap around them."""
+Kind = Literal["ema", "raw"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The weights of a file."""
+
+    weights: dict[str, Tensor]
+    average: str = ""
+    """Where the file keeps a running average, if it does; it was taken if `Kind` was ema."""
+
+
+def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
+    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes that tools wrap around them.
+
+    `kind` chooses where a file holds both the running average and the weights themselves.
+    """
     if path.is_dir():
         raise UserError(f"{path}: is a directory; give the file of weights in it, such as {path / 'model.safetensors'}")
     try:
@@ -50,10 +69,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if path.suffix == ".safetensors" or head[8:] == b"{":
         try:
-            return _without_prefixes(load_file(path))
+            return Stored(_without_prefixes(load_file(path)))
         except SafetensorError as error:
             raise UserError(f"{path}: {_no_weights(error)}") from None
-    return _without_prefixes(_unwrapped(_read_torch(path, is_pickle=head[:1] == b"\x80"), path))
+    stored = _read_torch(path, is_pickle=head[:1] == b"\x80")
+    held = [key for key in AVERAGES if isinstance(stored, Mapping) and isinstance(stored.get(key), Mapping)]
+    chosen = stored[held[0]] if held and kind == "ema" and isinstance(stored, Mapping) else stored
+    return Stored(_without_prefixes(_unwrapped(chosen, path)), held[0] if held else "")
 
 
 def _read_torch(path: Path, *, is_pickle: bool) -> object:
@@ -92,7 +114,8 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
     if others or not stored:
         held = first(others) if others else "nothing"
         raise UserError(f"{path}: holds {held} where tensors by name are needed; save model.state_dict()")
-    return {str(name): tensor for name, tensor in stored.items()}
+    # torch's AveragedModel, such as torchvision's trainer stores, counts its updates beside its weights
+    return {str(name): tensor for name, tensor in stored.items() if name != "n_averaged"}
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:

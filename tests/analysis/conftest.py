@@ -29,7 +29,7 @@ def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, im
         channel_mean=(0.5, 0.5, 0.5),
         channel_std=(0.2, 0.2, 0.2),
         dataset="animals",
-        manifest_hash="0" * 64,
+        content_hash="0" * 64,
         step=10,
         run_key="key",
     )

@@ -118,6 +118,20 @@ def test_why_a_start_was_stopped(root: Path, started: str, preempted: str, words
     assert with_starts(root, "why_stopped") == f"{words}\n"
 
 
+@pytest.mark.parametrize(("others", "says_its_end"), [("", True), ("begin 1 here n2 x\n", False)])
+def test_a_requeued_start_says_how_it_ended_unless_the_next_has_begun(
+    root: Path, others: str, says_its_end: bool
+) -> None:
+    """SLURM raises its count when it takes the job back, before the shell has ended; a frozen node wakes up later."""
+    (root / "starts").write_text(begun := "begin 0 here n1 x\n" + others)
+    stand_in(root, "scontrol", "echo 'JobId=7 Restarts=1 x'")
+    said = with_starts(root, "restarts=0; end_start stopped; echo goes on")
+    assert said == "SLURM has taken the job back; this was start 1, the next is start 2\n"
+    added = (root / "starts").read_text().removeprefix(begun)
+    assert added.startswith("end 0 here stopped ") if says_its_end else not added
+
+
+BUSY = "begin 0 here n1 x\nend 0 here busy x 180\n"
 FAILED, LONG = "begin 0 {mark} n1 x\nend 0 {mark} failed x 60\n", "begin 0 {mark} n1 x\nend 0 {mark} failed x 9000\n"
 
 
@@ -131,13 +145,20 @@ FAILED, LONG = "begin 0 {mark} n1 x\nend 0 {mark} failed x 60\n", "begin 0 {mark
         ([*2 * [FAILED.format(mark="here")], FAILED.format(mark="there")], ""),
         ([FAILED.format(mark=number) for number in range(9)], "failed 9 times in a row"),
         ([LONG.format(mark=number) for number in range(20)], ""),
+        # another start's lock is no failure; for ever it does not go on, either
+        ([*2 * [FAILED.format(mark="here")], *6 * [BUSY]], ""),
+        (9 * [BUSY], "9 of them met another start that holds runs/x, and that the log names: end that one"),
+        (
+            [BUSY, *8 * [BUSY.replace("busy", "stopped")]],
+            "9 starts without a new checkpoint (3 x MAX_IDLE_STARTS), 0 of them failures",
+        ),
+        ([BUSY, *8 * [BUSY.replace("busy", "stopped")]], "Is the time limit too short"),
     ],
 )
 def test_when_a_job_gives_up(root: Path, starts: list[str], words: str) -> None:
     (root / "starts").write_text("".join(starts))
-    assert with_starts(root, "give_up_reason").startswith(words) and bool(words) == bool(
-        with_starts(root, "give_up_reason")
-    )
+    said = with_starts(root, "give_up_reason")
+    assert words in said and bool(words) == bool(said), said
 
 
 NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gpu:h100={} AllocTRES=gres/gpu=1"

@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -148,15 +150,25 @@ def test_a_directory_that_cannot_be_written_is_told_with_its_reason(tmp_path: Pa
 
 @pytest.mark.parametrize(("stalled", "kind"), [("scratch", SILENT), ("runs", f"{SHARED} {{}}/runs")])
 def test_a_stall_of_a_shared_directory_is_no_hang_of_the_node(tmp_path: Path, stalled: str, kind: str) -> None:
+    looks = itertools.count()
+
     def stall(directory: Path) -> Any:
-        return time.sleep(600) if directory.name == stalled else (Disk(str(directory)), None)
+        if directory.name == stalled:
+            (tmp_path / "stalls").touch()
+            time.sleep(600)
+        return Disk(str(directory)), None
+
+    def now_s() -> float:
+        """No time passes until it stalls, and what it has said before was read."""
+        return 1.0 if (tmp_path / "stalls").exists() and next(looks) > 1 else 0.0
 
     def check(_: object, tell: Any) -> dict[str, Any]:
         places = {"scratch": str(tmp_path / "scratch"), "shared": [str(tmp_path / "runs")]}
         return checks.check_node(World(0, 0, 1), node="n1", tell=tell, environment={}, **places).as_json()
 
-    worker = Worker(check)
-    with mock.patch.object(checks, "check_directory", stall), pytest.raises(NoAnswerError) as caught:
+    worker, clock = Worker(check), SimpleNamespace(monotonic=now_s, sleep=time.sleep)
+    patches = mock.patch.object(checks, "check_directory", stall), mock.patch("cluster.preflight.worker.time", clock)
+    with patches[0], patches[1], pytest.raises(NoAnswerError) as caught:
         worker.ask({}, timeout_s=1, meanwhile=lambda: None)
     text = f"no answer from the directory {tmp_path / stalled} for 1 s"
     assert caught.value.fault == Fault(kind.format(tmp_path), text)

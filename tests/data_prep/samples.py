@@ -1,21 +1,26 @@
 """What these tests build from and compare: pictures made by hand, folders of classes, all the bytes of a directory."""
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 from PIL import Image
 
 from data_prep.__main__ import main
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.publish import sealed, sha256_of, unsealed, write_json
+from tests.moments import Strike
+from tests.moments import wait_until as wait_until  # noqa: PLC0414 (for those who take the rest from here)
 
 LOCK = ".lock"
 
@@ -30,6 +35,14 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def webp(image: Image.Image) -> bytes:
+    """Lossless, whatever PIL was built with."""
+    data = cv2.imencode(
+        ".webp", np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]], [cv2.IMWRITE_WEBP_QUALITY, 101]
+    )
+    return bytes(data[1])
 
 
 def write_files(root: Path, files: dict[str, bytes]) -> Path:
@@ -53,15 +66,35 @@ def build(source: Path | str, out: Path, *overrides: str) -> int:
     return main(["build", "--source", "folder", "--out", str(out), *words])
 
 
-def started(*words: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """As if the tool itself had written it so: sealed again."""
+    path = directory / MANIFEST_NAME
+    tree = unsealed(json.loads(path.read_bytes()))
+    change(tree)
+    write_json(path, sealed(tree))
+
+
+def replace_index(directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0) -> None:
+    """As if the tool itself had written it so."""
+    stored = load_manifest(directory).splits[split].shards[shard]
+    np.save(directory / stored.index_file, rows)
+    digest = sha256_of(directory / stored.index_file)
+    change_manifest(directory, lambda tree: tree["splits"][split]["shards"][shard].update(index_sha256=digest))
+
+
+def started(*words: str, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
     """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
-    return _running(sys.executable, "-m", "data_prep", *words)
+    if strike is None:
+        return _running(sys.executable, "-m", "data_prep", *words)
+    return _running(sys.executable, "-m", "tests.moments", "data_prep", *words, **strike.environment)
 
 
 HELD = """
 import sys, time
 from pathlib import Path
 from data_prep.__main__ import main
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.publish import sealed, sha256_of, unsealed, write_json
 from data_prep.building import build, tasks
 write_shards, mark = build.write_shards, Path(sys.argv[1])
 
@@ -80,22 +113,22 @@ sys.exit(main(sys.argv[2:]))
 def held_at_work(mark: Path, *words: str) -> Iterator[None]:
     """`data_prep WORDS`, held between its plan and its first shard for the length of the block; then it has to finish."""
     with _running(sys.executable, "-c", HELD, str(mark), *words) as process:
-        wait_until(lambda: mark.exists() or process.poll() is not None)
-        assert process.poll() is None, process.communicate()
+        wait_until(mark.exists, lives=lambda: process.poll() is None)
         yield
         mark.unlink()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
 
 
 @contextmanager
-def _running(*command: str) -> Iterator[subprocess.Popen[str]]:
+def _running(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command,
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | environment,
     )
     try:
         yield process
@@ -103,13 +136,6 @@ def _running(*command: str) -> Iterator[subprocess.Popen[str]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.01)
 
 
 def files_of(root: Path) -> dict[str, bytes]:

@@ -5,13 +5,13 @@ directory, and one clear line for every mistake.
 import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import tarfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -19,6 +19,8 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
+from data_prep.building.shards import PARTS
+from data_prep.images import EncodedImage, ImageSpec, convert
 from data_prep.manifest import load_manifest
 from tests.data_prep.samples import (
     build,
@@ -28,9 +30,11 @@ from tests.data_prep.samples import (
     picture,
     started,
     wait_until,
+    webp,
     write_classes,
     write_files,
 )
+from tests.moments import Strike
 
 SHAPES = [
     "source.num_classes=6",
@@ -43,14 +47,20 @@ SHAPES = [
 """A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at work."""
 
 
-def running(out: Path, *overrides: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def running(out: Path, *overrides: str, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
     """A build of `SHAPES`."""
-    return started("build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides)
+    words = ["build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides]
+    return started(*words, strike=strike)
 
 
-def num_paths(root: Path) -> int:
-    """How far a build has come (folders vanish under the walk while it runs)."""
-    return sum(len(folders) + len(files) for _, folders, files in os.walk(root))
+def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """What lives of it: the builder, its workers, and those between them."""
+    members = list[psutil.Process]()
+    for each in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(each.pid) == process.pid and not has_ended(each):
+                members.append(each)
+    return members
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -100,50 +110,26 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     assert one == three
 
 
-def test_a_build_killed_at_random_moments_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: Path
+@pytest.mark.parametrize("target", ["group", "main"])
+def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Path, target: Literal["group", "main"]
 ) -> None:
-    numbers = random.Random(5)
-    num_kills, num_workers = 0, 0
-    for number in range(4):
-        target = num_paths(tmp_path) + numbers.randint(10, 120)  # of about 350
-        with running(tmp_path / "shapes") as process:
-            wait_until(lambda: process.poll() is not None or num_paths(tmp_path) >= target)  # noqa: B023
-            if process.poll() is None:
-                workers = workers_of(process)
-                if number % 2:
-                    process.kill()
-                else:
-                    os.killpg(process.pid, signal.SIGKILL)
-                wait_until(lambda: all(has_ended(worker) for worker in workers), timeout_s=20)  # noqa: B023
-                num_kills += 1
-                num_workers += len(workers) * (number % 2)
-    assert num_kills >= 2
-    assert num_workers >= 2
+    """Killed while it draws (some 300 moments of both workers) and while it writes shards (600), by the worker that gets so far."""
+    for moment in (70, 150):
+        with running(tmp_path / "shapes", strike=Strike(tmp_path, moment, target=target)) as process:
+            assert process.wait(300) == -signal.SIGKILL
+            wait_until(lambda: group_of(process) == [])
     with running(tmp_path / "shapes") as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
     assert files_of(tmp_path) == files_of(undisturbed)
-
-
-def test_a_killed_worker_ends_the_build_with_one_line_that_says_how_to_go_on(tmp_path: Path) -> None:
-    with running(tmp_path / "shapes") as process:
-        wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("shapes-images/train/*"))) >= 2)
-        for worker in workers_of(process):
-            worker.kill()
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    *_, line = said.splitlines()
-    assert line.startswith("data_prep: ")
-    assert line.endswith("; what is finished is kept, the same command goes on from there")
-    assert "Traceback" not in said
 
 
 def test_a_build_killed_before_its_records_are_removed_is_tidied_up(tmp_path: Path) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 2}), tmp_path / "out"
     assert build(source, out) == 0
     before = files_of(out)
-    write_files(out, {"parts/train-000000.json": b"{}"})
+    write_files(out, {f"{PARTS}/train-000000.json": b"{}"})
     assert build(source, out) == 0
     assert files_of(out) == before
 
@@ -234,8 +220,10 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
         "grey16.png": encoded(Image.fromarray(np.full((30, 40), 40_000, np.uint16)), "PNG"),
         "alpha.png": encoded(good.convert("RGBA"), "PNG"),
         "turned.jpg": encoded(good, exif=exif),
+        "web.webp": webp(good),
     }
     broken = {
+        "damaged.jpg": (encoded(good)[:-40] + b"\xff\xd0" + encoded(good)[-38:], "damaged"),
         "zero.jpg": (b"", "empty"),
         "text.jpg": (b"<html>404 Not Found</html>", "not_an_image"),
         "half.jpg": (encoded(good)[:-200], "truncated"),
@@ -247,7 +235,7 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
     assert build(source, tmp_path / "out", "encoding=jpeg", "samples_per_shard=5", "max_reject_share=1") == 0
 
     manifest = load_manifest(tmp_path / "out")
-    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (12, 8, 4)
+    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (14, 9, 5)
     written = []
     for path in sorted((tmp_path / "out").glob("*.tar")):
         with tarfile.open(path) as archive:
@@ -257,8 +245,40 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
     assert {line["path"]: (line["reason"], line["sha256"]) for line in lines} == {
         f"bee/{name}": (reason, hashlib.sha256(data).hexdigest()) for name, (data, reason) in broken.items()
     }
-    assert len(lines) == 4
-    assert all(line["detail"] and "0x" not in line["detail"] for line in lines)
+    assert len(lines) == 5
+    assert all(line["detail"] and " at 0x" not in line["detail"] for line in lines)
+
+
+def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: Path) -> None:
+    source = write_files(tmp_path / "in", {"ant/small.png": encoded(picture(seed=1), "PNG")})
+    write_files(source, {"ant/large.png": encoded(picture(seed=2, width=41), "PNG")})
+    words = ["max_pixels=1200", "max_reject_share=1"]
+    assert build(source, tmp_path / "out", *words) == 0
+    (line,) = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert (line["path"], line["reason"]) == ("ant/large.png", "too_many_pixels")
+    assert line["detail"] == "41 x 30; make it smaller, or raise max_pixels (1200)"
+    assert build(source, tmp_path / "more", "max_pixels=1230") == 0
+    assert load_manifest(tmp_path / "more").num_written == 2
+    assert build(source, tmp_path / "other", "max_pixels=178956971") == 2  # Pillow would refuse it
+
+
+def test_when_memory_runs_out_the_picture_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_out(data: bytes, spec: ImageSpec) -> EncodedImage:
+        if data == large:
+            raise MemoryError
+        return convert(data, spec)
+
+    large = encoded(picture(seed=9, width=90))
+    source = write_files(write_classes(tmp_path / "in", {"ant": 5}), {"ant/large.jpg": large})
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.building.build.convert", run_out)
+        assert build(source, tmp_path / "out") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "ant/large.jpg: memory ran out while it was decoded; lower max_pixels or num_workers" in line
+    assert build(source, tmp_path / "out") == 0
+    assert load_manifest(tmp_path / "out").num_written == 6
 
 
 def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
@@ -397,6 +417,20 @@ def _empty_class(root: Path) -> None:
     (root / "bee").mkdir()
 
 
+def _class_of_dangling_links(root: Path) -> None:
+    write_classes(root, {"ant": 2})
+    (root / "bee").mkdir()
+    (root / "bee" / "0.jpg").symlink_to("elsewhere")
+    os.mkfifo(root / "bee" / "1.jpg")
+
+
+def _empty_class_of_val(root: Path) -> None:
+    write_classes(
+        root, {"train/ant": 2, "train/bee": 2, "train/cat": 2, "val/ant": 1}
+    )  # a val without cats may be meant
+    (root / "val" / "bee").mkdir()
+
+
 def _empty_classes(root: Path) -> None:
     (root / "train" / "ant").mkdir(parents=True)
 
@@ -412,6 +446,8 @@ def _empty_split(root: Path) -> None:
         (_no_source, "is not a directory; give the folder that holds the classes"),
         (_empty_folder, "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
         (_empty_class, "1 classes of this folder source hold no pictures (bee); remove them, or complete the archive"),
+        (_class_of_dangling_links, "1 classes of this folder source hold no pictures (bee); remove them"),
+        (_empty_class_of_val, "1 classes of this folder source hold no pictures (val/bee); remove them"),
         (_empty_classes, "split train of this folder source holds no pictures"),
         (_empty_split, "{source}/val holds no class folders"),
     ],
@@ -445,6 +481,11 @@ def test_a_source_is_never_its_own_dataset(tmp_path: Path, capsys: pytest.Captur
         (("train/cat/a.jpg", "validation/cat/b.jpg"), "also validation/, which is none of train, val, test"),
         (("train/cat/a.jpg", "train/loose.png"), "1 pictures lie in {source}/train itself, in no class (loose.png)"),
         (("cat/a.jpg", "loose.JPG"), "1 pictures lie in {source} itself, in no class (loose.JPG)"),
+        (("cat/a.jpg", "a.jfif", "b.avif"), "2 pictures lie in {source} itself, in no class (a.jfif, b.avif)"),
+        (
+            ("cat/a.jpg", "no-ending", "c.backup"),
+            "2 pictures lie in {source} itself, in no class (c.backup, no-ending)",
+        ),
     ],
 )
 def test_what_would_be_left_out_of_a_folder_is_refused(
@@ -453,6 +494,41 @@ def test_what_would_be_left_out_of_a_folder_is_refused(
     source = write_files(tmp_path / "source", {name: encoded(picture(seed=1)) for name in files})
     assert build(source, tmp_path / "out") == 2
     assert message.format(source=source) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["bee", "val", "train/bee"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda path: path.symlink_to("nowhere"), "a link to nowhere"),
+        (lambda path: path.symlink_to(path.name), "a link to nowhere"),
+        (lambda path: path.symlink_to("/dev/null"), "a pipe or a device"),
+        (os.mkfifo, "a pipe or a device"),
+        (lambda path: path.symlink_to("."), "a link to a folder that it lies in"),
+        (lambda path: path.symlink_to(path.parent.parent), "a link to a folder that it lies in"),
+    ],
+)
+def test_a_class_or_split_that_leads_nowhere_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, make: Callable[[Path], None], kind: str
+) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 1} if place == "bee" else {"train/ant": 1, "train/cat": 1})
+    write_files(source, {f"{Path(place).parent}/notes.txt": b"no picture", "empty": b""})
+    make(source / place)
+    assert build(source, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert f"1 entries that are neither folders nor files of its own ({Path(place).name}: {kind})" in said
+    assert said.count("\n") == 1
+    (source / place).unlink()
+    assert build(source, tmp_path / "out") == 0
+
+
+def test_a_link_to_where_it_lies_mislabels_nothing(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 2, "bee": 3})
+    (source / "ant" / "up").symlink_to("..")
+    (source / "ant" / "self").symlink_to("self")
+    assert build(source, tmp_path / "out", "max_reject_share=0.5") == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert (manifest.splits["train"].class_counts, manifest.num_read, manifest.num_rejected) == ((2, 3), 6, 1)
 
 
 def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,6 +547,8 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeyp
         "ant/notes.txt": "not_an_image",
         "ant/film.mp4": "too_large",
     }
+    details = {line["path"]: line["detail"] for line in rejected}
+    assert (details["ant/nowhere.jpg"], details["ant/pipe.jpg"]) == ("a link to nowhere", "a pipe or a device")
 
 
 def test_folders_of_a_class_are_walked_in_order_and_a_link_to_a_folder_above_ends_the_walk(tmp_path: Path) -> None:
@@ -556,3 +634,12 @@ def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(
         assert "cannot be made, for a file is in its place" in capsys.readouterr().err
     assert build(source, source / "shards") == 2
     assert "is the source itself, or in it" in capsys.readouterr().err
+
+
+def test_a_file_of_a_time_that_no_clock_has_shown_is_packed(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
+    os.utime(source / "ant/000.jpg", (2**33 * 1.1, 2**33 * 1.1))  # in 2269: more nanoseconds than 63 bits hold
+    if (source / "ant/000.jpg").stat().st_mtime_ns < 1 << 63:
+        pytest.skip("this file system keeps no such times")
+    assert build(source, tmp_path / "out") == 0
+    assert load_manifest(tmp_path / "out").num_written == 4

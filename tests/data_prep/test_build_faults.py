@@ -13,21 +13,20 @@ from typing import Any
 
 import pytest
 
+from data_prep.__main__ import main
 from data_prep.manifest import DatasetError, load_manifest
 from tests.data_prep.samples import build, files_of, write_classes, write_files
+from tests.data_prep.stock import index, sample, write_stock
 
 STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
 """What a build does to the file system, apart from filling temporary files."""
 CUT_OFF = 77
 
 
-def build_cut_off_at(step: int, source: Path, out: Path) -> int:
-    """The exit code of a build, in a process of its own, that ends without any clean-up just before its `step`th step."""
+def cut_off_at(step: int, command: Callable[[], int]) -> int:
+    """The exit code of a command, in a process of its own, that ends without any clean-up just before its `step`th step."""
     pid = os.fork()
     if pid == 0:
-        import data_prep.building.workers
-
-        data_prep.building.workers.warm_up = lambda: None  # the fork server is another process's child
         left = [step]
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ def build_cut_off_at(step: int, source: Path, out: Path) -> int:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        os._exit(build(source, out, "samples_per_shard=3"))
+        os._exit(command())
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -55,13 +54,13 @@ def test_a_build_cut_off_between_any_two_steps_goes_on_to_the_same_bytes(tmp_pat
     out = tmp_path / "cut" / "animals"
     num_cut, num_finished = 0, 0
     for step in range(1, 200):
-        code = build_cut_off_at(step, source, out)
+        code = cut_off_at(step, lambda: build(source, out, *settings))
         if code == CUT_OFF:
             num_cut += 1
             with suppress(DatasetError):  # unfinished, and it says so
                 num_finished += load_manifest(out).num_written == 4
             if step % 5 == 0:  # sometimes it is cut off twice
-                assert build_cut_off_at(step + 2, source, out) in (CUT_OFF, 0, 1)
+                assert cut_off_at(step + 2, lambda: build(source, out, *settings)) in (CUT_OFF, 0)
             assert build(source, out, *settings) == 0
         assert files_of(tmp_path / "cut") == whole
         shutil.rmtree(out)
@@ -69,6 +68,115 @@ def test_a_build_cut_off_between_any_two_steps_goes_on_to_the_same_bytes(tmp_pat
             break
     assert num_cut > 40
     assert num_finished > 0  # the last steps come after the manifest
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_merge_cut_off_between_any_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
+    tmp_path: Path,
+) -> None:
+    """Past the share of rejects that is one, also when nothing is left to do: a job that depends on it must not begin."""
+    source = write_files(write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), {"ant/zero.jpg": b""})
+    assert build(source, tmp_path / "whole" / "animals", "samples_per_shard=3") == 1
+    whole = files_of(tmp_path / "whole")
+    assert build(source, tmp_path / "parts" / "animals", "samples_per_shard=3", "--task=0/1") == 0
+    out = tmp_path / "cut" / "animals"
+    merge = ["merge", str(out), "--workers", "1"]
+    num_cut, num_finished = 0, 0
+    for step in range(1, 200):
+        shutil.copytree(tmp_path / "parts" / "animals", out)
+        code = cut_off_at(step, lambda: main(merge))
+        num_cut += code == CUT_OFF
+        num_finished += code == CUT_OFF and (out / "manifest.json").exists()
+        for _ in range(2):
+            assert main(merge) == 1
+            assert files_of(tmp_path / "cut") == whole
+        shutil.rmtree(out)
+        if code != CUT_OFF:
+            assert code == 1
+            break
+    assert num_cut > 20
+    assert num_finished > 10  # all steps but the manifest's are of the tidying
+
+
+def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(tmp_path: Path) -> None:
+    source = write_files(write_classes(tmp_path / "source", {"ant": 2}), {"ant/zero.jpg": b""})
+    out = tmp_path / "out"
+    assert build(source, out) == 1
+    assert main(["merge", str(out)]) == 1
+    assert build(source, out, "max_reject_share=0.5") == 0
+    assert main(["merge", str(out)]) == 0
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b'{"path": "ant/zero.jpg"}'])
+def test_a_damaged_list_of_rejects_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    source = write_files(write_classes(tmp_path / "source", {"ant": 2}), {"ant/zero.jpg": b""})
+    out = tmp_path / "out"
+    assert build(source, out) == 1
+    (out / "rejected.jsonl").write_bytes(damage)
+    capsys.readouterr()
+    assert build(source, out, "max_reject_share=1") == 2
+    said = f"data_prep: {out / 'rejected.jsonl'}: cannot be read (it is not what the manifest says); run data_prep verify {out}\n"
+    assert capsys.readouterr().err == said
+
+
+# ---- whose directory --------------------------------------------------------------------------------------------
+
+THEIRS = ("parts/thesis.txt", "rejected.jsonl", ".tmp-draft", "train-000000.tar", "notes.md")
+
+
+def commands(tmp_path: Path, out: Path) -> dict[str, Callable[[], int]]:
+    """What writes a dataset into a directory that is named."""
+    source = write_classes(tmp_path / "source", {"ant": 3})
+    shards = write_stock(tmp_path / "stock" / "0.tar", [sample(1)])
+    drawn = ["build", "--source=synthetic", f"--out={tmp_path / 'drawn'}", f"source.images_dir={out}", "num_workers=1"]
+    return {
+        "build": lambda: build(source, out),
+        "task": lambda: build(source, out, "--task=0/1"),
+        "index": lambda: index(out, shards),
+        "drawing": lambda: main([*drawn, "source.num_classes=2", "source.num_train_per_class=1"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["build", "task", "index", "drawing"])
+def test_what_somebody_keeps_in_the_directory_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "out"
+    command = commands(tmp_path, out)[name]
+    for theirs in THEIRS:
+        write_files(out, {theirs: b"mine"})
+        before = files_of(out)
+        assert command() == 2, theirs
+        first = theirs.partition("/")[0]
+        assert f"{out} holds {first}, and no " in capsys.readouterr().err
+        assert files_of(out) == before
+        shutil.rmtree(out)
+    write_files(out, {".lock": b""})
+    assert command() == 0
+    if name == "drawing":
+        return
+    write_files(out, {"parts/thesis.txt": b"mine"})  # when it is ours
+    before = files_of(out)
+    assert command() == 0
+    assert files_of(out) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", ["task", "index"])
+def test_a_task_and_an_index_cut_off_between_any_two_steps_go_on(tmp_path: Path, name: str) -> None:
+    out, whole = tmp_path / "cut" / "out", tmp_path / "whole" / "out"
+    assert commands(tmp_path, whole)[name]() == 0
+    command = commands(tmp_path, out)[name]
+    for step in range(1, 200):
+        code = cut_off_at(step, command)
+        assert command() == 0
+        assert files_of(tmp_path / "cut").keys() == files_of(tmp_path / "whole").keys()
+        shutil.rmtree(out)
+        if code != CUT_OFF:
+            break
+    assert code == 0 and step > 20
 
 
 @pytest.fixture

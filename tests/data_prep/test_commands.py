@@ -1,8 +1,19 @@
-"""Numbers on the command line that can mean nothing are refused before anything is read."""
+"""What the command line says: numbers that can mean nothing are refused before anything is read; what goes wrong with
+the machine is one line with what to do first.
+"""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.manifest import Shard
+from data_prep.publish import atomic_file
+from tests.conftest import Command
+from tests.data_prep.samples import build, write_classes
 
 
 @pytest.mark.parametrize(
@@ -27,3 +38,54 @@ def test_a_number_has_a_least_value(words: list[str], least: int, capsys: pytest
     assert last == f"data_prep {words[0]}: error: argument {words[-2]}: {words[-1]!r} will not do; " + (
         f"give a whole number from {least} up"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError(errno.EROFS, "Read-only file system", "/d"),
+            "'/d'; name a disk that can be written to first: what is",
+        ),
+        (OSError(errno.EACCES, "Permission denied", "/d"), "'/d'; get the right to write or read there first: what is"),
+        (OSError(errno.EIO, "Input/output error", "/d"), "'/d'; what is finished is kept, the same command goes on"),
+    ],
+)
+def test_the_same_command_goes_on_only_after_what_is_in_its_way_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, words: str
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("data_prep.building.build.build", fail)
+    assert build(write_classes(tmp_path / "in", {"ant": 1}), tmp_path / "out") == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(tmp_path: Path, command: Command) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    write_classes(tmp_path / "in", {"ant": 1})
+    words = ("data_prep", "build", "--source", "folder", "--out", "out", "source.path=in", "num_workers=2")
+    done = command(*words, TMPDIR=str(folder))
+    assert done.returncode == 1 and f"({folder}); set TMPDIR to a shorter one" in done.stderr
+    for alone in ("--show", "num_workers=1"):  # no sockets, for no other process is needed
+        assert command(*words, alone, TMPDIR=str(folder)).returncode == 0
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*/shard.tar'"), atomic_file(tmp_path / "shard.tar"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_ctrl_c_while_modules_load_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text("raise KeyboardInterrupt")
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.__main__ import main; sys.exit(main(['verify', 'x']))"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "data_prep: interrupted before anything was done\n")
+
+
+def test_no_path_has_a_zero_byte() -> None:
+    fields = {"name": "a", "num_samples": 1, "num_bytes": 1, "sha256": "", "index_sha256": "", "paths_sha256": ""}
+    with pytest.raises(ValueError, match="is no path"):
+        Shard.model_validate({**fields, "file": "a\0.tar"})

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
+from sklearn.datasets import load_digits
 
 from data_prep.__main__ import main
 from data_prep.choosing.dedup import compare
@@ -91,6 +92,25 @@ def test_pictures_of_one_colour_are_alike_only_if_their_pixels_are() -> None:
     assert compare(hashes, near=6, first=0)[0].tolist() == [-1, -1, -1, 0]
 
 
+def test_line_art_and_digits_are_told_apart_and_photographs_are_still_judged() -> None:
+    scanned = [Image.fromarray(digit.astype(np.uint8) * 15).convert("RGB") for digit in load_digits().images[:600]]
+    written, font = [], ImageFont.load_default(18)
+    for number in range(600):
+        written.append(Image.new("RGB", (64, 64), "white"))
+        ImageDraw.Draw(written[-1]).text((4, 20), f"{number * 7919 % 100_000:05d}", "black", font)
+    for pictures in (scanned, written):
+        like, _ = compare(picture_hashes([each.resize((48, 48)) for each in pictures]), near=6, first=0)
+        assert (like >= 0).sum() <= 2
+    photographs = [textured(seed) for seed in range(100)]
+    on_white = [Image.new("RGB", (96, 96), "white") for _ in photographs]  # as shops and collections show things
+    for ground, photograph in zip(on_white, photographs, strict=True):
+        ground.paste(photograph, (16, 16))
+    for pictures in (photographs, on_white):
+        assert not picture_hashes(pictures)["plain"].any()
+        like, _ = compare(picture_hashes([*pictures, *(reencoded(each, 85) for each in pictures)]), near=6, first=0)
+        assert (like[:100] < 0).all() and (like[100:] == np.arange(100)).mean() >= 0.99
+
+
 def test_a_hash_does_not_hang_on_the_pictures_beside_it() -> None:
     pictures = [textured(seed) for seed in range(9)] + [shape("red")]
     together = picture_hashes(pictures)
@@ -158,10 +178,13 @@ def pack(source: Path, out: Path, *words: str) -> Path:
     return out
 
 
-def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(tmp_path: Path, source: Path) -> None:
+def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = pack(source, tmp_path / "animals")
     before = files_of(directory)
     lines = dedup(directory, out=tmp_path / "list.jsonl")
+    assert "13.0% of train would be dropped, which is much: look at some pairs" in capsys.readouterr().err
     found = [(line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines]
     assert found == [
         ("train/bee/leak.jpg", "near", "val", "val/ant/21.png"),
@@ -213,13 +236,21 @@ def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encod
     }
 
 
-def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(tmp_path: Path, source: Path) -> None:
+def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = pack(source, tmp_path / "animals")
     assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a.jsonl")] == ["train/bee/twice.bmp"]
     lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
     assert [line["path"] for line in lines] == [
         f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
     ] + ["val/bee/again.png"]
+    capsys.readouterr()
+    monkeypatch.setattr("data_prep.commands.choosing.MANY", 0.15)  # 3 of 23 in train, 1 of 5 in val
+    dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
+    assert [line.partition(",")[0] for line in capsys.readouterr().err.splitlines() if "dropped" in line] == [
+        "data_prep: 20.0% of val would be dropped"
+    ]
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "keep"])

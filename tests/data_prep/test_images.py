@@ -3,23 +3,29 @@ everything else becomes a Rejection with the right reason, whatever is wrong wit
 """
 
 import io
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from data_prep.images import ImageSpec, Rejection, convert, decode, encode_ppm, resize
-from tests.data_prep.samples import encoded, picture
+from data_prep.images import PIXEL_BUDGET, ImageSpec, Rejection, convert, decode, decode_square, encode_ppm, resize
+from tests.data_prep.samples import encoded, picture, webp, write_files
 
 Pixels = NDArray[np.uint8]
 
 
 def spec(**changes: object) -> ImageSpec:
-    fields = {"image_size": 16, "crop": "center", "encoding": "raw", "jpeg_quality": 95, "draft": False}
+    fields = {"image_size": 16, "crop": "center", "interpolation": "bicubic", "encoding": "raw", "jpeg_quality": 95}
+    fields |= {"draft": False, "max_pixels": PIXEL_BUDGET}
     return ImageSpec.model_validate(fields | changes)
 
 
@@ -145,14 +151,14 @@ def test_the_central_square_is_resampled_bicubically_with_antialiasing(
     down = bicubic_weights(height, size, top, box_height)
     once = np.einsum("ow,hwc->hoc", across, np.asarray(image, np.float64)).round().clip(0, 255)
     expected = np.einsum("oh,hwc->owc", down, once).round().clip(0, 255)
-    found = np.asarray(resize(image, size=size, crop="center"), np.float64)
+    found = np.asarray(resize(image, size=size, crop="center", interpolation="bicubic"), np.float64)
     assert found.shape == (size, size, 3)
     assert np.abs(found - expected).max() <= 1
 
 
 def test_a_central_square_of_the_asked_for_size_is_cut_out_exactly() -> None:
     image = picture(seed=6, width=48, height=24)
-    cut = np.asarray(resize(image, size=24, crop="center"))
+    cut = np.asarray(resize(image, size=24, crop="center", interpolation="bicubic"))
     np.testing.assert_array_equal(cut, np.asarray(image)[:, 12:36])
 
 
@@ -160,10 +166,56 @@ def test_squash_keeps_the_whole_picture() -> None:
     image = Image.new("RGB", (60, 20))
     image.paste((255, 0, 0), (0, 0, 20, 20))
     image.paste((0, 0, 255), (40, 0, 60, 20))
-    squashed, cut = (np.asarray(resize(image, size=18, crop=crop)) for crop in ("squash", "center"))
+    squashed, cut = (
+        np.asarray(resize(image, size=18, crop=crop, interpolation="bicubic")) for crop in ("squash", "center")
+    )
     np.testing.assert_array_equal(squashed[:, 1], np.broadcast_to((255, 0, 0), (18, 3)))
     np.testing.assert_array_equal(squashed[:, 16], np.broadcast_to((0, 0, 255), (18, 3)))
     assert cut[:, 2:-2].max() == 0
+
+
+def area(pixels: Pixels, width: int, height: int) -> Pixels:
+    return np.asarray(cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA))
+
+
+def test_longer_side_and_area_are_what_ffcv_did_for_the_public_checkpoints() -> None:
+    """By hand: shrunk to a longer side of 64 (numbers are cut), and enlarged never; the middle, cut too; then 64 px."""
+    wide, high, small = (np.asarray(picture(seed=3, width=w, height=h)) for w, h in ((160, 100), (67, 101), (50, 31)))
+    expected = (
+        area(area(wide, 64, 40)[:, 12:52], 64, 64),
+        area(area(high, 42, 64)[11:53], 64, 64),
+        area(small[:, 9:40], 64, 64),
+        np.asarray(picture(seed=4, width=32, height=32)).repeat(2, axis=0).repeat(2, axis=1),
+    )
+    cifar = np.asarray(picture(seed=4, width=32, height=32))
+    for pixels, square in zip((wide, high, small, cifar), expected, strict=True):
+        how = spec(image_size=64, crop="longer_side", interpolation="area", draft=True)
+        written = convert(encoded(Image.fromarray(pixels), "PNG"), how)
+        np.testing.assert_array_equal(pixels_of(written.data), square)
+        read = np.empty((64, 64, 3), np.uint8)
+        decode_square(encoded(Image.fromarray(pixels), "PNG"), read, crop="longer_side", interpolation="area")
+        np.testing.assert_array_equal(read, square)
+
+
+def test_area_takes_no_draft_and_crops_the_picture_as_it_stands() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = encoded(picture(seed=3, width=515, height=400), exif=exif)
+    upright = pixels_of(stored)
+    made = convert(stored, spec(interpolation="area", draft=True))
+    np.testing.assert_array_equal(pixels_of(made.data), area(upright[57:457], 16, 16))
+
+
+def test_longer_side_holds_for_the_other_filters_and_for_a_hair() -> None:
+    image = picture(seed=3, width=160, height=100)
+    shrunk = image.resize((64, 40), Image.Resampling.BILINEAR)
+    expected = shrunk.resize((64, 64), Image.Resampling.BILINEAR, box=(12, 0, 52, 40))
+    found = resize(image, size=64, crop="longer_side", interpolation="bilinear")
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert resize(picture(seed=3, width=900, height=2), size=64, crop="longer_side", interpolation="area").size == (
+        64,
+        64,
+    )
 
 
 def test_a_picture_of_the_asked_for_size_is_not_touched() -> None:
@@ -238,10 +290,31 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     def load(_: ImageFile.ImageFile) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
-    assert decode(encoded(Image.new("RGB", (10, 10)), "PNG"))[0].size == (10, 10)
+    hundred, more = (encoded(Image.new("RGB", (width, 10)), "PNG") for width in (10, 11))
+    assert decode(hundred, max_pixels=100)[0].size == (10, 10)
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-    assert reason_of(encoded(Image.new("RGB", (11, 10)), "PNG")) == "too_many_pixels"
+    with pytest.raises(Rejection, match=r"too_many_pixels: 11 x 10; make it smaller, or raise max_pixels \(100\)"):
+        decode(more, max_pixels=100)
+    monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
+    assert reason_of(more) == "too_many_pixels"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "draft", "is_taken"),
+    [("raw", True, True), ("jpeg", True, True), ("raw", False, False), ("keep", True, False)],
+)
+def test_the_budget_counts_the_pixels_of_a_draft_unless_the_picture_is_read_whole_again(
+    encoding: str, draft: bool, is_taken: bool
+) -> None:
+    data = encoded(picture(seed=1, width=200, height=160))  # a half at 16 pixels: 100 x 80
+    budget = spec(encoding=encoding, draft=draft, max_pixels=100 * 80)
+    if is_taken:
+        assert convert(data, budget).pixels.size == (16, 16)
+        with pytest.raises(Rejection, match="100 x 80;"):
+            convert(data, spec(encoding=encoding, draft=draft, max_pixels=100 * 80 - 1))
+    else:
+        with pytest.raises(Rejection, match="200 x 160;"):
+            convert(data, budget)
 
 
 def test_damage_is_a_rejection_or_a_picture_and_never_another_error() -> None:
@@ -261,14 +334,35 @@ def test_damage_is_a_rejection_or_a_picture_and_never_another_error() -> None:
                     reasons.add(rejection.reason)
                 num_tried += 1
     assert num_tried == 5 * 150 * 4
-    assert reasons == {"not_an_image", "truncated", "too_many_pixels"}
+    assert reasons == {"not_an_image", "truncated", "damaged", "too_many_pixels"}
 
 
-def test_running_out_of_memory_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: ImageFile.ImageFile) -> None:
-        raise MemoryError
+WITHOUT_MEMORY = """
+import resource, sys
+from data_prep.images import decode
+for path in sys.argv[1:]:
+    data = open(path, "rb").read()
+    decode(data)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    for extra in range(0, 100, 10):
+        resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), -1))
+        try:
+            decode(data)
+            print("a picture")
+        except MemoryError:
+            print("MemoryError")
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+"""
 
-    data = encoded(picture(seed=1), "PNG")
-    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-    with pytest.raises(MemoryError):
-        decode(data)
+
+def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> None:
+    """Of each decoder, wherever it was: in a process that has less than a picture needs, then more."""
+    image = Image.new("RGB", (2000, 2000), (9, 200, 3))
+    files = {"jpeg": encoded(image, progressive=True), "png": encoded(image, "PNG"), "webp": webp(image)}
+    write_files(tmp_path, files)
+    words = [sys.executable, "-c", WITHOUT_MEMORY, *(str(tmp_path / name) for name in files)]
+    freed_at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    outcomes = subprocess.run(words, capture_output=True, text=True, check=True, env=freed_at_once).stdout.splitlines()
+    assert len(outcomes) == 30
+    for first in (0, 10, 20):
+        assert set(outcomes[first : first + 10]) == {"MemoryError", "a picture"}, outcomes

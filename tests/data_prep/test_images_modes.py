@@ -4,15 +4,17 @@ rejected with a reason that says what is the matter, with the same words every t
 
 import io
 import struct
+import tracemalloc
 import zlib
 
+import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, features
 
-from data_prep.images import Rejection, decode, decoding
-from tests.data_prep.samples import encoded, picture
+from data_prep.images import Rejection, decode, decoding, size_of
+from tests.data_prep.samples import encoded, picture, webp
 
 Pixels = NDArray[np.uint8]
 CMYK_INK = (200, 100, 50, 30)
@@ -85,14 +87,11 @@ def test_a_progressive_jpeg_is_the_picture_of_a_baseline_one() -> None:
 
 def test_of_several_pictures_the_first_is_taken() -> None:
     first, second = (Image.new("RGB", (16, 16), colour) for colour in ((250, 10, 10), (10, 10, 250)))
-    for kind in ("GIF", "PNG", "MPO", "WEBP"):
-        if kind != "WEBP" or features.check("webp"):
-            data = encoded(
-                first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
-            )
-            with Image.open(io.BytesIO(data)) as opened:
-                assert opened.n_frames == 2, kind
-            assert np.abs(pixels_of(data) - (250, 10, 10)).max() <= 2, kind
+    for kind in ("GIF", "PNG", "MPO"):
+        data = encoded(first, kind, save_all=True, append_images=[second])
+        with Image.open(io.BytesIO(data)) as opened:
+            assert opened.n_frames == 2, kind
+        assert np.abs(pixels_of(data) - (250, 10, 10)).max() <= 2, kind
 
 
 def test_a_damaged_index_of_further_pictures_does_not_cost_the_first() -> None:
@@ -145,6 +144,40 @@ def test_a_transparent_gif_is_white_where_nothing_is_drawn() -> None:
     np.testing.assert_array_equal(pixels_of(encoded(image, "GIF", transparency=0)), [[(255, 255, 255), (0, 0, 200)]])
 
 
+@pytest.mark.parametrize(
+    ("name", "body", "behind"),
+    [
+        (b"zTXt", b"Comment\0\0" + zlib.compress(bytes(3 << 20)), False),
+        (b"zTXt", b"Comment\0\0" + zlib.compress(bytes(3 << 20)), True),
+        (b"iTXt", b"Comment\0\1\0\0\0" + zlib.compress(bytes(3 << 20)), True),
+        (b"tEXt", b"Comment\0" + b"x" * (65 << 20), False),
+        (b"iCCP", b"icc\0\0" + zlib.compress(bytes(3 << 20)), False),
+    ],
+)
+def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(
+    name: bytes, body: bytes, behind: bool
+) -> None:
+    xmp = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
+    whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
+    at = len(whole) - 12 if behind else 33
+    extra = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((name, body), (b"iTXt", xmp))
+    )
+    np.testing.assert_array_equal(pixels_of(whole[:at] + extra + whole[at:]), [[(7,) * 3], [(8,) * 3]])
+    assert size_of(whole[:at] + extra + whole[at:]) == (2, 1)
+
+
+def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
+    body = b"Comment\0\0" + zlib.compress(bytes(50 << 20))
+    chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
+    tracemalloc.start()
+    assert decode(whole[:33] + chunk + whole[33:])[0].size == (2, 1)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
 # ---- TIFF, PGM --------------------------------------------------------------------------------------------------
 
 
@@ -181,22 +214,89 @@ def test_numbers_of_unknown_range_are_rejected_as_such(mode: str, data: bytes) -
     assert detail.startswith(f"pixel mode {mode} ")
 
 
+# ---- WebP -------------------------------------------------------------------------------------------------------
+
+ONE_PIXEL = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071011118888fe0700")
+
+
+def riff(*chunks: tuple[bytes, bytes]) -> bytes:
+    body = b"WEBP" + b"".join(
+        name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2) for name, data in chunks
+    )
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def extended(image: Image.Image, *chunks: tuple[bytes, bytes], flags: int) -> bytes:
+    """A canvas around the one frame, and chunks behind it."""
+    width, height = (struct.pack("<I", side - 1)[:3] for side in image.size)
+    frame = webp(image)[20:]
+    return riff((b"VP8X", struct.pack("<I", flags) + width + height), (b"VP8L", frame), *chunks)
+
+
+@pytest.fixture
+def no_webp_in_pil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever PIL was built with is not asked."""
+    monkeypatch.setattr("PIL.WebPImagePlugin.WebPImageFile.__init__", None)
+
+
+def test_webps_are_read_lossless_and_lossy_over_white() -> None:
+    assert decode(ONE_PIXEL)[0].size == (1, 1)
+    assert decode(ONE_PIXEL)[1] == "webp"
+    image = picture(seed=1, width=41, height=31)
+    np.testing.assert_array_equal(pixels_of(webp(image)), np.asarray(image))
+    np.testing.assert_array_equal(
+        pixels_of(webp(Image.new("RGBA", (4, 4), (255, 0, 0, 51)))), [[[255, 204, 204]] * 4] * 4
+    )
+    _, lossy = cv2.imencode(".webp", np.asarray(image)[..., ::-1], [cv2.IMWRITE_WEBP_QUALITY, 90])
+    assert bytes(lossy)[12:16] == b"VP8 "
+    found = pixels_of(bytes(lossy))
+    assert 0 < np.abs(found - np.asarray(image)).mean() < 4
+    if features.check("webp"):  # another build of the same library
+        np.testing.assert_array_equal(found, np.asarray(Image.open(io.BytesIO(bytes(lossy)))))
+
+
+@pytest.mark.usefixtures("no_webp_in_pil")
+def test_an_animated_webp_is_its_first_frame() -> None:
+    animation = cv2.Animation()
+    animation.frames = [np.full((16, 12, 4), colour, np.uint8) for colour in ((10, 20, 250, 255), (250, 10, 10, 255))]
+    animation.durations = np.array([50, 50])
+    done, data = cv2.imencodeanimation(".webp", animation, [cv2.IMWRITE_WEBP_QUALITY, 101])
+    assert done and b"ANMF" in bytes(data)
+    np.testing.assert_array_equal(pixels_of(bytes(data)), np.broadcast_to((250, 20, 10), (16, 12, 3)))
+
+
+@pytest.mark.usefixtures("no_webp_in_pil")
+def test_a_webp_stands_as_its_metadata_says() -> None:
+    image, exif = picture(seed=1, width=21, height=13), Image.Exif()
+    exif[0x0112] = 6
+    xmp = b'<rdf:Description tiff:Orientation="3"/>'
+    for chunk, flag, turns in (((b"EXIF", exif.tobytes()[6:]), 8, -1), ((b"XMP ", xmp), 4, 2), ((b"EXIF", b"?"), 8, 0)):
+        data = extended(image, chunk, flags=flag)
+        np.testing.assert_array_equal(pixels_of(data), np.rot90(np.asarray(image), turns))
+
+
+@pytest.mark.usefixtures("no_webp_in_pil")
+def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = picture(seed=1, width=40, height=30)
+    whole, canvas = webp(image), extended(image, flags=0)
+    for data in (whole, canvas):
+        for length in range(12, len(data)):
+            assert rejection_of(data[:length])[0] == "truncated"
+    wrong = [
+        whole[:20] + b"\0" + whole[21:],  # no signature
+        whole[:30] + bytes(range(256)) + whole[286:],
+        canvas[:24] + b"\x50" + canvas[25:],  # another size than its frame's
+        riff((b"VP8L", whole[20:-200])),
+    ]
+    assert [rejection_of(data)[0] for data in wrong] == ["damaged"] * 4
+    assert rejection_of(riff((b"EXIF", b"12")))[0] == "not_an_image"
+    monkeypatch.setattr(decoding, "decode_webp", None)
+    for data in (whole, canvas, riff((b"VP8 ", b"\x30\1\0\x9d\x01\x2a" + struct.pack("<HH", 40 + 0x4000, 30)))):
+        with pytest.raises(Rejection, match="too_many_pixels: 40 x 30"):
+            decode(data, max_pixels=1199)
+
+
 # ---- codecs that may be missing -----------------------------------------------------------------------------------
-
-WEBP = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071011118888fe0700")  # one pixel, lossless
-
-
-def test_a_webp_is_read_or_its_rejection_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    if features.check("webp"):
-        assert decode(WEBP)[0].size == (1, 1)
-        assert decode(WEBP)[1] == "webp"
-        half = Image.new("RGBA", (4, 4), (255, 0, 0, 51))
-        np.testing.assert_array_equal(pixels_of(encoded(half, "WEBP", lossless=True))[0, 0], (255, 204, 204))
-        assert rejection_of(WEBP[:-9])[0] in ("not_an_image", "truncated")
-        monkeypatch.setattr(decoding.features, "check", lambda feature: feature != "webp")
-    reason, detail = rejection_of(WEBP)
-    assert reason == "missing_codec"
-    assert "libwebp-dev" in detail
 
 
 def test_a_compressed_tiff_is_read_or_its_rejection_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`data_prep index` makes stock shards a dataset that our reader reads, and leaves them as they are; no bad sample goes unsaid."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,32 @@ def test_shards_of_stock_writers_are_read_as_they_are(tmp_path: Path) -> None:
     assert hashes(tmp_path / "in") == before
     again = [each for path in before for each in webdataset.WebDataset(path, shardshuffle=False)]
     assert [each["jpg"] for each in again] == [each["jpg"] for each in samples]
+
+
+@pytest.mark.parametrize("fixture", ["shapes", "other_shapes"])
+def test_an_index_of_a_built_dataset_has_its_content(
+    request: pytest.FixtureRequest, tmp_path: Path, fixture: str
+) -> None:
+    """Hence its order: what the build wrote beside the tars, and where they lie, does not count."""
+    built: Path = request.getfixturevalue(fixture)
+    manifest = load_manifest(built)
+    (tmp_path / "classes").write_text("\n".join(manifest.classes))
+    moved = Path(
+        shutil.copytree(built, tmp_path / "moved", ignore=shutil.ignore_patterns("*.npy", "*.json*", "*.paths"))
+    )
+    patterns = {split: f"{moved}/{split}-*.tar" for split in manifest.splits}
+    more = [word for split in sorted(patterns.keys() - {"train"}) for word in (f"--{split}", patterns[split])]
+    assert index(tmp_path / "out", patterns["train"], *more, f"classes_file={tmp_path}/classes") == 0
+    found = load_manifest(tmp_path / "out")
+    assert found.content_hash == manifest.content_hash and found.hash != manifest.hash
+    assert found.pixels_hash == manifest.pixels_hash  # they are raw, so that the channels are those of the same pixels
+    orders = [
+        load_training_data(DataSettings(dataset=str(place))).order(seed=3, global_batch_size=8).locate(np.arange(200))
+        for place in (built, tmp_path / "out")
+    ]
+    np.testing.assert_array_equal(*orders)
+    other = found.model_copy(update={"classes": found.classes[::-1]})
+    assert other.content_hash != found.content_hash
 
 
 def test_json_labels_folders_in_keys_and_splits(tmp_path: Path) -> None:
@@ -96,6 +123,20 @@ def test_a_reader_turns_lays_over_white_and_squashes_or_crops_as_the_index_says(
         inner = (8, 0, 40, 32) if crop == "center" else (0, 0, 48, 32)
         straight = np.asarray(turned.resize((16, 16), Image.Resampling.BICUBIC, box=inner))
         assert np.abs(upright.astype(int) - np.rot90(straight, -1).astype(int)).max() <= 2
+
+
+def test_longer_side_and_area_stand_in_the_manifest_and_are_what_a_reader_does(tmp_path: Path) -> None:
+    wide = picture(seed=2, width=64, height=40)
+    shard = write_stock(tmp_path / "in.tar", [{"__key__": "wide", "png": encoded(wide, "PNG"), "cls": 0}])
+    out = tmp_path / "out"
+    assert index(out, shard, "crop=longer_side", "interpolation=area") == 0
+    manifest = load_manifest(out)
+    assert (manifest.crop, manifest.interpolation) == ("longer_side", "area")
+    shrunk = np.asarray(wide).reshape(10, 4, 16, 4, 3).mean(axis=(1, 3))[:, 3:13]
+    (small,) = read(out)[0]
+    corners = small[[0, 0, -1, -1], [0, -1, 0, -1]].astype(float)  # each lies in one pixel of the 10 x 10
+    assert np.abs(corners - shrunk[[0, 0, -1, -1], [0, -1, 0, -1]]).max() <= 1
+    np.testing.assert_allclose(manifest.channel_mean, small.mean(axis=(0, 1)) / 255, atol=1e-6)
 
 
 def test_a_copied_raw_dataset_is_raw_again(tmp_path: Path) -> None:

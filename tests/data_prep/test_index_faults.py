@@ -4,12 +4,9 @@ there."""
 import json
 import os
 import pickle
-import random
+import re
 import signal
-import subprocess
-import sys
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,12 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.building.shards import PARTS
+from data_prep.checking.verify import verify
 from data_prep.manifest import load_manifest
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
+from tests.data_prep.samples import build, encoded, files_of, picture, started, write_classes
 from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar
+from tests.moments import Strike
 
 # stock webdataset leaves the files that it has read to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -48,6 +48,7 @@ def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(tmp_path: Path, m
         ("only.pkl", pickle.dumps(Trap())), ("only.cls", b"0"),
         ("a.jpg", jpg), ("b.jpg", jpg), ("a.cls", b"0"), ("b.cls", b"0"),
         ("cut.jpg", jpg[:-60]), ("cut.cls", b"1"),
+        ("damaged.jpg", jpg[:-40] + b"\xff\xd0" + jpg[-38:]), ("damaged.cls", b"1"),
         ("empty.jpg", b""), ("empty.cls", b"1"),
         ("text.jpg", b"no picture"), ("text.cls", b"1"),
         ("huge.ppm", huge), ("huge.cls", b"1"),
@@ -66,12 +67,13 @@ def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(tmp_path: Path, m
         for key, reason in {
             "two": "several_images", "same": "doubled_member", "unlabelled": "no_label", "blind": "no_image",
             "only": "no_image", "a": "interleaved", "b": "interleaved", "cut": "truncated", "empty": "empty",
+            "damaged": "damaged",
             "text": "not_an_image", "huge": "too_many_pixels", "word": "bad_label", "real": "bad_label",
             "minus": "label_out_of_range", "giant": "label_out_of_range",
         }.items()
     }  # fmt: skip
     manifest = load_manifest(tmp_path / "out")
-    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (17, 2, 15)
+    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (18, 2, 16)
     assert manifest.num_left_out == {"without_key": 1}
     assert read(tmp_path / "out")[1] == [2, 0]
     assert hashes(tmp_path / "in") == before
@@ -110,6 +112,48 @@ def test_a_key_that_is_no_utf_8_and_one_of_two_pictures_that_is_chosen(tmp_path:
     assert index(out, write_tar(tmp_path / "s.tar", members), "image_member=.out.JPG") == 0
     np.testing.assert_array_equal(read(out)[0][0], seen(other))
     assert paths(out) == ["s.tar/\\xff\\xfe"]
+
+
+def test_a_hint_at_what_most_rejects_need_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pictures whose endings have two parts, two pictures for each key, and keys that stand there twice."""
+    jpg, png = encoded(picture(seed=1)), encoded(picture(seed=2), "PNG")
+    for members, reason, words in (
+        ([("a.image.png", png), ("a.cls", b"0"), ("b.image.png", png), ("b.cls", b"1")], "no_image", "image.png"),
+        ([("a.jpg", jpg), ("a.png", png), ("a.cls", b"0")], "several_images", "png"),
+        ([("a.jpg", jpg), ("a.cls", b"0"), ("b.jpg", jpg), ("b.cls", b"1"), ("a.jpg", jpg), ("a.cls", b"0")],
+         "doubled_member", None),
+    ):  # fmt: skip
+        shard = write_tar(tmp_path / reason / "s.tar", members)
+        assert index(tmp_path / reason / "out", shard, "max_reject_share=1") == 0
+        assert rejects(tmp_path / reason / "out")["s.tar/a"] == reason
+        said = capsys.readouterr().out
+        assert f"most often ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a (" in said
+        assert ("image_member" in said) == (words is not None)
+        if words is not None:
+            assert index(tmp_path / reason / "better", shard, f"image_member={words}") == 0
+
+
+def test_a_tar_behind_a_tar_is_told_of_and_read_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [write_stock(tmp_path / f"{name}.tar", [sample(n) for n in numbers]) for name, numbers in
+            (("a", (0, 1)), ("b", (2, 3, 4)))]  # fmt: skip
+    shard = tmp_path / "ab.tar"
+    shard.write_bytes(b"".join(path.read_bytes() for path in both))
+    assert index(tmp_path / "first", shard) == 0
+    assert read(tmp_path / "first")[1] == [0, 1]
+    assert f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})" in last_line(
+        capsys
+    )
+    assert index(tmp_path / "whole", shard, "ignore_zeros=true") == 0
+    assert index(tmp_path / "apart", both) == 0  # as the two are by themselves
+    assert read(tmp_path / "whole")[1] == [0, 1, 2, 0, 1]
+    np.testing.assert_array_equal(read(tmp_path / "whole")[0], read(tmp_path / "apart")[0])
+    assert "end mark" not in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "whole")]) == 0
+    whole = shard.stat().st_size
+    with shard.open("ab") as file:
+        file.write(b"no tar" * 1000)
+    assert index(tmp_path / "garbage", shard, "ignore_zeros=true") == 2
+    assert f"ab.tar: is damaged at byte {whole:,}:" in last_line(capsys)
 
 
 # ---- whole or not at all ----------------------------------------------------------------------------------------
@@ -163,8 +207,11 @@ def test_a_damaged_shard_is_one_line_and_no_dataset(
     assert last_line(capsys).startswith(f"data_prep: {path}: {words}")
     assert not (tmp_path / "out" / "manifest.json").exists()
     path.write_bytes(whole)
+    record = tmp_path / "out" / PARTS / "train-000000.json"  # what is known of the good one is not believed unread
+    record.write_text(re.sub(r'"num_bytes": \d+', '"num_bytes": 7', record.read_text()))
     assert index(tmp_path / "out", tmp_path / "in" / "*.tar") == 0
     assert read(tmp_path / "out")[1] == [1, 1]
+    assert verify(tmp_path / "out").faults == []
 
 
 def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(tmp_path: Path) -> None:
@@ -180,37 +227,23 @@ def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(t
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")} == times
 
 
-def test_an_index_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
     for shard in range(12):
         write_stock(tmp_path / "in" / f"{shard:02d}.tar", [sample(100 * shard + number) for number in range(60)])
     write_tar(tmp_path / "in" / "12.tar", [("a.jpg", encoded(picture(seed=1)))])
     words = ["image_size=16", "num_workers=2", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
     assert main(["index", *words, f"--out={tmp_path}/whole/out"]) == 0
-    out, num_kills, numbers = tmp_path / "killed" / "out", 0, random.Random(7)
-    while num_kills < 3:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "data_prep", "index", *words, f"--out={out}"],
-            start_new_session=True,
-            stderr=subprocess.DEVNULL,
-        )
-        wanted = num_records(out) + numbers.randint(1, 3)
-        while process.poll() is None and num_records(out) < wanted:
-            time.sleep(0.005)
-        assert process.poll() is None, "it ended before it could be killed"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        num_kills += 1
-    kept = {path: path.stat().st_mtime_ns for path in (out / "parts").glob("train-*.json")}
+    out = tmp_path / "killed" / "out"
+    for moment in (15, 19, 23):  # of 130 of both workers, ten for each shard, and few of the process that began them
+        with started("index", *words, f"--out={out}", strike=Strike(out, moment, target="group")) as process:
+            assert process.wait(300) == -signal.SIGKILL
+    kept = {path: path.stat().st_mtime_ns for path in (out / PARTS).glob("train-*.json")}
     assert len(kept) >= 3 and not (out / "manifest.json").exists()
     paths_before = {path: path.with_suffix("").name for path in kept}
     times = {name: (out / f"{name}.paths").stat().st_mtime_ns for name in paths_before.values()}
     assert main(["index", *words, f"--out={out}"]) == 0
     assert {name: (out / f"{name}.paths").stat().st_mtime_ns for name in times} == times
     assert files_of(out) == files_of(tmp_path / "whole" / "out")
-
-
-def num_records(out: Path) -> int:
-    return len(list((out / "parts").glob("train-*.json")))
 
 
 def test_a_changed_shard_is_refused_but_a_touched_one_is_not(

@@ -52,6 +52,8 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
     ("pattern", "words"),
     [
         ("no-such.tar", "no-such.tar: no such file; a pattern may hold"),
+        ("pipe:curl -s https://host/a.tar", "pipe: webdataset's commands are not run here; give what they read"),
+        ("pipe:cat a.tar", "pipe: webdataset's commands are not run here"),
         ("{tmp}/*.zip", "/*.zip: no file has such a name"),
         ("{tmp}", ": is a folder; name its shards, such as {tmp}/*.tar"),
         ("s-{{0..3.tar", "a brace is not closed; write ranges as {{000..146}}"),

@@ -1,5 +1,7 @@
 """Shards behind http and in s3 make the dataset that they make on disk; a server's faults are tried again or said in one line."""
 
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import load_manifest
-from pretrain.shards import open_split
+from data_prep.remote import copied
+from data_prep.settings import UserError
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
 
@@ -70,9 +73,6 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
     assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
     assert state.gets == gets
-    capsys.readouterr()
-    with pytest.raises(ValueError, match="its shards are remote"):
-        open_split(tmp_path / "http", load_manifest(tmp_path / "http"), "train")
 
 
 def test_a_missing_bucket_object_or_right_is_one_line(
@@ -130,6 +130,21 @@ def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
     assert state.gets[NAMES[0]] == 1
 
 
+def test_a_full_disk_is_not_the_servers_fault(
+    tmp_path: Path, server: tuple[str, Web], bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "copy.tar"
+    for url, storage in ((f"{server[0]}/{NAMES[0]}", {}), (f"s3://pictures/some/{NAMES[0]}", json.loads(bucket))):
+        place.symlink_to("/dev/full")
+        with (
+            pytest.raises(UserError, match=f"{place}: No space left on device; make room there"),
+            copied(url, place, storage=storage, num_attempts=2),
+        ):
+            raise AssertionError
+        assert not place.is_symlink()
+    assert capsys.readouterr().err == ""  # nothing was tried again
+
+
 def test_what_is_no_tar_is_named(tmp_path: Path, shards: Path, server: tuple[str, Web], capsys: Any) -> None:
     address, _ = server
     (shards / NAMES[1]).write_bytes(b"<html>please sign in</html>" * 50)
@@ -171,3 +186,40 @@ def test_a_key_of_a_web_server_goes_through_storage_and_nowhere_else(
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert index(tmp_path / "out", "http://127.0.0.1:9/a.tar", "num_attempts=2") == 1
     assert last_line(capsys).startswith("data_prep: http://127.0.0.1:9/a.tar: cannot be read after 2 attempts (")
+
+
+def test_a_server_that_does_not_answer_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("data_prep.remote.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("data_prep.remote.SLOW_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls, and never says a word
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        assert index(tmp_path / "out", address, "num_attempts=2") == 1
+    *_, first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"data_prep: {address}: ") and first.endswith("attempt 2 of 2 follows")
+    assert last.startswith(f"data_prep: {address}: cannot be read after 2 attempts (")
+
+
+def test_all_damaged_shards_are_named_in_one_run(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in NAMES[1:]:
+        (shards / name).write_bytes(b"<html>please sign in</html>" * 50)
+    assert index(tmp_path / "out", shards / PATTERN) == 2
+    said = last_line(capsys)
+    assert f"{NAMES[1]}: is damaged at byte 0" in said and f"(and 1 more: {shards / NAMES[2]}: is damaged" in said
+
+
+def test_a_classes_file_of_windows_begins_with_a_mark(tmp_path: Path, shards: Path) -> None:
+    (tmp_path / "classes.txt").write_text("ant\r\nbee\r\ncat\r\n", encoding="utf-8-sig")
+    assert index(tmp_path / "out", shards / PATTERN, f"classes_file={tmp_path / 'classes.txt'}") == 0
+    assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
+
+
+def test_a_classes_file_of_another_encoding_is_refused(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "classes.txt").write_bytes(b"caf\xe9\ndog\ncat\n")
+    assert index(tmp_path / "out", shards / PATTERN, f"classes_file={tmp_path / 'classes.txt'}") == 2
+    assert "; write it as UTF-8" in last_line(capsys)

@@ -1,6 +1,8 @@
 """Files and directories appear whole or not at all, whatever ends the writer; a directory has one writer at a time."""
 
+import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -61,6 +63,14 @@ def test_a_directory_keeps_its_old_content_when_the_block_raises(tmp_path: Path,
         (temporary / "new").write_bytes(b"new")
         raise PlugPulledError
     assert names(tmp_path) == (["folder", "folder/old"] if old else [])
+
+
+def test_a_full_disk_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with pytest.raises(OSError, match="No space left") as caught, atomic_directory(path) as temporary:
+        (temporary / "new").symlink_to("/dev/full")
+        (temporary / "new").write_bytes(b"new")
+    assert caught.value.filename == str(path)
 
 
 def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -141,9 +151,16 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there" / "yet"
     with sole_writer(folder):
-        with pytest.raises(ValueError, match="another process is writing here"), sole_writer(folder):
+        with (
+            pytest.raises(ValueError, match=rf"another process is writing here \(process {os.getpid()} on "),
+            sole_writer(folder),
+        ):
             pass
         with sole_writer(tmp_path / "other"):
+            pass
+    with open(folder / ".lock") as shared:  # held by others, who do not say who they are
+        fcntl.flock(shared, fcntl.LOCK_SH)
+        with pytest.raises(ValueError, match="another process is writing here; wait"), sole_writer(folder):
             pass
     with sole_writer(folder):
         pass

@@ -125,3 +125,10 @@ def test_raw_and_jpeg_pictures_have_the_asked_for_size(
     shards: dict[str, list[Path]], encoding: str, shape: tuple[int, ...]
 ) -> None:
     assert {pixels.shape for shard in shards[encoding] for pixels, _ in by_index(shard)} == {shape}
+
+
+def test_shards_that_mix_formats_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_files(write_classes(tmp_path / "in", {"ant": 2}), {"bee/a.jpg": encoded(picture(seed=9), "PNG")})
+    for encoding, said in (("jpeg", False), ("keep", True)):
+        assert build(source, tmp_path / encoding, f"encoding={encoding}") == 0
+        assert ("the shards mix .jpg, .png; this project" in capsys.readouterr().err) == said

@@ -140,7 +140,7 @@ def test_a_subset_is_whole_copies_no_tar_and_takes_other_splits_as_they_are(anim
     assert found.manifest.splits["train"].num_samples == 15
     assert paths_of(tmp_path / "deep" / "tenth", "val") == paths_of(animals, "val")
     parent = load_manifest(animals)
-    assert found.manifest.source["parent"] == parent.hash
+    assert found.manifest.source["parent"] == parent.pixels_hash
     assert found.manifest.num_left_out == {"not_chosen": 135}
     assert found.manifest.channel_mean == parent.channel_mean
     assert files_of(animals) == before
@@ -273,6 +273,28 @@ def test_the_same_call_again_changes_nothing_and_another_is_refused(
     assert subset(animals, tmp_path / "half", "--fraction", "0.4") == 2
     assert "half: holds another dataset (half); choose another directory" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
+
+
+def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, tmp_path: Path) -> None:
+    parent, half = shutil.copytree(animals, tmp_path / "parent"), tmp_path / "half"
+    again = (parent, half, "--fraction", "0.5")
+    assert subset(*again) == 0
+    before = files_of(half)
+    change_manifest(parent, lambda tree: tree.update(max_reject_share=0.5, tool_version="99"))
+    assert subset(*again) == 0
+    assert files_of(half) == before
+    for place in ("http://a", "s3://b"):  # where its shards are read from now; the tars that are gone are named anew
+        moved = json.loads((parent / "manifest.json").read_bytes())["splits"]
+        for shard in [shard for split in moved.values() for shard in split["shards"]]:
+            shard["file"] = f"{place}/{shard['name']}.tar"
+        change_manifest(parent, lambda tree, moved=moved: tree.update(splits=moved))
+        for tar in parent.glob("*.tar"):
+            tar.unlink()
+        assert subset(*again) == 0
+        shards = [shard for split in load_manifest(half).splits.values() for shard in split.shards]
+        assert {shard.file.rpartition("/")[0] for shard in shards} == {place}
+    change_manifest(parent, lambda tree: tree.update(channel_mean=[0.1, 0.2, 0.3]))
+    assert subset(*again) == 2
 
 
 def test_tars_that_moved_are_named_anew_by_the_same_call(

@@ -10,15 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.publish import sole_writer
+from data_prep.building.shards import PARTS
+from data_prep.publish import Holder, sole_writer
 from tests.data_prep.samples import (
     LOCK,
     build,
@@ -31,6 +32,7 @@ from tests.data_prep.samples import (
     write_classes,
     write_files,
 )
+from tests.moments import Strike
 
 CUT = ("samples_per_shard=4", "max_reject_share=0.2")
 
@@ -63,8 +65,10 @@ def words_of(source: Path, out: Path, which: str) -> list[str]:
     return [*words, "image_size=16", "num_workers=1", *CUT]
 
 
-def running(source: Path, out: Path, which: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return started(*words_of(source, out, which))
+def running(
+    source: Path, out: Path, which: str, *, strike: Strike | None = None
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started(*words_of(source, out, which), strike=strike)
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -84,15 +88,11 @@ def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
 def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
-    out, numbers, kills = tmp_path / "animals", random.Random(3), 0
-    for _ in range(3):
-        with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
-            time.sleep(numbers.uniform(0.3, 1.2))
-            for process in (first, second):
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    kills += 1
-    assert kills >= 3
+    out = tmp_path / "animals"
+    for moments in ((8, 30), (50, 60), (40, 20)):  # of some 130 of each task
+        one, two = (Strike(out, moment) for moment in moments)
+        with running(source, out, "0/2", strike=one) as first, running(source, out, "1/2", strike=two) as second:
+            assert [process.wait(300) for process in (first, second)] == [-signal.SIGKILL] * 2
     with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
         for process in (first, second):
             _, said = process.communicate(timeout=60)
@@ -118,7 +118,12 @@ def test_tasks_continue_what_a_build_began_and_the_other_way_round(
 
 
 def _lost_record(out: Path, other: Path) -> None:
-    (out / "parts" / "train-000004.json").unlink()
+    (out / PARTS / "train-000004.json").unlink()
+
+
+def _killed_task(out: Path, other: Path) -> None:
+    (out / PARTS / "train-000004.json").unlink()
+    (out / "train-000004.tar").rename(out / ".tmp-train-000004.tar")
 
 
 def _lost_tar(out: Path, other: Path) -> None:
@@ -140,23 +145,69 @@ def _lost_paths(out: Path, other: Path) -> None:
 
 
 def _damaged_record(out: Path, other: Path) -> None:
-    (out / "parts" / "train-000004.json").write_text('{"fingerprint": ')
+    (out / PARTS / "train-000004.json").write_text('{"plan_hash": ')
+
+
+def _copied_record(out: Path, other: Path) -> None:
+    shutil.copy(out / PARTS / "train-000001.json", out / PARTS / "train-000004.json")
+
+
+def _edited_record(out: Path, other: Path) -> None:
+    path = out / PARTS / "train-000004.json"
+    record = json.loads(path.read_text())
+    assert record["channel_sums"]
+    path.write_text(json.dumps(record | {"channel_sums": [1, 2, 3]}))
 
 
 def _foreign_part(out: Path, other: Path) -> None:
-    for name in ("train-000004.tar", "train-000004.npy", "train-000004.paths", "parts/train-000004.json"):
+    for name in ("train-000004.tar", "train-000004.npy", "train-000004.paths", f"{PARTS}/train-000004.json"):
         shutil.copy(other / name, out / name)
+
+
+def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
+    tmp_path: Path, whole: dict[str, bytes], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, out = tmp_path / "source", tmp_path / "animals"
+    shutil.copytree(source, mine)
+    assert task(mine, out, "0/1") == 0
+    file = mine / "bee" / "003.jpg"
+    before = file.stat()
+    os.utime(file, ns=(1, 1))
+    assert merge(out) == 2
+    assert "1 files have changed since they were listed (bee/003.jpg)" in capsys.readouterr().err
+    assert not (out / "manifest.json").exists()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    shutil.copytree(mine / "bee", mine / "wasp")  # a class that nobody has listed
+    assert merge(out) == 2
+    assert (
+        "1 folders, archives or lists of labels have changed since they were listed (wasp)" in capsys.readouterr().err
+    )
+    shutil.rmtree(mine / "wasp")
+    shutil.copytree(out, tmp_path / "twin" / "animals")
+    assert merge(out) == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(mine)
+    mine.mkdir()  # where its disk is not mounted
+    assert merge(tmp_path / "twin" / "animals") == 0
+    said = (
+        f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since the tasks listed it\n"
+    )
+    assert said in capsys.readouterr().err
+    assert files_of(out) == files_of(tmp_path / "twin" / "animals") == whole
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (_lost_record, "1 of 7 shards cannot be merged (train-000004 is not written); run the tasks 1/3 again"),
+        (_killed_task, "1 of 7 shards cannot be merged (train-000004 is not written); run the tasks 1/3 again"),
         (_lost_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
         (_cut_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
         (_changed_index, "(train-000004.npy is not as it was written); run the tasks 1/3 again"),
         (_lost_paths, "(train-000004.paths is not as it was written); run the tasks 1/3 again"),
-        (_damaged_record, "(the record of train-000004 is damaged); run the tasks 1/3 again"),
+        (_damaged_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
+        (_copied_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
+        (_edited_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
         (_foreign_part, "(train-000004 is of another build); run the tasks 1/3 again"),
     ],
 )
@@ -183,6 +234,66 @@ def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_
     assert task(source, out, "1/3") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"bee"', b'"Bee"'),
+        (b'"image_size": 16', b'"image_size": 61'),
+        (b'"center"', b'"squash"'),
+        (b'"stamp"', b'"\xf3tamp"'),
+    ],
+)
+def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
+    tmp_path: Path,
+    source: Path,
+    whole: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    before: bytes,
+    after: bytes,
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/1") == 0
+    begun = out / PARTS / "begun.json"
+    data = begun.read_bytes()
+    assert data.count(before) == 1
+    begun.write_bytes(data.replace(before, after))
+    for command in (lambda: merge(out), lambda: task(source, out, "0/1")):
+        capsys.readouterr()
+        assert command() == 2
+        said = f"data_prep: {begun}: is not as it was written; remove {out} and build again\n"
+        assert capsys.readouterr().err == said
+    begun.unlink()
+    assert merge(out) == 2
+    assert "unfinished; run its data_prep build again" in capsys.readouterr().err
+    assert task(source, out, "0/1") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/1") == 0
+    trusting = ["merge", str(out), "--workers", "1", "--trust"]
+    kept = {name: (out / name).read_bytes() for name in (f"{PARTS}/train-000004.json", "train-000004.tar")}
+    for harm in (_copied_record, _edited_record, _cut_tar, _lost_tar):
+        harm(out, out)
+        assert main(trusting) == 2
+        write_files(out, kept)
+    _changed_index(out, out)
+    assert main(trusting) == 0
+    assert {name for name, data in files_of(out).items() if data != whole[name]} == {"train-000004.npy"}
+
+
+def test_a_merge_needs_no_list_of_classes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "list").write_text("bee\n")
+    monkeypatch.chdir(tmp_path)
+    assert task(source, tmp_path / "animals", "0/1", "classes_file=list") == 0
+    (tmp_path / "list").unlink()
+    assert merge(tmp_path / "animals") == 0
 
 
 def test_a_stranger_among_the_shards_is_named(
@@ -219,12 +330,13 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "animals"
+    write_files(out, {LOCK: json.dumps(asdict(Holder())).encode()})  # of a build that was killed: it is not named
     with at_work(source, out, "0/2"):
         for words, code, message in (
             (lambda: task(source, out, "1/3"), 2, "2 tasks are at work in"),
             (lambda: task(source, out, "1/2", "image_size=20"), 2, "tasks of another config are at work in"),
-            (lambda: merge(out), 1, "another process is writing here"),
-            (lambda: build(source, out, *CUT), 1, "another process is writing here"),
+            (lambda: merge(out), 1, "another process is writing here; wait"),
+            (lambda: build(source, out, *CUT), 1, "another process is writing here; wait"),
         ):
             assert words() == code
             said = capsys.readouterr().err
@@ -244,7 +356,7 @@ def test_a_source_that_changes_between_tasks_is_refused(
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
     assert task(mine, out, "1/2") == 2
     assert "holds an unfinished dataset of another config or source" in capsys.readouterr().err
-    (out / "parts/plan/failed.json").unlink()  # for those that may have waited meanwhile
+    (out / PARTS / "plan/failed.json").unlink()  # for those that may have waited meanwhile
     assert files_of(out) == before
 
 
@@ -303,7 +415,7 @@ def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path:
     out = tmp_path / "animals"
     assert task(source, out, "0/2") == 0
     with contextlib.ExitStack() as stack:
-        with sole_writer(out / "parts" / "task-0"):
+        with sole_writer(out / PARTS / "task-0"):
             again = stack.enter_context(running(source, out, "0/2"))
             assert again.stderr is not None
             assert "task 0/2 is at work elsewhere, from an earlier start" in again.stderr.readline()
@@ -406,7 +518,7 @@ def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_say
     assert log.read_text() == "planning\n" * 2
     for path in (log, Path(f"{log}-goes-on")):
         path.unlink()
-    (out / "parts/plan/failed.json").unlink()
+    (out / PARTS / "plan/failed.json").unlink()
     with planners(log, tasks[0], tasks[3]) as processes:  # n1 alone is wrong
         Path(f"{log}-goes-on").touch()
         assert [each.wait(60) for each in processes] == [2, 0]

@@ -1,9 +1,9 @@
 """`verify` finds every kind of damage and names the file; a dataset that is what its manifest says has no faults."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,26 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.building.shards import PARTS
 from data_prep.checking.verify import verify
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
+from data_prep.manifest import DatasetError, load_manifest, load_rejected
+from pretrain.shards import open_split
+from tests.data_prep.samples import (
+    build,
+    change_manifest,
+    encoded,
+    files_of,
+    picture,
+    replace_index,
+    write_classes,
+    write_files,
+)
 
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(shapes, tmp_path / "shapes")
-
-
-def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = directory / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
 
 
 def flip_byte(directory: Path, *, name: str, place: int) -> None:
@@ -98,9 +103,7 @@ def test_a_changed_or_missing_index_is_found(dataset: Path) -> None:
 def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes_agree(dataset: Path) -> None:
     index = np.load(dataset / "train-000002.npy")
     index[3, 2] = (index[3, 2] + 1) % 8
-    np.save(dataset / "train-000002.npy", index)
-    digest = hashlib.sha256((dataset / "train-000002.npy").read_bytes()).hexdigest()
-    change_manifest(dataset, lambda manifest: manifest["splits"]["train"]["shards"][2].update(index_sha256=digest))
+    replace_index(dataset, index, shard=2)
     faults = verify(dataset).faults
     assert faults == [
         "train-000002.tar train-000002-000003: the index points elsewhere",
@@ -110,6 +113,10 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
 
 def _more_in_shard(manifest: dict[str, Any]) -> None:
     manifest["splits"]["train"]["shards"][1]["num_samples"] += 1
+
+
+def _more_bytes(manifest: dict[str, Any]) -> None:
+    manifest["splits"]["train"]["shards"][1]["num_bytes"] += 1
 
 
 def _more_in_class(manifest: dict[str, Any]) -> None:
@@ -146,6 +153,7 @@ def _fewer_classes(manifest: dict[str, Any]) -> None:
     ("change", "fault"),
     [
         (_more_in_shard, "train-000001.npy: index of shape (64, 3), (65, 3) expected"),
+        (_more_bytes, "train-000001.tar: size differs from the manifest"),
         (_more_in_class, "split val: the class counts of the shards are not those of the manifest"),
         (_more_read, "manifest: 313 read, but 312 written + 0 rejected"),
         (_more_read_and_written, "manifest: 313 written, but its splits have 312 samples"),
@@ -165,29 +173,56 @@ def test_a_manifest_that_says_otherwise_is_found(
 
 def test_a_missing_list_of_rejects_is_found(dataset: Path) -> None:
     (dataset / "rejected.jsonl").unlink()
-    assert verify(dataset).faults == ["rejected.jsonl: missing"]
+    assert verify(dataset).faults == ["rejected.jsonl: missing or changed"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "fault"),
-    [
-        (["{}"], "rejected.jsonl: line 1 does not give key, path, reason, sha256"),
-        (['{"key": "a", "path": "b", "reason": "empty", "sha256": "0"}', "half"], "rejected.jsonl: line 2 does not"),
-    ],
-)
-def test_a_damaged_list_of_rejects_is_found(dataset: Path, lines: list[str], fault: str) -> None:
-    (dataset / "rejected.jsonl").write_text("\n".join(lines))
-    assert any(found.startswith(fault) for found in verify(dataset).faults)
+def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path) -> None:
+    """Of 2,000 trials 182 of manifests and rejects were not found, and 101 ended in a traceback. Of the tars, training reads pixels
+    as they are; whether it may is for its own check."""
+    source = write_classes(tmp_path / "source", {"ant": 3, "bee": 2})
+    write_files(source, {"ant/text.jpg": b"no", "bee/empty.png": b""})
+    out = tmp_path / "out"
+    assert build(source, out, "encoding=jpeg", "max_reject_share=1", "image_size=8") == 0
+    assert verify(out).faults == []
+
+    def read() -> None:
+        manifest = load_manifest(out)
+        load_rejected(out, manifest)
+        for name in manifest.splits:
+            with closing(open_split(out, manifest, name)) as reader:
+                reader.names(np.arange(reader.num_samples))
+                reader.images(np.arange(reader.num_samples))
+
+    def is_found(check: Callable[[], object]) -> bool:
+        try:
+            return bool(check())
+        except DatasetError:
+            return True
+
+    random = np.random.default_rng(8)
+    files, missed = files_of(out), []
+    assert len(files) == 5  # manifest, rejects, tar, index, paths
+    for name, content in files.items():
+        for place in random.integers(len(content), size=400 if name == "manifest.json" else 60).tolist():
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << int(random.integers(8))
+            (out / name).write_bytes(flipped)
+            by_reader = name.endswith(".tar") or is_found(read)
+            if not by_reader or not is_found(lambda: verify(out).num_faults):
+                missed.append((name, place, flipped[place]))
+        (out / name).write_bytes(content)
+    assert missed == []
+    read()
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
 def test_what_lies_about_is_a_note_and_no_fault(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_files(dataset, {"old.tar": b"", ".tmp-train-000009.tar": b"", "parts/x.json": b"", "mine.txt": b""})
+    write_files(dataset, {"old.tar": b"", ".tmp-train-000009.tar": b"", f"{PARTS}/x.json": b"", "mine.txt": b""})
     found = verify(dataset)
     assert found.faults == []
-    assert [note.split(":")[0] for note in found.notes] == [".tmp-train-000009.tar", "old.tar", "parts"]
+    assert [note.split(":")[0] for note in found.notes] == [".tmp-train-000009.tar", "old.tar", PARTS]
     capsys.readouterr()
     assert main(["verify", str(dataset)]) == 0
     assert "note: old.tar: not in the manifest" in capsys.readouterr().out
@@ -227,18 +262,19 @@ def test_a_dataset_that_cannot_be_written_to_can_be_verified(dataset: Path) -> N
     ("content", "message"),
     [
         (None, "has no manifest.json, so it is unfinished; run its data_prep build again, it goes on from there"),
-        ("{", "not a manifest"),
-        ("[]", "not a manifest"),
-        ('{"schema_version": 2}', "not a manifest"),
-        ('{"schema_version": 1}', "schema version 1, this tool reads 2"),
+        (b"{", "no manifest"),
+        (b"[]", "no manifest"),
+        (b"\xff{}", "no manifest"),
+        (b'{"schema_version": 3}', "its content is not what its own hash says"),
+        (b'{"schema_version": 2}', "schema version 2, this tool reads 3"),
     ],
 )
 def test_without_a_readable_manifest_there_is_one_clear_line(
-    dataset: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+    dataset: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
 ) -> None:
     (dataset / "manifest.json").unlink()
     if content is not None:
-        (dataset / "manifest.json").write_text(content)
+        (dataset / "manifest.json").write_bytes(content)
     assert main(["verify", str(dataset)]) == 2
     said = capsys.readouterr().err
     assert message in said

@@ -7,8 +7,8 @@ import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from pretrain.card import fault_of, list_checkpoints
+from tests.moments import Strike, wait_until
 from tests.training import (
     Run,
     final_state,
@@ -53,43 +54,102 @@ def assert_same_bits(run_dir: Path, other: Path) -> None:
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
+def both(strike: Strike) -> dict[int, Strike]:
+    return {0: strike, 1: strike}
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(process.pid).children() if "train" in child.cmdline()]
 
 
-@pytest.mark.timeout(1200)  # 3 to 4 minutes each where four others share two cores
-@pytest.mark.parametrize(("precision", "num_kills", "num_steps"), [("fp32", 12, 80), ("bf16", 8, 48)])
-def test_killed_at_random_moments_it_ends_at_the_same_bits(
+@pytest.mark.parametrize(("precision", "num_kills", "num_steps"), [("fp32", 8, 80), ("bf16", 5, 48)])
+def test_killed_at_any_moment_it_ends_at_the_same_bits(
     config: Path, undisturbed: Path, tmp_path: Path, precision: str, num_kills: int, num_steps: int
 ) -> None:
-    """Every third kill may come while it starts, all others after some progress; one rank is killed, or both. Checkpoints are so
-    frequent that many a kill comes while one is written."""
+    """Every third kill may come while it starts, each of the others eight steps further; one rank is killed, or both. Checkpoints
+    are so frequent that many a kill comes while one is written."""
     run_dir, generator, words = tmp_path / "run", random.Random(num_kills), ["checkpoint.every=2 steps"]
     if precision == "bf16":
         words += [*BF16, f"train.duration={num_steps} steps"]
         undisturbed = tmp_path / "undisturbed"
         finish(start(config, undisturbed, *words))
-    step = 0
+    assert num_kills * 8 < num_steps
     for life in range(num_kills):
-        process = start(config, run_dir, *words)
-        if life % 3 == 2:
-            time.sleep(generator.uniform(0, 3))
-        else:
-            step = wait_for_checkpoint(run_dir, process, beyond_step=step)
-            time.sleep(generator.uniform(0, 0.05))
-        # while ranks start, it is the launcher that ends the others
-        victims = [0, 1] if life % 3 == 2 else generator.choice([[0], [1], [0, 1]])
-        for victim in victims:
-            process.ranks[victim].kill()
-        output, _ = process.communicate(timeout=150)
-        assert not (run_dir / "result.json").exists(), "the test needs more steps"
-        if len(victims) == 1:
-            assert f"rank {victims[0]} (node " in output and "Traceback" not in output, output
-        step = max([step, *map(step_of, list_checkpoints(run_dir))])
-    assert "going on from step-" in finish(start(config, run_dir, *words))
+        victim, starts = generator.randrange(2), life % 3 == 2
+        # of every two steps the first rank, which writes the checkpoint, has some forty moments, and the other one seven
+        moment = generator.randint(1, (60, 12)[victim])
+        strike = Strike(run_dir, moment, step=0 if starts else 1 + 8 * life)
+        process = start(config, run_dir, *words, strikes={victim: strike})
+        wait_until(lambda: process.ranks[victim].exitcode is not None, timeout_s=300)  # noqa: B023
+        assert process.ranks[victim].exitcode == -signal.SIGKILL, process.said()
+        alone = not starts and generator.randrange(3) > 0
+        if not alone:  # while ranks start, it is the launcher that ends the others
+            process.ranks[1 - victim].kill()
+        output, _ = process.communicate()
+        if alone:
+            assert f"rank {victim} (node " in output and "Traceback" not in output, output
+        assert not (run_dir / "result.json").exists()
+    output = finish(start(config, run_dir, *words))
+    assert "going on from step-" in output and "OMP_NUM_THREADS" not in output
     assert_same_bits(run_dir, undisturbed)
     assert json.loads((run_dir / "result.json").read_text())["step"] == num_steps
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    words = ("engine.lock_wait_s=0.2", "tracking.enabled=true", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    finish(start(config, undisturbed, *words, ranks=1))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    frozen = start(config, run_dir, *words, ranks=1, strikes={0: Strike(run_dir, 1, step=22, signal=signal.SIGSTOP)})
+    wait_until(lambda: is_stopped(frozen), lives=lambda: frozen.poll() is None)
+    try:
+        twin = start(config, run_dir, *words, ranks=1)  # SLURM knows of no other start of that job
+        said, _ = twin.communicate()
+        holder = f"start 1 of this run holds it (process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, start 1, since 2"
+        assert twin.returncode == 75 and holder in said and "has not let go within 0 s" in said, said
+        waiting = start(config, run_dir, *words[1:], ranks=2)
+        wait_until(
+            lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
+            lives=lambda: waiting.poll() is None,
+        )
+        waiting.send_signal(signal.SIGTERM)
+        said, _ = waiting.communicate()
+        assert waiting.returncode == 0 and ": stopped " in said, said
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert "SLURM says that it is over" in finish(start(config, run_dir, *words, ranks=1))
+        before = contents(run_dir)
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+    said, _ = frozen.communicate()
+    assert frozen.returncode == 1 and "a newer start has taken over" in said, said
+    assert contents(run_dir) == before
+    assert_same_bits(run_dir, undisturbed)
+    ours, theirs = (points(each) for each in (run_dir, undisturbed))
+    assert ours == theirs and len(ours) == len({*ours}) > 1
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("select name, status from runs order by name").fetchall() == [
+            ("run", "FINISHED"), ("undisturbed", "FINISHED"),
+        ]  # fmt: skip
+
+
+def is_stopped(process: Run) -> bool:
+    return psutil.Process(process.ranks[0].pid).status() == psutil.STATUS_STOPPED
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """Of all but the words for people."""
+    files = [path for path in sorted(run_dir.rglob("*")) if path.is_file() and path.parent.name != "logs"]
+    return {path: path.read_bytes() for path in files if path.suffix != ".log"}
+
+
+def points(run_dir: Path) -> list[tuple[int, float]]:
+    """The steps and losses that the journal has."""
+    events = map(json.loads, (run_dir / "tracking" / "journal.jsonl").read_text().splitlines())
+    lines = [each for each in events if each["event"] == "metrics" and "train/loss" in each["values"]]
+    return [(line["step"], line["values"]["train/loss"]) for line in lines]
 
 
 def test_data_that_was_staged_trains_to_the_same_bits(config: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -116,16 +176,12 @@ def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Pat
 
 
 def test_every_stop_signal_makes_a_checkpoint_and_a_clean_exit(config: Path, undisturbed: Path, tmp_path: Path) -> None:
-    run_dir, step = tmp_path / "run", 0
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        process = start(config, run_dir)
-        wait_for_checkpoint(run_dir, process, beyond_step=step)
-        process.send_signal(number)
-        output = finish(process)
+    run_dir = tmp_path / "run"
+    for step, number in ((10, signal.SIGTERM), (20, signal.SIGUSR2), (45, signal.SIGINT)):
+        output = finish(start(config, run_dir, strikes=both(Strike(run_dir, 1, step=step, signal=number))))
         assert "stopped with a checkpoint" in output
         assert not (run_dir / "result.json").exists()
-        step = step_of(list_checkpoints(run_dir)[-1])
-        assert step < 80
+        assert step <= step_of(list_checkpoints(run_dir)[-1]) <= step + 2
     finish(start(config, run_dir))
     assert_same_bits(run_dir, undisturbed)
 
@@ -144,6 +200,17 @@ def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Pa
     assert psutil.pid_exists(victim.pid) is False or victim.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_the_journal_closes_is_named(config: Path, tmp_path: Path, victim: int) -> None:
+    """The first rank behind its result.json, which takes three moments, or the other one as soon as it has nothing left to do."""
+    strike = Strike(tmp_path / "run", (4, 1)[victim], stage="closing its journal")
+    process = start(config, tmp_path / "run", "train.duration=4 steps", strikes={victim: strike})
+    output, _ = process.communicate()
+    assert [rank.exitcode for rank in process.ranks] == [[-signal.SIGKILL, 1], [1, -signal.SIGKILL]][victim], output
+    named = f"rank {victim} (node {socket.gethostname()}, pid {process.ranks[victim].pid}) is gone; the run stops"
+    assert output.count(named) == 1 and "Traceback" not in output, output
+
+
 def test_a_frozen_rank_ends_the_others(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(config, run_dir, "train.duration=100000 steps", "engine.heartbeat_timeout_s=10")
@@ -155,29 +222,38 @@ def test_a_frozen_rank_ends_the_others(config: Path, tmp_path: Path) -> None:
     assert f"pid {process.ranks[1].pid}) was not heard of for 10 s (frozen" in process.output
 
 
+HELD = """
+import os, pathlib, time
+while "RANK" in os.environ and not (pathlib.Path(__file__).parent / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+def path_with(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """By the real command, whose ranks are still importing, or do not even run yet."""
-    process = start_command(config, tmp_path / "run", "train.duration=100000 steps")
-    deadline_s = time.monotonic() + 60
-    while len(ranks_of(process)) < 2:
-        assert time.monotonic() < deadline_s and process.poll() is None
-        time.sleep(0.01)
+    """By the real command, whose ranks do not import anything yet: they are held until the signal was sent."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    process = start_command(config, tmp_path / "run", "train.duration=100000 steps", PYTHONPATH=path_with(tmp_path))
+    wait_until(lambda: len(ranks_of(process)) == 2, lives=lambda: process.poll() is None)
     os.killpg(process.pid, number)
+    (tmp_path / "go").touch()
     output = finish(process)
     assert "stopped before its first checkpoint; the same command begins anew" in output and "Traceback" not in output
     assert list_checkpoints(tmp_path / "run") == []
 
 
 def test_other_numbers_of_ranks_continue_the_same_training(config: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """2 ranks, then 1 at another stage: the same batches, and weights that differ by rounding alone."""
+    """2 ranks, then 1 at another stage with other threads: the same batches, and weights that differ by rounding alone."""
     run_dir = tmp_path / "run"
-    process = start(config, run_dir, ranks=2)
-    wait_for_checkpoint(run_dir, process)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
-    assert step_of(list_checkpoints(run_dir)[-1]) < 80
-    finish(start(config, run_dir, "engine.zero_stage=1", ranks=1))
+    finish(start(config, run_dir, strikes=both(Strike(run_dir, 1, step=8, signal=signal.SIGTERM))))
+    assert step_of(list_checkpoints(run_dir)[-1]) <= 10
+    output = finish(start_command(config, run_dir, "engine.zero_stage=1", ranks=1, OMP_NUM_THREADS="2"))
+    assert output.count("WARNING: OMP_NUM_THREADS: was 1 and is 2 now: ") == 1
+    assert json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["num_cpu_threads"] == 2
     mine, theirs = final_state(run_dir), final_state(undisturbed)
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=2e-5)
@@ -185,9 +261,10 @@ def test_other_numbers_of_ranks_continue_the_same_training(config: Path, undistu
 
 def test_a_damaged_newest_checkpoint_is_passed_over(config: Path, undisturbed: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(config, run_dir)
-    wait_for_checkpoint(run_dir, process, beyond_step=7)
-    kill(process)
+    process = start(
+        config, run_dir, strikes=both(Strike(run_dir, 1, step=22))
+    )  # with the checkpoints of steps 7 and 14
+    process.communicate()
     newest = list_checkpoints(run_dir)[-1] / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
@@ -238,7 +315,7 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     wait_for_word(process, "No space left on device); free some space there. Training goes on")
     filler.unlink()
     step = wait_for_checkpoint(run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir))))
-    where = str(run_dir / "checkpoints")
+    where = str(run_dir)
     subprocess.run(["mount", "--bind", where, where], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", where], check=True)
     wait_for_word(process, "Read-only file system); make it writable again. Training goes on")
@@ -250,10 +327,7 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
 
 
 def wait_for_word(process: Run, word: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while word not in process.said():
-        assert time.monotonic() < deadline_s and process.poll() is None, process.said()
-        time.sleep(0.02)
+    wait_until(lambda: word in process.said(), lives=lambda: process.poll() is None)
 
 
 def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(config: Path, tmp_path: Path) -> None:
@@ -265,14 +339,10 @@ def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(conf
     ]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(start(config, whole, *words, ranks=1))
-    step = 0
-    for delay_s in (0.0, 0.03):
-        process = start(config, run_dir, *words, ranks=1)
-        wait_for_checkpoint(run_dir, process, beyond_step=step)
-        time.sleep(delay_s)
-        process.send_signal(signal.SIGTERM)
-        finish(process)
-        step = step_of(list_checkpoints(run_dir)[-1])
+    for step, moment, owes in ((2, 8, True), (9, 1, False)):  # while it evaluates its third batch; in a step
+        strike = Strike(run_dir, moment, step=step, signal=signal.SIGTERM)
+        finish(start(config, run_dir, *words, ranks=1, strikes={0: strike}))
+        assert json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["owes_evaluation"] == owes
     finish(start(config, run_dir, *words, ranks=1))
     best = [json.loads((place / "checkpoints" / "best.json").read_text()) for place in (whole, run_dir)]
     assert best[0] == best[1]

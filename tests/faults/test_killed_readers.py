@@ -11,7 +11,7 @@ from pretrain.shards import open_split
 from tests.faults.reading import GLOBAL_BATCH, WORLDS
 from tests.ranks import REPOSITORY
 
-NUM_KILLS, NUM_STEPS = 20, 2400
+NUM_KILLS, NUM_STEPS = 20, 250
 
 
 def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path) 
         assert whole and all(samples == whole[0] for samples in whole)
         line_of_samples += whole[0]
     num_epochs = len(line_of_samples) // reader.num_samples
-    assert num_epochs == NUM_STEPS * GLOBAL_BATCH // 240 == 240
+    assert num_epochs == NUM_STEPS * GLOBAL_BATCH // 240 == 25
     for epoch in range(num_epochs):
         here = line_of_samples[epoch * reader.num_samples : (epoch + 1) * reader.num_samples]
         assert sorted(here) == list(range(reader.num_samples))

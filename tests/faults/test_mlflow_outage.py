@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from PIL import Image
 
 from pretrain.tracker import RunIdentity, Tracker
 from pretrain.world import free_port
+from tests.moments import wait_until
 
 STEPS_BETWEEN = 60
 
@@ -47,7 +47,7 @@ class Server:
                 stderr=log,
                 env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             )
-        until(self.answers, what=f"the server answers ({self._log})")
+        wait_until(self.answers)
         return self
 
     def answers(self) -> bool:
@@ -69,13 +69,6 @@ class Server:
         return all(each.status() == psutil.STATUS_STOPPED for each in [here, *here.children(recursive=True)])
 
 
-def until(condition: Callable[[], bool], *, what: str, timeout_s: float = 90) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.1)
-
-
 class Training:
     """A loop of steps that tells of each, and notes how long the telling took."""
 
@@ -93,7 +86,6 @@ class Training:
             self.calls_s.append(time.perf_counter() - began_s)
 
 
-@pytest.mark.timeout(300)
 def test_an_outage_costs_no_metric_no_step_and_no_truth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,14 +100,14 @@ def test_an_outage_costs_no_metric_no_step_and_no_truth(
             return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
 
         training.run(STEPS_BETWEEN)
-        until(lambda: delivered() > 0, what="the first delivery")
+        wait_until(lambda: delivered() > 0)
         server.signal(signal.SIGSTOP)
-        until(server.is_frozen, what="the server is frozen")
+        wait_until(server.is_frozen)
         training.run(STEPS_BETWEEN)  # would not end if a step waited for the server
         assert server.is_frozen() and training.step == 2 * STEPS_BETWEEN
         before = delivered()
         server.signal(signal.SIGCONT)
-        until(lambda: delivered() > before, what="delivery after the freeze")
+        wait_until(lambda: delivered() > before)
         training.run(STEPS_BETWEEN // 2)
         server.signal(signal.SIGKILL)
         training.run(STEPS_BETWEEN)

@@ -37,7 +37,7 @@ def write_folder(path: Path, shapes: Path, **facts: Any) -> Path:
         channel_mean=MEAN,
         channel_std=STD,
         dataset="none",
-        manifest_hash="0",
+        content_hash="0",
     )
     save_folder(path, card=card.model_copy(update=facts), weights=weights)
     return path

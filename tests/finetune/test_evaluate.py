@@ -13,6 +13,7 @@ from torch import Tensor
 
 from analysis.collect import collect
 from analysis.report import draw
+from data_prep.__main__ import main as data_prep
 from data_prep.building.merge import write_annotation
 from data_prep.manifest import load_manifest
 from finetune.__main__ import main
@@ -83,7 +84,7 @@ def test_predictions_have_a_row_for_every_picture(folder: Path, shapes: Path, tm
     file = pq.ParquetFile(tmp_path / "run" / "predictions.parquet")
     names = ["sample", "shard", "key", "label", "label_name", "answers", "answer_names", "probabilities", "loss"]
     assert file.schema_arrow.names == [*names, "entropy", "right"]
-    assert file.schema_arrow.metadata[b"manifest_hash"].decode() == load_manifest(shapes).hash
+    assert file.schema_arrow.metadata[b"content_hash"].decode() == load_manifest(shapes).content_hash
     assert len(file.schema_arrow.metadata[b"weights_sha256"]) == 64
     rows, classes = predictions(tmp_path / "run"), load_manifest(shapes).classes
     reader = open_split(shapes, load_manifest(shapes), "val")
@@ -255,6 +256,35 @@ def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
     assert all(run.model_name == "B-2/Wi-32" and run.top1 is not None for run in runs[1:])
     draw(runs, tmp_path / "all.png")
     draw(runs[1:], tmp_path / "evaluations.png")
+
+
+def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At half the model's size, INTER_AREA doubles each pixel."""
+    source = {"stored_crop": "longer_side", "stored_interpolation": "area", "fed_interpolation": "area"}
+    area, plain = (write_folder(tmp_path / name, shapes, **facts) for name, facts in (("a", source), ("b", {})))
+    small = tmp_path / "small"
+    words = ["build", "--source", "folder", "--out", str(small), f"source.path={shapes}-images", "image_size=8"]
+    assert data_prep([*words, "num_workers=1"]) == 0
+    reader = open_split(small, load_manifest(small), "val")
+    doubled = reader.images(np.arange(reader.num_samples)).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+    _, model = load_folder(area)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        logits = model.eval()((doubled.permute(0, 3, 1, 2).float() / 255 - mean) / std)
+    loss = float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(reader.labels)))
+    result, other = (judge(each, small, None) for each in (area, plain))
+    assert result["eval/loss"] == pytest.approx(loss, rel=1e-4) != other["eval/loss"]
+    assert result["identity"] != other["identity"]  # of the same weights
+    viewed = judge(area, small, None, views=1)
+    assert viewed["augment"]["crop_interpolation"] == "area"
+    for folder_, told in ((area, True), (plain, False)):
+        assert main(["evaluate", str(folder_), str(small), "tracking.enabled=false"]) == 0
+        said = capsys.readouterr().err
+        assert (
+            "became squares by center and bicubic, those of the weights' source by longer_side and area" in said
+        ) == told
 
 
 def test_training_pictures_are_warned_of_and_other_results_kept(

@@ -5,7 +5,8 @@ import errno
 import math
 import os
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,11 +23,12 @@ from finetune.__main__ import main as finetune
 from finetune.exporting import graphs
 from finetune.exporting.export import TOOLS
 from pretrain.card import list_checkpoints
-from pretrain.folder import load_folder
+from pretrain.folder import load_folder, save_folder
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.finetune.exporting import MLP, export_of, folder_of
 from tests.forked import begin, new_output, wait
+from tests.moments import Strike
 
 FAMILIES: dict[str, AnySpec] = {
     "standard mlp, batch norm": MlpSpec(kind="mlp", depth=1, width=12, bottleneck="none", norm="batch"),
@@ -81,6 +83,56 @@ def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path
     near(program.module()(x), wanted)
     if "onnx" in formats:
         near(onnx_answers(out, x), wanted)
+
+
+SMALL = {"num_channels": 512, "depth": 8, "token_hidden": 7, "channel_hidden": 24}
+PLAIN = """
+import sys
+sys.modules["pretrain"] = sys.modules["data_prep"] = None  # not installed
+import timm, torch
+model = timm.create_model(f"local-dir:{sys.argv[1]}", pretrained=True).eval()
+print(type(model).__name__)
+torch.save(model(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6], ids=["trained here", "imported"])
+def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -> None:
+    model = folder_of(MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL), tmp_path / "folder")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
+            if "stem" in name or "outer" in name:
+                weight.mul_(3e-3)
+    save_folder(tmp_path / "folder", card=load_folder(tmp_path / "folder")[0], weights=model.state_dict())
+    out = export_of(tmp_path / "folder", tmp_path / "out", formats=("timm",))
+    x = torch.randn(3, 3, 16, 16)
+    torch.save(x, tmp_path / "x")
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, out, tmp_path / "x", tmp_path / "y"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "MlpMixer\n"), done.stderr
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "y"), model(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(load_folder(out)[1].eval()(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
+    text = (out / "README.md").read_text()
+    assert "library_name: timm\n" in text and "timm_names" not in text
+    assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
+    again = export_of(out, tmp_path / "again", formats=("timm",))
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path) -> None:
+    for number, (spec, size) in enumerate(
+        (
+            (MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1), "of a size that timm has not"),
+            (MixerSpec(kind="mixer", patch_size=16, activation="relu", **SMALL), "timm's have GELU"),
+            (MixerSpec(kind="mixer", patch_size=16, permuted_blocks="all", **SMALL), "permuted"),
+        )
+    ):
+        folder_of(spec, tmp_path / f"folder{number}")
+        out = export_of(tmp_path / f"folder{number}", tmp_path / f"out{number}", formats=("timm",))
+        text = (out / "README.md").read_text()
+        assert "library_name: wide-mlps\n" in text and "import pretrain.models.timm_names" in text, size
 
 
 def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -180,13 +232,9 @@ def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: si
     folder_of(MLP, tmp_path / "folder")
     out, output = tmp_path / "out", new_output()
     words = ["export", str(tmp_path / "folder"), str(out)]
-    process = begin("finetune.__main__:main", words, environment=os.environ, output=output)
-    deadline_s = time.monotonic() + 60
-    while "writing model.onnx" not in output.read_text() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, number)
-    assert wait([process], timeout_s=60) == [130 if number == signal.SIGTERM else -9]
+    strike = Strike(tmp_path / ".tmp-out", 7, signal=number)  # where it opens model.onnx
+    process = begin("tests.training:main", "finetune", words, strike, environment=os.environ, output=output)
+    assert wait([process], timeout_s=300) == [130 if number == signal.SIGTERM else -9]
     assert not out.exists()
     if number == signal.SIGTERM:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]

@@ -39,7 +39,7 @@ def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, export
 def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     text = (exported / "README.md").read_text()
     front = yaml.safe_load(text.split("---\n")[1])
-    assert front["library_name"] == "timm" and front["license"] == "unknown" and front["datasets"] == ["shapes-a"]
+    assert front["library_name"] == "wide-mlps" and front["license"] == "unknown" and front["datasets"] == ["shapes-a"]
     metrics = {(each["metrics"][0]["name"], each["metrics"][0]["value"]) for each in front["model-index"][0]["results"]}
     trained = json.loads((exported.parent / "run" / "result.json").read_text())
     # the probe's head is not among these weights, `strange` is of others, `unfinished` has no result
@@ -53,7 +53,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "| Parameters | 33,384 |",
         "| Multiply-adds | 33,024 for one image |",
         "| Architecture | B-2/Wi-32 (kind mlp, depth 2, width 32, expansion 2.0,",
-        "| Data | shapes-a, 240 images, manifest `",
+        "| Data | shapes-a, 240 images, content `",
         "| Started from | random weights |",
         "| Step | 6 |",
         "| Code | not stated |",  # tracking was off

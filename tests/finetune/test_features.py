@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from data_prep.__main__ import main as data_prep
-from data_prep.manifest import DatasetError, Manifest, load_manifest, save_manifest
+from data_prep.manifest import DatasetError, load_manifest, save_manifest
 from data_prep.settings import UserError
 from finetune.probing import cache, features
 from finetune.probing.cache import FACTS, FEATURES, Writing
@@ -66,7 +66,11 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, views=2, augment=CROPS)
 
     def path(split: str = "val", view: int | None = None, width: int = 24, **changes: Any) -> Path:
-        backbone = {key: changes.pop(key) for key in ("weights", "image_size", "normalisation") if key in changes}
+        backbone = {
+            key: changes.pop(key)
+            for key in ("weights", "image_size", "normalisation", "interpolation")
+            if key in changes
+        }
         maker = maker_of(settings.model_copy(update=changes), **backbone)
         return maker.entry(split, view, num_features=width).path
 
@@ -80,18 +84,20 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
         path("train"),
         path(weights=other_weights),
         path(image_size=20),
+        path(interpolation="area"),
         path(normalisation=maker_of(settings).backbone.normalisation._replace(std=(1.0, 1.0, 1.0))),
         path(feature_dtype="float16"),
         viewed,
         path(view=1),
         path(view=0, seed=5),
         path(view=0, augment=CROPS.model_copy(update={"flip_probability": 0.0})),
+        path(augment=CROPS.model_copy(update={"crop_interpolation": "bicubic"})),
     ]
-    rebuilt = tmp_path / "rebuilt"
-    shutil.copytree(other_shapes, rebuilt)
-    manifest: Manifest = load_manifest(rebuilt).model_copy(update={"seed": 99})
-    save_manifest(rebuilt, manifest)
-    others.append(path(dataset=str(rebuilt)))
+    for change in ({"channel_mean": (0.5,) * 3}, {"crop": "squash"}, {"seed": 99, "tool_version": "later"}):
+        rebuilt = Path(shutil.copytree(other_shapes, tmp_path / "-".join(change)))
+        save_manifest(rebuilt, load_manifest(rebuilt).model_copy(update=change))
+        others.append(path(dataset=str(rebuilt)))
+    assert others.pop() == plain  # the same pictures
     assert len({plain, *others}) == 1 + len(others)
 
 

@@ -20,6 +20,7 @@ from finetune.judging.console import say
 from finetune.judging.place import Evaluation
 from pretrain.augment.settings import AugmentSettings
 from pretrain.tracker import Tracker
+from tests.data_prep.samples import change_manifest
 from tests.finetune.judging import judge, settings_of, write_folder
 
 
@@ -34,7 +35,7 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.judging.evaluate._draw", lambda *unused: None)
 
 
-def test_other_settings_have_another_directory(folder: Path, shapes: Path, other_shapes: Path) -> None:
+def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_path: Path) -> None:
     variants: list[dict[str, Any]] = [
         {},
         {"views": 2},
@@ -48,7 +49,15 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, other
     places = {Evaluation.of(settings_of(folder, shapes, None, **changes)).run_dir for changes in variants}
     assert len(places) == len(variants)
     same = Evaluation.of(settings_of(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
-    assert same == Evaluation.of(settings_of(folder, shapes, None)).run_dir
+    plain = Evaluation.of(settings_of(folder, shapes, None))
+    assert same == plain.run_dir
+    moved = Path(shutil.copytree(shapes, tmp_path / "moved"))
+    for changes, is_same in (
+        ({"tool_version": "later", "source": {"kind": "index"}}, True),
+        ({"crop": "squash"}, False),
+    ):
+        change_manifest(moved, lambda manifest, changes=changes: manifest.update(changes))
+        assert (Evaluation.of(settings_of(folder, moved, None)).identity == plain.identity) is is_same
 
 
 @pytest.mark.parametrize("where", ["recording.Weights.tell", "judging.evaluate.save_result"])
@@ -145,7 +154,7 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
     ]
     for name, asked, expected, source in cases:
         evaluation = Evaluation.of(settings_of(runs[name], shapes, None, views=2, augment=asked))
-        assert evaluation.settings.augment.model_dump() == expected.model_dump(), name
+        assert evaluation.settings.augment.model_dump() == expected.fed_as("bilinear").model_dump(), name
         assert evaluation.augment_from == source
     told = judge(runs["tuned"], shapes, None, views=2)
     assert told["augment"]["flip_probability"] == 0.0 and told["augment_from"] == "as tuned was trained"
@@ -155,7 +164,7 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
 
 def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path: Path) -> None:
     data = {"dataset": str(shapes), "eval_split": "val"}
-    known = write_folder(tmp_path / "known", shapes, manifest_hash=load_manifest(shapes).hash, step=6)
+    known = write_folder(tmp_path / "known", shapes, pixels_hash=load_manifest(shapes).pixels_hash, step=6)
     run = run_of(known, tmp_path / "run", {"data": data}, {"eval/top1": 0.9, "step": 6})
     for changes, expected in (({}, 0.9), ({"split": "train"}, None)):
         assert Evaluation.of(settings_of(run, shapes, None, views=2, **changes)).plain_top1() == expected
@@ -173,7 +182,7 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
     shapes: Path, tmp_path: Path, split: str, is_warned: bool
 ) -> None:
     """Its splits stand at the top of its config."""
-    known = write_folder(tmp_path / "known", shapes, manifest_hash=load_manifest(shapes).hash)
+    known = write_folder(tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash)
     probe = run_of(known, tmp_path / "probe", {"dataset": str(shapes), "train_split": "val", "test_split": "train"})
     assert (Evaluation.of(settings_of(probe, shapes, None, split=split)).warning() is not None) is is_warned
 

@@ -69,7 +69,8 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
     settings = [f"run_dir={tmp_path}/run", f"data.dataset={out}", "train.duration=2 steps"]
     done = command("finetune", "tune", str(tune_config), *settings)
     assert done.returncode == 0, done.stderr
-    assert read_card(tmp_path / "run").image_size == 16
+    card = read_card(tmp_path / "run")
+    assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
 
 
 def test_an_interrupted_tuning_ends_at_the_same_bits(command: Command, tune_config: Path, tmp_path: Path) -> None:

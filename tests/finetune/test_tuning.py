@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import statistics
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
 from pretrain.page import summary
 from pretrain.shards import open_split
+from pretrain.starts import started
 from tests.data_prep.test_verify import change_manifest
+from tests.moments import wait_until
 from tests.training import final_state, finish, start, start_tuning, write_config
 
 TUNE = """
@@ -167,6 +170,23 @@ def test_a_run_and_a_group_of_runs_do_not_take_each_others_place(
         assert "name another run_dir, or set seeds as it was" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [(), ("seeds=[0,1]",)])
+def test_told_to_stop_while_another_start_holds_the_run_all_ranks_end_well(
+    pretrained: Path, other_shapes: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    config, run_dir = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "run"
+    with started(run_dir, lock_wait_s=0):
+        waiting = start_tuning(config, run_dir, *words, ranks=2)
+        wait_until(
+            lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
+            lives=lambda: waiting.poll() is None,
+        )
+        waiting.send_signal(signal.SIGTERM)
+        said, _ = waiting.communicate()
+    assert waiting.returncode == 0 and ": stopped" in said, said
+    assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
+
+
 def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     """Seed 0 is finished, seed 1 has a checkpoint, seed 2 has nothing."""
     config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
@@ -187,6 +207,19 @@ def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_sha
     (group / "seed-1" / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(SettingsError, match=r"resume: 'never', but .*seed-1 has checkpoints"):
         check_resume_of(asked("never"), repeats_of(asked("never")))
+
+
+def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(pretrained: Path) -> None:
+    card = read_card(pretrained).model_copy(update={"fed_interpolation": "area"})
+    words = [
+        f"pretrained={pretrained}",
+        "run_dir=x",
+        "data.dataset=y",
+        "train={duration: 1 step, global_batch_size: 2}",
+    ]
+    for more, expected in (([], "area"), (["augment.crop_interpolation=bicubic"], "bicubic")):
+        training = load_settings(TuneSettings, path=None, overrides=[*words, *more]).as_training(card)
+        assert training.augment.crop_interpolation == training.augment.plain_filter == expected
 
 
 def test_layers_further_from_the_head_learn_slower() -> None:

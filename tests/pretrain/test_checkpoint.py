@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from data_prep import publish
+from data_prep.publish import work_through
 from pretrain import checkpoint
 from pretrain.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
 from pretrain.checkpoint import Snapshot, TrainerState
@@ -29,11 +30,13 @@ from pretrain.headway import HEADWAY
 from pretrain.models.spec import MlpSpec
 from pretrain.retention import Best, Retention, step_of
 from pretrain.saving import Saver, SavingPlan
+from pretrain.starts import started
 from pretrain.step import EngineState
 from pretrain.supervision import agreed_checkpoint, patiently
 from pretrain.tensor_file import read_tensors
 from pretrain.tracker import Tracker
 from pretrain.world import World
+from tests.moments import wait_until
 from tests.ranks import run_ranks
 
 CARD = ModelCard(
@@ -43,7 +46,7 @@ CARD = ModelCard(
     channel_mean=(0.5, 0.5, 0.5),
     channel_std=(0.2, 0.2, 0.2),
     dataset="shapes",
-    manifest_hash="0" * 64,
+    content_hash="0" * 64,
     step=1,
     run_key="",
 )
@@ -112,6 +115,8 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
         save(run_dir, 2, best=Best(1, 0.5))
+        desk = run_dir / "starts" / "0001"
+        desk.mkdir(parents=True)
         calls, crashed = 0, False
 
         def tick(crash_at: int = crash_at) -> bool:
@@ -123,12 +128,14 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
             for place, name in OPERATIONS:
                 patch.setattr(place, name, crashing(getattr(place, name), tick))
             try:
+                work_through(desk, under=run_dir)
                 save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True
         published = [step_of(path) for path in list_checkpoints(run_dir)]
-        checkpoint.tidy(run_dir)
-        assert not list((run_dir / "checkpoints").glob(".tmp-*"))
+        with started(run_dir, lock_wait_s=0):
+            pass
+        assert not list(run_dir.rglob(".tmp-*"))
         restored = checkpoint.restore(run_dir)
         assert restored is not None and restored.trainer.step == published[-1] and published[-1] in (2, 3)
         assert float(restored.engine.weights["w"][0]) == restored.trainer.step
@@ -237,6 +244,17 @@ def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
     rank.judge_and_save(40, 0.7)
     rank.judge_and_save(50, 0.1)
     rank.ends_with([40, 50], Best(40, 0.7))
+
+
+def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch)
+    rank.judge_and_save(10, 0.5)
+    rank.saver.data_is_right = lambda: False
+    rank.judge_and_save(20, 0.9)
+    assert rank.saver.saved_step == 10
+    rank.ends_with([10], Best(10, 0.5))
 
 
 def last_ones(world: World) -> list[str]:
@@ -373,7 +391,7 @@ def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> 
     writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
     assert not writer.finish(None, timeout_s=0.0)  # who waits has other things to do meanwhile
     with pytest.raises(
-        CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(Not a directory\); put"
+        CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"
     ):
         writer.finish(None)
 
@@ -406,13 +424,6 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
     assert writer.make_room(timeout_s=10)
     writer.finish(None)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,13 @@ def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[P
 
 def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) -> None:
     alone = load_training_data(DataSettings(dataset=str(animals[0]), eval_split=None))
-    assert alone.hash == load_manifest(animals[0]).hash
-    found = {alone.hash, mixed(animals).hash, mixed(animals, weights=(1.0, 1.0)).hash, mixed(animals[::-1]).hash}  # type: ignore[arg-type]
-    assert len(found) == 4
+    assert alone.content_hash == load_manifest(animals[0]).content_hash
+    assert alone.pixels_hash == load_manifest(animals[0]).pixels_hash
+    as_read = [{"crop": "squash"}, {"interpolation": "area"}, {"channel_mean": (0.0, 0.0, 0.0)}, {"image_size": 9}, {}]
+    manifests = [load_manifest(animals[0]).model_copy(update=change) for change in as_read]
+    assert len({manifest.pixels_hash for manifest in manifests}) == 5 and manifests[-1].pixels_hash == alone.pixels_hash
+    found = [alone, mixed(animals), mixed(animals, weights=(1.0, 1.0)), mixed((animals[1], animals[0]))]
+    assert len({data.content_hash for data in found} | {data.pixels_hash for data in found}) == 8
 
 
 def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:

@@ -130,9 +130,12 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
 def test_the_last_line_of_a_run_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pretrain.tracker.sys.executable", "/bin/false")
+    deliverer = tmp_path / "deliverer"  # is started as: deliverer -m pretrain.delivery RUN ...
+    deliverer.write_text('#!/bin/sh\necho "the store is no store" >> "$3/tracking/delivery.log"\nexit 1\n')
+    deliverer.chmod(0o755)
+    monkeypatch.setattr("pretrain.tracker.sys.executable", str(deliverer))
     (tmp_path / "run" / "tracking").mkdir(parents=True)
-    (tmp_path / "run" / "tracking" / "delivery.log").write_text("an older trouble\nthe store is no store\n")
+    (tmp_path / "run" / "tracking" / "delivery.log").write_text("an older trouble\n")
     Tracker(tmp_path / "run", params={}, tags={}).close("FINISHED")
     (line,) = capsys.readouterr().err.splitlines()
     assert "the store is no store" in line and "older" not in line and f"pretrain sync {tmp_path / 'run'}" in line

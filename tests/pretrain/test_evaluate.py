@@ -93,7 +93,7 @@ def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(annotated: Path
 
 @torch.no_grad()
 def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a server that is gone: without `end_waits` the thread would be waited for."""
+    """As behind a server that is gone: if its waits did not end, the thread would be waited for."""
     reader, arrives, stop = reader_of(shapes), threading.Event(), StopFlag()
     stop.is_alone = True
     waited: list[bool] = []
@@ -104,6 +104,7 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch:
         return []
 
     monkeypatch.setattr(reader, "read", read)
+    monkeypatch.setattr(reader, "end_waits", arrives.set)
     with pytest.raises(Interrupted):
         evaluate(
             classifier(),
@@ -112,7 +113,6 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch:
             local_batch_size=40,
             world=World(0, 0, 1),
             stop=stop,
-            end_waits=arrives.set,
         )
     assert waited and all(waited)
 

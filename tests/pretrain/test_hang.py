@@ -20,6 +20,7 @@ from pretrain.verdict import Standings, Verdict
 from pretrain.world import read_world
 from tests import training
 from tests.forked import begin, environments, wait
+from tests.moments import wait_until
 from tests.training import write_config
 
 PEERS = [Peer(rank, f"n{rank // 2}", 100 + rank) for rank in range(8)]
@@ -54,7 +55,7 @@ def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_eac
         begin(target, words, environment=each, output=tmp_path / "output")
         for each in environments(2, TMPDIR=str(tmp_path))
     ]
-    assert wait(ranks, timeout_s=90) == [1, 1]
+    assert wait(ranks, timeout_s=120) == [1, 1]
     output = (tmp_path / "output").read_text()
     (line,) = re.findall("^rank 1 .* has made no headway.*$", output, re.MULTILINE)
     where = (
@@ -128,10 +129,7 @@ def take_turns(rank: int, place: Path) -> None:
 def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float, hangs_s: float) -> list[ForkServerProcess]:
     words = ("tests.pretrain.test_hang:rank", str(folder), plan, silent_s, hangs_s)
     ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
-    deadline_s = time.monotonic() + 60
-    while len(list(folder.glob("ready-*"))) < num_ranks:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == num_ranks)
     return ranks
 
 
@@ -141,7 +139,7 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_pat
     if plan == "is stopped":
         os.kill(ranks[1].pid or 0, signal.SIGSTOP)
     try:
-        ranks[0].join(30)
+        ranks[0].join(120)
         assert ranks[0].exitcode == 1
     finally:
         ranks[1].kill()
@@ -159,7 +157,7 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_pat
 
 def test_a_rank_that_is_alone_is_watched_too(tmp_path: Path) -> None:
     (process,) = begun(tmp_path, "hangs", num_ranks=1, silent_s=2, hangs_s=1)
-    assert wait([process], timeout_s=30) == [1]
+    assert wait([process], timeout_s=120) == [1]
     assert re.search(
         r"rank 0 \(.*\) has made no headway for \d+ s, at step 1,234, waiting for data; the run stops",
         (tmp_path / "output").read_text(),
@@ -170,13 +168,13 @@ def test_a_rank_that_is_alone_is_watched_too(tmp_path: Path) -> None:
 def test_headway_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
     """Eight seconds of short steps and pieces of work; five without any would be a hang."""
     (process,) = begun(tmp_path, "gets on", num_ranks=1, silent_s=2, hangs_s=5)
-    assert wait([process], timeout_s=30) == [0]
+    assert wait([process], timeout_s=120) == [0]
     assert (tmp_path / "output").read_text() == "" and not (tmp_path / "stacks").exists()
 
 
 def test_ranks_wait_for_each_other_for_longer_than_any_of_them_may_stand_still(tmp_path: Path) -> None:
     ranks = begun(tmp_path, "wait for each other", num_ranks=2, silent_s=60, hangs_s=3)
-    assert wait(ranks, timeout_s=90) == [0, 0], (tmp_path / "output").read_text()
+    assert wait(ranks, timeout_s=120) == [0, 0], (tmp_path / "output").read_text()
     assert (tmp_path / "output").read_text() == ""
 
 

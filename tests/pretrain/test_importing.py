@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
+import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
 from finetune.judging.config import EvaluateSettings
@@ -65,8 +67,11 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         assert main(words) == 0
         said = capsys.readouterr().out
         assert f"{out}: B-1/Wi-12 of scaling_mlps, 16 px, 8 classes, 10,568 parameters" in said
+        assert "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it" in said
         assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
-    assert read_card(out).dataset == "imagenet21"
+    card = read_card(out)
+    assert card.dataset == "imagenet21" and card.fed_interpolation == "area"
+    assert (card.stored_crop, card.stored_interpolation) == ("longer_side", "area")
 
     world = World(rank=0, local_rank=0, num_ranks=1)
     silent = TrackingSettings(enabled=False)
@@ -89,6 +94,8 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         world,
     )
     assert result is not None and 0 <= result["test_top1"] <= 1
+    card = read_card(tmp_path / "probe")
+    assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == ("center", "bicubic", "area")
     assert np.allclose(first_layer(out), weights["linear_in.weight"].view(-1, 3, 16, 16).amax(dim=1).numpy())
 
 
@@ -117,15 +124,45 @@ def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.Captu
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     words = ["import", str(tmp_path / "pytorch_model.bin"), "--out"]
     assert main([*words, str(tmp_path / "plain")]) == 0
-    assert read_card(tmp_path / "plain").channel_mean == (0.5, 0.5, 0.5)
+    card = read_card(tmp_path / "plain")
+    assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == ((0.5, 0.5, 0.5), None, "bicubic")
+    said = capsys.readouterr().out
+    assert (
+        "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are wrong: --activa" in said
+    )
+    assert "timm's transform: interpolation bicubic, crop_pct 0.875 (the usual of timm; kept in config.json" in said
     cfg = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0], "label_names": ["ant", "bee"]}
+    cfg |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"}
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_b16_224", "pretrained_cfg": cfg}))
     assert main([*words, str(tmp_path / "hub")]) == 0
     assert "of the config beside the file" in capsys.readouterr().out
     card, ours = load_folder(tmp_path / "hub")
     assert (card.channel_mean, card.channel_std, card.classes) == ((0.0,) * 3, (1.0,) * 3, ("ant", "bee"))
+    assert card.fed_interpolation == "bilinear"
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(ours.eval()(images), theirs(images))
+    for folder, transform in (("plain", ("bicubic", 0.875, "center")), ("hub", ("bilinear", 0.9, "squash"))):
+        timms = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
+        found = timm.data.resolve_model_data_config(timms)
+        assert (found["interpolation"], found["crop_pct"], found["crop_mode"]) == transform
+
+
+def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = public_weights()
+    average = {name: tensor / 2 for name, tensor in raw.items()}
+    torch.save({"state_dict": raw, "state_dict_ema": average}, tmp_path / "w")
+    for words, taken, said in (
+        ([], average, "--weights raw takes"),
+        (["--weights", "raw"], raw, "--weights ema takes"),
+    ):
+        out = tmp_path / f"out{len(words)}"
+        assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0
+        assert said in capsys.readouterr().out
+        card, model = load_folder(out)
+        assert torch.equal(model.state_dict()["head.weight"], taken["linear_out.weight"])
+        assert ("running average" in card.origin) == (not words)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,20 +155,19 @@ def test_ranks_of_one_task_share_its_cores(
 
 
 def test_ctrl_c_is_answered_at_once_and_once() -> None:
-    """A step may take long, above all one that waits for data."""
-    rank = "import signal, time; signal.signal(2, lambda *_: None); print('ready', flush=True); time.sleep(2); time.sleep(1)"
+    """A step may take long, above all one that waits for data: this rank ends when it is let go."""
+    rank = "import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True); sys.stdin.read()"
     code = f"import sys; from pretrain.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
     code += "num_ranks=1, heed_signals=True))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.3)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 0 and said.split("\n") == [
-        "",
-        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once",
-        "",
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    assert [process.stderr.readline() for _ in range(2)] == [
+        "\n",
+        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once\n",
     ]
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0 and said == ""

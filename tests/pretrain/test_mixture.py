@@ -1,7 +1,6 @@
 """Several datasets as one line: shares held in every stretch, each source in its own order, nothing kept but the position."""
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pretrain.config import DataSettings, MixedDataset
 from pretrain.datasets import TrainingData, load_training_data
 from pretrain.mixture import Mixture, mixture_weights
 from pretrain.order import Order
+from tests.data_prep.samples import change_manifest
 
 
 def mixture(sizes: list[int], weights: tuple[int, ...]) -> Mixture:
@@ -87,9 +87,8 @@ def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None
 def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path, tmp_path: Path) -> None:
     for name, count in (("eight", 8), ("eight_too", 8), ("nine", 9)):
         shutil.copytree(shapes, tmp_path / name)
-        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
-        manifest["classes"] = [str(number) for number in range(count)]
-        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+        names = [str(number) for number in range(count)]
+        change_manifest(tmp_path / name, lambda manifest, names=names: manifest.update(classes=names))
 
     def mixed(*names: str) -> TrainingData:
         first, *others = (str(tmp_path / name) for name in names)

@@ -1,5 +1,6 @@
 """The preview shows the very pictures and labels that a run is fed."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,8 +87,8 @@ def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
         def __next__(self) -> None:
             raise KeyboardInterrupt
 
-    cache = SimpleNamespace(close=lambda: ended.append("downloads"))
-    monkeypatch.setattr("pretrain.preview.open_cache", lambda data: cache)
+    reader = SimpleNamespace(end_waits=lambda: ended.append("downloads"))
+    monkeypatch.setattr("pretrain.preview.reading", lambda *unused, **more: nullcontext(reader))
     monkeypatch.setattr("pretrain.preview.training_batches", lambda *unused, **more: Batches())
     settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
     with pytest.raises(KeyboardInterrupt):

@@ -39,6 +39,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     assert isinstance(params, dict) and isinstance(tags, dict)
     assert params["optimizer.lr"] == 1e-3 and params["num_ranks"] == 2
     assert tags["mlflow.source.git.commit"] and "the same command goes on" in tags["mlflow.note.content"]
+    assert {"num_cpu_threads": 1} in [event["params"] for event in events(run_dir, "params")]
     assert [event["path"] for event in events(run_dir, "artifact")] == [str(run_dir / "config.yaml")]
     assert events(run_dir, "params")[0]["params"] == {"peak_teraflops": "0.5 per rank (tracking.peak_teraflops)"}
     told: dict[str, list[object]] = {}
@@ -116,10 +117,10 @@ def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyP
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:
     train, val = datasets_of(load_training_data(DataSettings(dataset=str(shapes))))
-    whole = load_manifest(shapes).hash
+    whole = load_manifest(shapes).content_hash
     assert (train["context"], val["context"]) == ("training", "evaluation")
     assert train["digest"] == whole[:32] and len(train["digest"]) <= 36
     assert json.loads(train["source"]) == {"uri": str(shapes)}
     profile = json.loads(train["profile"])
     assert (profile["num_samples"], profile["num_classes"], profile["fewest_per_class"]) == (240, 8, 30)
-    assert profile["manifest_hash"] == whole
+    assert profile["content_hash"] == whole

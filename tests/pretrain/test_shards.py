@@ -13,6 +13,7 @@ from PIL import Image
 from data_prep.__main__ import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest
 from pretrain.shards import open_split
+from tests.data_prep.samples import replace_index
 
 
 def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
@@ -84,11 +85,10 @@ def test_a_label_beyond_the_classes_is_refused(shapes: Path, tmp_path: Path, lab
     """In a mixture it would be a class of the next dataset, and on a GPU the end of the process."""
     directory = tmp_path / "copy"
     shutil.copytree(shapes, directory)
-    manifest = load_manifest(directory)
-    path = directory / manifest.split("train").shards[0].index_file
-    index = np.load(path)
+    index = np.load(directory / "train-000000.npy")
     index[5, 2] = label
-    np.save(path, index)
+    replace_index(directory, index)
+    manifest = load_manifest(directory)
     with pytest.raises(DatasetError, match="has labels beyond the 8 classes of the manifest; run data_prep verify"):
         open_split(directory, manifest, "train").images(np.arange(1))
 
@@ -96,9 +96,8 @@ def test_a_label_beyond_the_classes_is_refused(shapes: Path, tmp_path: Path, lab
 def test_an_index_stored_by_columns_is_refused(shapes: Path, tmp_path: Path) -> None:
     directory = tmp_path / "copy"
     shutil.copytree(shapes, directory)
+    replace_index(directory, np.asfortranarray(np.load(directory / "train-000000.npy")))
     manifest = load_manifest(directory)
-    path = directory / manifest.split("train").shards[0].index_file
-    np.save(path, np.asfortranarray(np.load(path)))
     with pytest.raises(DatasetError, match="row by row; run data_prep verify"):
         open_split(directory, manifest, "train").images(np.arange(1))
 
@@ -107,11 +106,10 @@ def test_an_index_stored_by_columns_is_refused(shapes: Path, tmp_path: Path) -> 
 def test_an_index_that_leads_out_of_its_shard_is_refused(shapes: Path, tmp_path: Path, offset: int) -> None:
     directory = tmp_path / "copy"
     shutil.copytree(shapes, directory)
-    manifest = load_manifest(directory)
-    path = directory / manifest.split("train").shards[0].index_file
-    index = np.load(path)
+    index = np.load(directory / "train-000000.npy")
     index[-1, 0] = offset
-    np.save(path, index)
+    replace_index(directory, index)
+    manifest = load_manifest(directory)
     reader = open_split(directory, manifest, "train")
     with pytest.raises(DatasetError, match="its index leads out of the shard"):
         reader.images(np.arange(1))

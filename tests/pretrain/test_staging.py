@@ -16,6 +16,7 @@ import torch
 
 from cluster.preflight.judgement import MIN_FREE_GB
 from data_prep.__main__ import main as data_prep
+from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain import stage_area
 from pretrain.config import DataSettings
@@ -25,6 +26,7 @@ from pretrain.shards import ShardReader
 from pretrain.stage_area import StageArea, StagedCopy, Stopped, Wanted
 from pretrain.staging import _datasets_of, staged
 from pretrain.world import World
+from tests.data_prep.samples import change_manifest
 from tests.forked import begin, wait
 
 CPU = torch.device("cpu")
@@ -65,6 +67,7 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
 ) -> None:
     dataset, scratch = tmp_path / "data", tmp_path / "deep" / "scratch"
     shutil.copytree(shapes, dataset)
+    change_manifest(dataset, lambda manifest: manifest.update(name="moved", tool_version="later"))  # the same content
     before = everything(data_of(dataset, scratch))
     data = stage(dataset, scratch)
     assert capsys.readouterr().out.startswith("staged ")
@@ -72,8 +75,8 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
         file.unlink()
     after = everything(data)
     assert len(before) == len(after) == 4 and all(map(torch.equal, before, after))
-    assert data.hash == data_of(dataset, scratch).hash
-    assert (scratch / data.hash / "manifest.json").read_bytes() == (shapes / "manifest.json").read_bytes()
+    assert data.content_hash == data_of(dataset, scratch).content_hash
+    assert load_manifest(scratch / data.content_hash) == load_manifest(dataset)
     stage(shapes, scratch)  # there already
     assert capsys.readouterr().out == ""
 
@@ -206,7 +209,7 @@ def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(shapes: Path,
     area.fill(manifest, wanted)
     first.join()
     assert moved == [sum(file.num_bytes for file in wanted), 0]
-    assert area.take(manifest.hash, wanted) is not None
+    assert area.take(manifest.content_hash, wanted) is not None
 
 
 def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_cache(shapes: Path, tmp_path: Path) -> None:
@@ -225,4 +228,6 @@ def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_cache(shapes: 
     far = replace(data, parts=(replace(data.parts[0], manifest=manifest.model_copy(update={"splits": splits})),))
     assert [file.name for file in wanted_of(far) if str(file.source).startswith("https")] == []
     names = {file.name for file in wanted_of(far)}
-    assert {shard.index_file for shard in shards} <= names and not {f"{shard.sha256}.tar" for shard in shards} & names
+    assert {f"{shard.index_sha256}.npy" for shard in shards} <= names and not {
+        f"{shard.sha256}.tar" for shard in shards
+    } & names

@@ -7,19 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from data_prep.publish import sole_writer
+from data_prep.publish import Superseded, work_through
 from data_prep.settings import UserError
 from pretrain.delivery import Delivery, deliver_while_training, sync
 from pretrain.journal import Journal
+from pretrain.starts import started
 from pretrain.tracker import RunIdentity, Tracker
+from tests.moments import wait_until
 from tests.ranks import REPOSITORY
 
 MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
@@ -128,9 +130,8 @@ def test_a_child_that_is_delivered_before_its_parent_hangs_under_it_in_the_end(t
 
 
 def wait_for_journal(run_dir: Path, word: bytes) -> None:
-    journal, deadline_s = run_dir / "tracking" / "journal.jsonl", time.monotonic() + 30
-    while not (journal.exists() and word in journal.read_bytes()) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    journal = run_dir / "tracking" / "journal.jsonl"
+    wait_until(lambda: journal.exists() and word in journal.read_bytes())
 
 
 def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
@@ -163,20 +164,72 @@ def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], cwd=REPOSITORY, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    journal = run_dir / "tracking" / "journal.jsonl"
-    while not (journal.exists() and b"loss" in journal.read_bytes()):
-        time.sleep(0.01)
+    wait_for_journal(run_dir, b"loss")
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        state = run_dir / "tracking" / "delivered.json"
-        if state.exists() and runs_in(tmp_path / "mlflow.db")[0].info.status != "RUNNING":
-            break
-        time.sleep(0.5)
+    state = run_dir / "tracking" / "delivered.json"
+    wait_until(lambda: state.exists() and runs_in(tmp_path / "mlflow.db")[0].info.status != "RUNNING")
     (run,) = runs_in(tmp_path / "mlflow.db")
     assert run.info.status == "FAILED" and points(tmp_path / "mlflow.db", run, "loss") == [(1, 1.0)]
+
+
+def test_a_deliverer_that_is_killed_is_started_again_and_every_point_stands_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: Path
+) -> None:
+    monkeypatch.setattr("pretrain.tracker.RESTART_S", 0.0)
+    run_dir, position, step = tmp_path / "run", tmp_path / "run/tracking/delivered.json", 0
+    identity(run_dir)
+    run = tracker(run_dir)
+
+    def delivered() -> int:
+        return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
+
+    for _ in range(2):
+        before, step = delivered(), step + 1
+        run.metrics({"loss": 1 / step}, step=step)
+        wait_until(lambda: delivered() > before)  # noqa: B023
+        run._deliverer.kill()
+        wait_until(lambda: run._deliverer.poll() is not None)
+    for step in (3, 4):
+        run.metrics({"loss": 1 / step}, step=step)
+    run.close("FINISHED")
+    said = capsys.readouterr().err
+    assert said == (
+        f"tracking: what delivers to MLflow has ended (SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, "
+        "at most once a minute\n"
+    )
+    (found,) = runs_in(store)
+    assert found.info.status == "FINISHED"
+    assert points(store, found, "loss") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3, 4)]
+
+
+def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies, now_s = tmp_path / "dies", [1000.0]
+    dies.write_text(
+        f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word >>$3/tracking/delivery.log\nkill -9 $$\n"
+    )
+    dies.chmod(0o755)
+    monkeypatch.setattr("pretrain.tracker.sys.executable", str(dies))
+    monkeypatch.setattr("pretrain.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    (run_dir / "tracking/delivery.log").write_text("of yesterday\n")
+    run = tracker(run_dir)
+    for step in range(1, 200):  # a second each
+        run._deliverer.wait()
+        now_s[0] += 1
+        run.metrics({"loss": 1.0}, step=step)
+        run._join()
+    run.close("FINISHED")
+    assert (tmp_path / "births").read_text() == "born\n" * 4
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and said[1] == (
+        f"tracking: MLflow has not got everything yet ({run_dir}/tracking/delivery.log: delivery ended with SIGKILL; "
+        f"its last word); later: pretrain sync {run_dir}"
+    )
 
 
 def test_other_ranks_and_untracked_runs_write_nothing(tmp_path: Path) -> None:
@@ -224,7 +277,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_path: Path, store: Path) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1))
-    with sole_writer(run_dir):
+    with started(run_dir, lock_wait_s=0):
         sync(run_dir)
         assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
     sync(run_dir)
@@ -241,6 +294,26 @@ def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, stor
     with open(reader, "rb") as pipe:  # the next trainer's deliverer, whose trainer is gone by now, too
         assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
     assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
+
+
+def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, store: Path) -> None:
+    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    desk.mkdir(parents=True)
+    write_journal(run_dir, START, loss(1))
+    work_through(desk, under=run_dir)
+    delivery = Delivery(run_dir)
+    delivery.deliver()
+    desk.rmdir()
+    with open(run_dir / "tracking" / "journal.jsonl", "a") as journal:
+        journal.write(json.dumps(loss(2) | {"time_ms": 2}) + "\n")
+    with pytest.raises(Superseded):
+        delivery.deliver()
+    reader, writer = os.pipe()
+    os.close(writer)  # its trainer has woken up, too, and ended
+    with open(reader, "rb") as pipe:
+        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    (run,) = runs_in(store)
+    assert run.info.status == "RUNNING" and run.data.metrics == {"loss": 1.0}
 
 
 def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:

@@ -42,6 +42,9 @@ echo "rank $SLURM_PROCID of $SLURM_NTASKS, local $SLURM_LOCALID of $SLURM_NTASKS
 case $name in
     quick* | no-python* | blind*) finish "$name" ;;
     second-time*) [ -z "${SLURM_RESTART_COUNT:-}" ] || finish "$name" ;;
+    busy*)
+        [ "${SLURM_RESTART_COUNT:-0}" -lt 2 ] || finish "$name"
+        [ "$SLURM_PROCID" != 0 ] || { echo "process 5 on n9 holds it"; exit 75; } ;;
     crash*)
         [ "$SLURM_PROCID" = 1 ] || {
             until [ -s "jobs/$SLURM_JOB_ID/ends/rank.${SLURM_RESTART_COUNT:-0}/1" ]; do sleep 0.1; done
@@ -148,6 +151,15 @@ def test_what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) ->
     assert "failed 3 times without a new checkpoint" in log
     assert log.count("rank 1 on n2 failed first, with exit code 7; the last lines of") == 3, log
     assert "    disk on fire" in log, log  # what rank 1 said, though the job's log shows the first rank
+
+
+def test_a_start_that_waits_in_vain_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1,SLURM_WAIT=1", SCRIPT, "busy")
+    assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
+    log = lab.log(job)
+    assert log.count("runs/busy is held by another start (see above)") == 2 and "process 5 on n9 holds it" in log, log
+    starts = [line.split() for line in (lab.root / "jobs" / job / "starts").read_text().splitlines()]
+    assert [words[3] for words in starts if words[0] == "end"] == ["busy", "busy", "finished"]
 
 
 def test_restarts_that_lead_nowhere_have_an_end(lab: Cluster) -> None:

@@ -1,6 +1,8 @@
 """cluster/pretrain.slurm on a real SLURM: two nodes with a rank each, the real command, a tiny run, and all that befalls it."""
 
+import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -76,9 +78,9 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == [], file
 
 
-def await_progress(slurm: Cluster, job: str, run_dir: Path, *, start: int) -> None:
+def await_progress(slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1") -> None:
     """Until start number `start` has gone on, and has made a checkpoint of its own."""
-    slurm.wait_for(job, f"start {start}: 2 x 1 ranks", timeout_s=240)
+    slurm.wait_for(job, f"start {start}: {ranks} ranks", timeout_s=240)
     pointer = run_dir / "checkpoints/latest"
     before, deadline_s = pointer.read_text() if pointer.exists() else "", time.monotonic() + 240
     while not pointer.exists() or pointer.read_text() == before:
@@ -102,6 +104,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     await_progress(slurm, job, run_dir, start=2)
     slurm("scontrol", "requeue", job)
     await_progress(slurm, job, run_dir, start=3)
+    assert re.search("^end 1 .* stopped ", (slurm.root / "jobs" / job / "starts").read_text(), re.MULTILINE)
     urgent = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--wrap", "true")
     slurm.wait(urgent, "COMPLETED")
 
@@ -124,6 +127,31 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     log = slurm.log(job)
     assert log.count("going on from step-") == 4, log
     assert "its ranks were told to stop, srun ended with 0" in log and "it was preempted, srun ended with 0" in log, log
+
+
+def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wakes_up(
+    slurm: Cluster, config: Path, undisturbed: Path
+) -> None:
+    run_dir = slurm.root / "runs/icy"
+    # both ranks there: in the lab SLURM would drain a node whose tasks cannot tell the frozen one of their end
+    words = ("--export=ALL,RANKS_PER_NODE=2", SCRIPT, config, "run_dir=runs/icy")
+    job = slurm.sbatch("--nodes=1", *words, "engine.lock_wait_s=2")
+    await_progress(slurm, job, run_dir, start=1, ranks="1 x 2")
+    slurm.tell("hang n1")  # the run's lock is held for good
+    try:
+        slurm.wait_for(job, "SLURM says that it is over, so this start takes over from it", timeout_s=300)
+        await_progress(slurm, job, run_dir, start=2, ranks="1 x 2")
+        slurm.tell("thaw n1")
+        assert slurm.wait(job, "COMPLETED", timeout_s=400)["Restarts"] == "1"
+    finally:
+        slurm.tell("revive n1")
+    assert_same_end(run_dir, undisturbed)
+    assert re.search(r"start 1 of this run holds it \(process \d+ on n1, job \d+, start 1, since ", slurm.log(job))
+    assert [path.name for path in (run_dir / "starts").iterdir()] == ["0002"]
+    events = map(json.loads, (run_dir / "tracking/journal.jsonl").read_text().splitlines())
+    steps = [each["step"] for each in events if "train/loss" in each.get("values", ())]
+    assert steps == list(range(50, 801, 50))
+    assert tracked(slurm, run_dir) == ["FINISHED"]
 
 
 def test_fewer_nodes_go_on_where_that_was_asked_for(slurm: Cluster, config: Path, undisturbed: Path) -> None:

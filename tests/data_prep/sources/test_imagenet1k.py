@@ -1,6 +1,7 @@
 """ImageNet-1k in every form in which it lies about gives the same labels; ReaL labels follow their pictures."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,20 @@ def _other_year(root: Path) -> None:
     (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(6)))
 
 
+def _few_pictures(root: Path) -> None:
+    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(4)))
+
+
+def _dangling_val(root: Path) -> None:
+    (root / "ILSVRC2012_img_val.tar").unlink()
+    (root / "ILSVRC2012_img_val.tar").symlink_to("elsewhere")
+
+
+def _dangling_devkit(root: Path) -> None:
+    (root / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    (root / "ILSVRC2012_devkit_t12.tar.gz").symlink_to("elsewhere")
+
+
 def _odd_name(root: Path) -> None:
     (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of({"picture.JPEG": b"x"}))
 
@@ -158,6 +173,9 @@ def _bad_meta(root: Path) -> None:
         (_without_devkit, "its labels are in ILSVRC2012_devkit_t12.tar.gz; download it into"),
         (_without_val, "holds neither ILSVRC2012_img_val.tar nor val/"),
         (_other_year, "is beyond the 5 labels of the development kit"),
+        (_few_pictures, "val has 4 pictures, but labels are known of 5; complete the archive"),
+        (_dangling_val, "ILSVRC2012_img_val.tar is a link to nowhere; mend or remove it"),
+        (_dangling_devkit, "ILSVRC2012_devkit_t12.tar.gz is a link to nowhere; mend or remove it"),
         (_odd_name, "is not named like a validation picture"),
         (_lost_synset, f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
         (_damaged_devkit, "is not the development kit"),
@@ -175,6 +193,26 @@ def test_what_is_missing_or_damaged_is_one_clear_line(
     assert message in said
     assert said.startswith("data_prep: source.path: ")
     assert said.count("\n") == 1
+
+
+def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = sorted_by_hand(tmp_path / "in")
+    (source / "val" / FIRST[1] / "ILSVRC2012_val_00000001.JPEG").unlink()
+    (tmp_path / "real.json").write_text(json.dumps([[0]] * 5))
+    for words in ([f"source.real={tmp_path / 'real.json'}"], []):
+        if not words:
+            _write(source, devkit_files(NUMBERS, TRUTH))
+        assert build(source, tmp_path / "out", *words) == 2
+        assert "val has 4 pictures, but labels are known of 5; complete the archive" in capsys.readouterr().err
+    shutil.rmtree(source / "val" / FIRST[2])
+    (source / "val" / FIRST[2]).symlink_to("elsewhere")
+    assert build(source, tmp_path / "out") == 2
+    assert f"neither folders nor files of its own ({FIRST[2]}: a link to nowhere)" in capsys.readouterr().err
+    (source / "val" / FIRST[2]).unlink()
+    assert build(source, tmp_path / "out") == 2
+    assert f"val has 2 synsets, train 3 (for example {FIRST[2]} is in one only)" in capsys.readouterr().err
 
 
 def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
+from data_prep.sources.files import sort_out
+from data_prep.sources.synsets import find_synsets
 from tests.data_prep.samples import read_samples
 from tests.data_prep.sources.archives import (
     FIRST,
@@ -164,7 +166,7 @@ def _empty_class(source: Path) -> None:
         (_zipped, f"{FIRST[1]}.tar is"),
         (_stranger, "holds 'holiday.tar', which is no synset"),
         (_link, "which is a link or device"),
-        (_empty_class, f"1 classes of this imagenet21k source hold no pictures ({FIRST[1]})"),
+        (_empty_class, f"1 classes of this imagenet21k source hold no pictures ({FIRST[1]}.tar)"),
     ],
 )
 def test_a_damaged_archive_is_one_clear_line(
@@ -178,6 +180,26 @@ def test_a_damaged_archive_is_one_clear_line(
     assert said.startswith("data_prep: source.path: ")
     assert said.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_all_damaged_tars_are_named_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = FORMS["tars"](tmp_path)
+    for wnid in FIRST[:2]:
+        (source / f"{wnid}.tar").write_bytes(b"<html>please sign in</html>" * 50)
+    assert build(source, tmp_path / "out", "source.processing=raw") == 2
+    said = capsys.readouterr().err
+    assert f"{FIRST[0]}.tar is damaged at byte 0" in said and "(and 1 more: " in said and f"{FIRST[1]}.tar is" in said
+
+
+def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, scanned, opened = FORMS["tars"](tmp_path), [], []
+    monkeypatch.setattr("data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1])
+    monkeypatch.setattr("data_prep.sources.files._is_picture", opened.append)
+    (source / "LICENSE").write_text("free")
+    assert len(find_synsets(source, "", split="train")) == len(FIRST)
+    assert (scanned, opened) == ([source], [source / "LICENSE"])
 
 
 def test_a_compressed_whole_tar_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,9 +251,37 @@ def _name_twice(root: Path) -> Path:
     return source
 
 
+def _lost_tar(root: Path) -> Path:
+    source = write_synset_tars(root / "in", {FIRST[0]: 2})
+    (source / f"{FIRST[1]}.tar").symlink_to("elsewhere.tar")
+    return source
+
+
+def _lost_folder(root: Path) -> Path:
+    source = write_synset_folders(root / "in", {FIRST[0]: 2})
+    (source / FIRST[1]).symlink_to("elsewhere")
+    return source
+
+
+def _upward(root: Path) -> Path:
+    source = write_synset_folders(root / "in", {FIRST[0]: 2})
+    (source / FIRST[1]).symlink_to(".")
+    return source
+
+
+def _loose(root: Path) -> Path:
+    source = write_synset_folders(root / "in", {FIRST[0]: 2})
+    (source / "picture").write_bytes(next(iter(synset_files(FIRST[0], 1).values())))
+    return source
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
+        (_lost_tar, f"1 entries that are neither folders nor files of its own ({FIRST[1]}.tar: a link to nowhere)"),
+        (_lost_folder, f"1 entries that are neither folders nor files of its own ({FIRST[1]}: a link to nowhere)"),
+        (_upward, f"({FIRST[1]}: a link to a folder that it lies in)"),
+        (_loose, "1 pictures lie in"),
         (_twice, f"holds the synset {FIRST[0]} twice"),
         (_unfinished, f"holds {FIRST[1]}.tar.part, which is no finished synset tar"),
         (_name_twice, f"{FIRST[0]}.tar holds a name twice"),

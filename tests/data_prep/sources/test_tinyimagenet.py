@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import struct
 import warnings
 import zipfile
@@ -85,6 +86,19 @@ def test_a_build_keeps_every_picture_with_its_label(tmp_path: Path, unpacked: bo
         f"val/images/val_{row}.JPEG": (jpeg(100 + row), WNIDS.index(name)) for row, name in enumerate(VAL)
     }
     assert written(out, "test") == {f"test/images/test_{row}.JPEG": (jpeg(200 + row), -1) for row in range(2)}
+
+
+def test_a_picture_that_leads_nowhere_is_rejected_not_forgotten(tmp_path: Path) -> None:
+    path = place(tmp_path, WHOLE, unpacked=True)
+    lost = [f"train/{WNIDS[0]}/images/{WNIDS[0]}_1.JPEG", "val/images/val_3.JPEG"]
+    for name in lost:
+        (path / name).unlink()
+        (path / name).symlink_to("elsewhere")
+    assert build("tinyimagenet", tmp_path / "out", f"source.path={path}", "max_reject_share=0.5", "image_size=16") == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (17, 15, 2)
+    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert {line["path"]: line["detail"] for line in rejected} == dict.fromkeys(lost, "a link to nowhere")
 
 
 def test_raw_pictures_from_zip_and_folder_are_the_same_dataset(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Crops against torchvision and PIL on the same boxes."""
+"""Crops against torchvision, PIL and OpenCV on the same boxes."""
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -8,6 +9,7 @@ from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as reference
 
+from pretrain.augment import on_cpu
 from pretrain.augment.crops import (
     Boxes,
     axis_weights,
@@ -66,6 +68,31 @@ def test_levels_equal_pils_within_one(size: int) -> None:
         assert apart.max() <= 1, number
         differing.append((apart > 0).mean())
     assert np.mean(differing) < 0.02
+
+
+@pytest.mark.parametrize("stored", [32, 40, 64, 96, 100])
+def test_area_equals_opencvs_within_one_level(stored: int) -> None:
+    """On whole pictures and on boxes, of which one side may be enlarged and the other shrunk: by torch and by numba."""
+    pictures_ = torch.from_numpy(hard_pictures(stored, stored))
+    for boxes in (whole_boxes(len(pictures_), stored), some_boxes(len(pictures_), stored)):
+        by_torch = resample(pictures_, boxes, size=64, area=True)
+        torch.testing.assert_close(on_cpu.crop(pictures_, boxes, size=64, area=True), by_torch, rtol=0, atol=1e-2)
+        levels = resample_levels(pictures_, boxes, size=64, area=True).permute(0, 3, 1, 2).float()
+        for number, picture in enumerate(pictures_.numpy()):
+            top, left, height, width = crop_of(boxes, number)
+            cut = picture[top : top + height, left : left + width]
+            theirs = torch.from_numpy(cv2.resize(cut, (64, 64), interpolation=cv2.INTER_AREA)).permute(2, 0, 1)
+            theirs = theirs.flip(-1) if boxes.flip[number] else theirs
+            assert (by_torch[number] - theirs).abs().max() <= 1 and (levels[number] - theirs).abs().max() <= 1
+
+
+def test_area_doubles_the_pixels_of_cifar() -> None:
+    doubled = pictures(3, 32).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).permute(0, 3, 1, 2).float()
+    for found in (
+        resample(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
+        on_cpu.crop(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
+    ):
+        assert torch.equal(found, doubled)
 
 
 def test_levels_do_not_depend_on_the_batch() -> None:

@@ -35,7 +35,7 @@ def card_of(spec: AnySpec, *, image_size: int = 16, num_classes: int = 3) -> Mod
         channel_mean=(0.4, 0.5, 0.6),
         channel_std=(0.1, 0.2, 0.3),
         dataset="shapes",
-        manifest_hash="0" * 64,
+        content_hash="0" * 64,
         step=20,
         run_key="key",
     )
@@ -97,7 +97,8 @@ def test_cards_old_and_new_are_read_and_strange_keys_are_not(tmp_path: Path) -> 
         "channel_mean": [0.5, 0.5, 0.5],
         "channel_std": [0.2, 0.2, 0.2],
         "dataset": "shapes",
-        "manifest_hash": "",
+        "content_hash": "",
+        "pixels_hash": "",
         "step": 1,
         "run_key": "",
     }

@@ -13,8 +13,10 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models.mlp_mixer import MlpMixer
+from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
+from torch.optim.swa_utils import AveragedModel
 
 from data_prep.settings import UserError
 from pretrain.models.build import build_model
@@ -71,7 +73,7 @@ def ours(foreign: Foreign) -> ImageModel:
 
 def through_a_file(tmp_path: Path, stored: object, **reading: Any) -> Foreign:
     torch.save(stored, tmp_path / "weights")
-    return convert(read_weights(tmp_path / "weights"), source="weights", reading=Reading(**reading))
+    return convert(read_weights(tmp_path / "weights").weights, source="weights", reading=Reading(**reading))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, None], ids=["layer", "batch", "none"])
@@ -318,8 +320,41 @@ def test_weights_that_are_not_whole_are_one_message(change: Callable[[Weights], 
 
 
 def test_timms_other_models_are_refused() -> None:
-    for name in ("gmixer_12_224", "gmlp_ti16_224", "resmlp_12_224"):
+    for name, what in (("gmixer_12_224", "gmixer"), ("gmlp_ti16_224", "gMLP"), ("resmlp_12_224", "ResMLP")):
         with torch.device("meta"):
             weights = timm.create_model(name, num_classes=2).state_dict()
-        with pytest.raises(UserError, match=r"of another shape|are of no family that is known"):
+        with pytest.raises(UserError, match=f"{what}.*which this project has no model for; mixer_. it takes"):
             convert(weights, source="f")
+    public = {"patch_embed.proj.weight": torch.zeros(1), "blocks.0.norm1.alpha": torch.zeros(1)}  # facebook's own names
+    with pytest.raises(UserError, match="holds weights of a ResMLP"):
+        convert(public, source="f")
+
+
+def test_a_training_file_gives_what_timm_takes_of_it(tmp_path: Path) -> None:
+    """Written by timm's own saver; read by timm's own loader."""
+    sizes = {"num_classes": 5, "img_size": 16, "patch_size": 8, "num_blocks": 1, "embed_dim": 8}
+    theirs = MlpMixer(**sizes)
+    average = ModelEmaV3(theirs)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.add_(torch.randn_like(weight))
+    optimizer = torch.optim.SGD(theirs.parameters())
+    saver = CheckpointSaver(theirs, optimizer, model_ema=average, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(epoch=0, metric=1.0)
+    images, answers = torch.randn(3, 3, 16, 16), []
+    for kind, uses_average in (("ema", True), ("raw", False)):
+        stored = read_weights(tmp_path / "last.pth.tar", kind=kind)
+        assert stored.average == "state_dict_ema"
+        timm.models.load_checkpoint(theirs, str(tmp_path / "last.pth.tar"), use_ema=uses_average)
+        answers.append(ours(convert(stored.weights, source="f"))(images))
+        torch.testing.assert_close(answers[-1], theirs.eval()(images))
+    assert (answers[0] - answers[1]).abs().max() > 0.1
+
+
+def test_torchs_averaged_model_is_read(tmp_path: Path) -> None:
+    theirs = Theirs()
+    average = AveragedModel(theirs, use_buffers=True)
+    average.update_parameters(theirs)
+    foreign = through_a_file(tmp_path, {"model": theirs.state_dict(), "model_ema": average.state_dict(), "epoch": 3})
+    images = torch.randn(5, 3, SIDE, SIDE)
+    torch.testing.assert_close(ours(foreign)(images), average.module(images))

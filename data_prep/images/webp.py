@@ -1,0 +1,84 @@
+"""WebPs, by the libwebp in OpenCV's wheel: the same decoder on every machine, whatever PIL was built with.
+
+The header is read here, because size and orientation must be known: RIFF, the length of what follows, WEBP, chunks. The size is
+that of the canvas in an extended file (VP8X), else of the one frame (VP8 is lossy, VP8L lossless).
+"""
+
+import re
+from functools import cache
+from types import ModuleType
+from typing import Final, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from data_prep.images.rejection import Rejection
+
+WEBP: Final = re.compile(rb"RIFF....WEBP", re.DOTALL)
+_METADATA: Final = {b"EXIF": "exif", b"XMP ": "xmp"}
+
+
+class WebpHeader(NamedTuple):
+    size: tuple[int, int]
+    metadata: dict[str, bytes]
+    """By the names that PIL has for them."""
+
+    @classmethod
+    def of(cls, data: bytes) -> "WebpHeader":
+        """Raises `Rejection`."""
+        end = 8 + int.from_bytes(data[4:8], "little")
+        if end > len(data):
+            raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
+        size, at = None, 12
+        metadata: dict[str, bytes] = {}
+        while at + 8 <= end:
+            name, start = data[at : at + 4], at + 8
+            at = start + int.from_bytes(data[at + 4 : start], "little")
+            size = size or _size(name, data[start : start + 10])
+            if name in _METADATA:
+                metadata.setdefault(_METADATA[name], data[start:at])
+            at += at % 2
+        if size is None or 0 in size:
+            raise Rejection("not_an_image", "a WebP without a frame")
+        return cls(size, metadata)
+
+
+def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
+    """In PIL's mode RGB or RGBA; of an animation the first frame."""
+    cv2 = opencv()
+    try:
+        pixels_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    except cv2.error as error:
+        if error.code == cv2.Error.StsNoMem:
+            raise MemoryError(error.err) from None
+        raise
+    if pixels_HWC is None:
+        np.empty((*header.size, 16), np.uint8)  # a MemoryError, where that was the reason: libwebp does not say
+    if pixels_HWC is None or pixels_HWC.shape[1::-1] != header.size:
+        raise Rejection("damaged", "libwebp cannot decode it")
+    mode = "RGBA" if pixels_HWC.shape[2] == 4 else "RGB"
+    image = Image.frombuffer(mode, header.size, pixels_HWC, "raw", f"BGR{mode[3:]}", 0, 1)
+    image.info.update(header.metadata)
+    return image
+
+
+def _size(name: bytes, body: bytes) -> tuple[int, int] | None:
+    """Of the canvas, or of the frame that begins so."""
+    if name == b"VP8X":
+        return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
+    if name == b"VP8L":  # after a byte of signature, 14 bits each
+        bits = int.from_bytes(body[1:5], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if name == b"VP8 ":  # after the frame's tag and start code, 14 bits each and two of scale
+        return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+    return None
+
+
+@cache
+def opencv() -> ModuleType:
+    """Imported when it is first needed: it takes as long as all the rest of a build's modules."""
+    import cv2
+
+    cv2.setNumThreads(1)
+    cv2.utils.logging.setLogLevel(0)  # it prints what is a rejection here
+    return cv2

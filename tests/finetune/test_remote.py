@@ -1,0 +1,109 @@
+"""What judges and probes over a network says what it says of the same shards on disk, and its cache is the one of training."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.manifest import load_manifest, save_manifest
+from finetune.probing.config import KnnSettings
+from finetune.probing.knn import knn
+from finetune.probing.probe import probe
+from pretrain.__main__ import main as pretrain
+from tests.data_prep.samples import files_of
+from tests.data_prep.stock import forget_credentials, s3_server, web
+from tests.finetune.conftest import ALONE, feature_settings
+from tests.finetune.judging import judge, predictions
+from tests.finetune.probing import PROBE
+from tests.training import Run, finish, start_tuning, write_config
+
+OF_THE_PLACE = {"seconds", "images_per_s", "views_per_s", "run_dir"}
+
+
+def elsewhere(dataset: Path, out: Path, address: str) -> Path:
+    """The dataset, whose shards are at `address` and nowhere else."""
+    shutil.copytree(dataset, out, ignore=shutil.ignore_patterns("*.tar"))
+    manifest = load_manifest(dataset)
+    splits = {
+        name: split.model_copy(
+            update={
+                "shards": tuple(each.model_copy(update={"file": f"{address}/{each.file}"}) for each in split.shards)
+            }
+        )
+        for name, split in manifest.splits.items()
+    }
+    save_manifest(out, manifest.model_copy(update={"splits": splits}))
+    return out
+
+
+def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str, Any]:
+    """Of every verb, without what names a place or takes time."""
+    judged = judge(weights, dataset, place / "judged", views=2, include_plain=True, **more)
+    settings = feature_settings(dataset, place, weights, **PROBE, **more)
+    found = {"evaluate": judged, "predictions": predictions(place / "judged"), "probe": probe(settings, ALONE)}
+    tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3), **more}
+    nearest = KnnSettings.model_validate(tree | {"run_dir": str(place / "knn"), "features_dir": None}, strict=False)
+    found["knn"] = knn(nearest, ALONE)
+    features = files_of(place / "features")
+    found["features"] = {path: data for path, data in features.items() if path.endswith(".npy")}
+    assert all(found.values())
+    return found | {"evaluate": {name: value for name, value in judged.items() if name not in OF_THE_PLACE}}
+
+
+def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
+    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_credentials(monkeypatch)
+    local = findings(shapes, tmp_path / "local", backbone_folder)
+    with web(shapes) as (address, server):
+        server.faults = {"train-000001.tar": [500, "cut"], "val-000000.tar": ["cut", "wrong"]}
+        dataset, cache = elsewhere(shapes, tmp_path / "far", address), tmp_path / "cache"
+        found = findings(dataset, tmp_path / "remote", backbone_folder, data={"cache_dir": str(cache)})
+    shards = [each for split in load_manifest(shapes).splits.values() for each in split.shards]
+    assert found == local
+    assert sum(server.gets.values()) == len(shards) + 4, "each came once, but for the faults"
+    assert {path.stem for path in cache.glob("*.tar")} == {each.sha256 for each in shards}
+    assert not list(cache.glob("*.wants"))
+
+
+def test_tuning_and_its_preview_read_over_http(
+    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_credentials(monkeypatch)
+    with web(shapes) as (address, _):
+        dataset, results = elsewhere(shapes, tmp_path / "far", address), []
+        for place in (shapes, dataset):
+            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.duration=4 steps", f"pretrained={backbone_folder}"]
+            config = write_tuning(tmp_path, dataset=place)
+            finish(start_tuning(config, tmp_path / f"{place.name}-run", *words))
+            result = json.loads((tmp_path / f"{place.name}-run" / "result.json").read_text())
+            results.append({name: value for name, value in result.items() if name != "images_per_s"})
+        config = write_config(tmp_path, dataset=dataset)
+        words = [str(config), f"data.cache_dir={tmp_path / 'cache'}", "run_dir=x", "--out", str(tmp_path / "sheet.png")]
+        assert pretrain(["preview", *words, "--count", "8"]) == 0
+    assert results[0] == results[1] and (tmp_path / "sheet.png").stat().st_size
+
+
+def write_tuning(folder: Path, *, dataset: Path) -> Path:
+    path = folder / "tuning.yaml"
+    path.write_text(
+        f"data: {{dataset: {dataset}}}\ntrain: {{duration: 8 steps, global_batch_size: 16}}\n"
+        "checkpoint: {every: 4 steps}\ntracking: {enabled: false}\n"
+    )
+    return path
+
+
+def test_s3_takes_its_options_from_the_section_data_and_no_file_holds_them(
+    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_credentials(monkeypatch)
+    run_dir = tmp_path / "run"
+    with s3_server(shapes) as storage:
+        dataset = elsewhere(shapes, tmp_path / "far", "s3://pictures/some")
+        words = [str(backbone_folder), str(dataset), f"run_dir={run_dir}", f"data.storage={storage}"]
+        finish(Run(["evaluate", *words, f"data.cache_dir={tmp_path / 'cache'}"], ranks=2, program="finetune"))
+    ours = json.loads((run_dir / "result.json").read_text())
+    assert ours["eval/top1"] == judge(backbone_folder, shapes, tmp_path / "local")["eval/top1"]
+    assert not any(b"secret-word" in data for data in files_of(run_dir).values())
