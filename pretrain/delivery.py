@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,7 +128,7 @@ class Delivery:
     def _opened(self) -> str:
         """The run's id, known from before, found in the store, or new."""
         if self.run_id is None:
-            self.run_id = self._store.open_run(self.identity)
+            self.run_id = self._store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
         return self.run_id
 
     def _send_files(self) -> None:

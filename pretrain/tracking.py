@@ -7,7 +7,7 @@ version is found by the hash of its weights. Every method raises what the store 
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +16,7 @@ from uuid import UUID, uuid5
 
 from PIL import Image, features
 
+from data_prep.publish import Superseded
 from data_prep.settings import UserError
 from pretrain.embedded_store import EmbeddedStore, Schema
 from pretrain.stored_run import StoredRun
@@ -60,8 +61,9 @@ class Store:
         lines = str(error).strip().splitlines() or [""]
         return damage or f"{type(error).__name__}: {lines[0]}"[:_LONGEST_WORDS]
 
-    def open_run(self, identity: RunIdentity) -> str:
-        """The id of the run of this key, found or new."""
+    def open_run(self, identity: RunIdentity, *, check: Callable[[], None] = lambda: None) -> str:
+        """The id of the run of this key, found or new. `check` raises `Superseded` in a deliverer that was frozen between looking
+        for the run and making one: the newer start has made its own meanwhile, and this second one is deleted again."""
         client = self._client
         experiment = client.get_experiment_by_name(identity.experiment)
         experiment_id = experiment.experiment_id if experiment else self._create_experiment(identity.experiment)
@@ -72,6 +74,12 @@ class Store:
         if identity.parent_key:
             tags[PARENT_KEY_TAG] = identity.parent_key
         run_id = str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
+        try:
+            check()
+        except Superseded:
+            if len(client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{identity.run_key}'")) > 1:
+                client.delete_run(run_id)
+            raise
         self.adopt(run_id, identity)
         for child in self._client.search_runs([experiment_id], f"tags.`{PARENT_KEY_TAG}` = '{identity.run_key}'"):
             self._client.set_tag(child.info.run_id, "mlflow.parentRunId", run_id)  # delivered sooner, and at its end

@@ -21,6 +21,7 @@ from pretrain.delivery import Delivery, deliver_while_training, sync
 from pretrain.journal import Journal
 from pretrain.starts import started
 from pretrain.tracker import RunIdentity, Tracker
+from pretrain.tracking import Store
 from tests.moments import wait_until
 from tests.ranks import REPOSITORY
 
@@ -314,6 +315,29 @@ def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, sto
         assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
     (run,) = runs_in(store)
     assert run.info.status == "RUNNING" and run.data.metrics == {"loss": 1.0}
+
+
+def test_a_deliverer_that_was_frozen_while_it_made_the_mlflow_run_leaves_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    """CI had two runs of one key: the older deliverer was frozen after it had looked for the run, and woke up to make one."""
+    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    desk.mkdir(parents=True)
+    write_journal(run_dir, START, loss(1))
+    work_through(desk, under=run_dir)
+    real = MlflowClient.create_run
+
+    def create_run(client: MlflowClient, *args: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(MlflowClient, "create_run", real)
+        desk.rmdir()  # a newer start takes over,
+        Store(frozen.identity.uri).open_run(frozen.identity)  # and its deliverer makes the run
+        return real(client, *args, **settings)
+
+    frozen = Delivery(run_dir)
+    monkeypatch.setattr(MlflowClient, "create_run", create_run)
+    with pytest.raises(Superseded):
+        frozen.deliver()
+    assert len(runs_in(store)) == 1
 
 
 def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
