@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import read_yaml
-from pretrain.card import CheckpointError, read_card, resolve
-from pretrain.run import CONFIG_FILE, finished_result
+from pretrain.checkpoints.card import CheckpointError, read_card, resolve
+from pretrain.checkpoints.run import CONFIG_FILE, finished_result
 
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
 

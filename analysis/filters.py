@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.images.sheet import save_sheet
-from pretrain.checkpoint import load_weights
-from pretrain.pictures import FIRST_LAYER, draw_filters, filter_side, filters_of, strongest_filters
+from pretrain.checkpoints.checkpoint import load_weights
+from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, filter_side, filters_of, strongest_filters
 
 
 def first_layer(checkpoint: Path) -> NDArray[np.float32]:

@@ -20,18 +20,18 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.card import ModelCard
-from pretrain.checkpoint import Snapshot, TrainerState, save
-from pretrain.checkpoint_writer import CheckpointWriter
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Snapshot, TrainerState, save
+from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
+from pretrain.checkpoints.retention import Retention
 from pretrain.config import EngineSettings, OptimizerSettings
-from pretrain.engine import DeepSpeedEngine, start_distributed
+from pretrain.data.order import BatchPlan
+from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan
-from pretrain.retention import Retention
-from pretrain.world import read_world
+from pretrain.ranks.world import read_world
 
 CLASSES, SIZE = 1000, 64
 STEPS = 3

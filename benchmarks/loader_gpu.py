@@ -21,16 +21,16 @@ from benchmarks.loader_data import CORES, dataset
 from benchmarks.loader_ours import RECIPE
 from data_prep.manifest import Manifest, load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.feed import Feed
 from pretrain.config import EngineSettings, OptimizerSettings
-from pretrain.engine import DeepSpeedEngine, start_distributed
-from pretrain.feed import Feed
-from pretrain.loader import Batch, Batches, as_stored, training_batches
+from pretrain.data.loader import Batch, Batches, as_stored, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import open_split
+from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan, Order
-from pretrain.shards import open_split
-from pretrain.world import read_world
+from pretrain.ranks.world import read_world
 
 IMAGE_SIZE = 64
 T = TypeVar("T")

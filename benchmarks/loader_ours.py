@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.serving import Contestant, Task, serve
 from data_prep.manifest import load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.settings import AugmentSettings
-from pretrain.loader import Batches, training_batches
-from pretrain.order import BatchPlan, Order
-from pretrain.shards import open_split
+from pretrain.config import AugmentSettings
+from pretrain.data.loader import Batches, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import open_split
 
 PREFETCH, IDLE_S = 2, 0.02
 """Batches (three buffers go round then, which the cores' cache nearly holds), and how long a pause says that others had a turn."""

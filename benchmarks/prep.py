@@ -110,7 +110,7 @@ def ours(files: Path, *settings: str, num_workers: int = CORES) -> Callable[[], 
         SHARDS,
     ]
     code = (
-        "import sys, time; from data_prep.__main__ import main; import data_prep.building.build; began_s = time.perf_counter(); "
+        "import sys, time; from data_prep.cli import main; import data_prep.build.build; began_s = time.perf_counter(); "
         "code = main(sys.argv[1:]); print(); print(time.perf_counter() - began_s); sys.exit(code)"
     )
     return lambda: seconds_of([sys.executable, "-c", code, *words, *settings])

@@ -27,23 +27,22 @@ from frame import DATA, rates, ratio, report
 from models_peers import bare_products, plain, products_of, step_flops
 from train_peers import ddp_step, public_step
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
-from pretrain.augment.settings import AugmentSettings
-from pretrain.config import EngineSettings, OptimizerSettings
-from pretrain.engine import DeepSpeedEngine, start_distributed
-from pretrain.feed import Feed
-from pretrain.first_read import lowest_priority
-from pretrain.loader import Batch, Batches, as_stored, training_batches
+from pretrain.augment.feed import Feed
+from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
+from pretrain.data.first_read import lowest_priority
+from pretrain.data.loader import Batch, Batches, as_stored, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import ShardReader, open_split
+from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan, Order
-from pretrain.shards import ShardReader, open_split
-from pretrain.world import World, read_world
+from pretrain.ranks.world import World, read_world
 
 LABEL_SMOOTHING = 0.3
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import OptimizerSettings
+from pretrain.engine.step import loss_of
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec
 from pretrain.optim import build_optimizer
-from pretrain.step import loss_of
 
 Step = Callable[[Prepared], Tensor]
 

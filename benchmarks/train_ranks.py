@@ -19,15 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.collectives import barrier
 from pretrain.config import EngineSettings, OptimizerSettings
-from pretrain.launch import launch
+from pretrain.data.order import BatchPlan
+from pretrain.engine.zero_cost import Training, held, sent
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan
-from pretrain.world import World, read_world
-from pretrain.zero_cost import Training, held, sent
+from pretrain.ranks.collectives import barrier
+from pretrain.ranks.launch import launch
+from pretrain.ranks.world import World, read_world
 
 SPEC, SIZE, CLASSES, BATCH = MlpSpec(kind="mlp", depth=6, width=512), 32, 100, 8
 WIRE = Path("/sys/class/net/lo/statistics/tx_bytes")
@@ -47,7 +47,7 @@ def storages() -> dict[int, int]:
 
 
 def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
-    from pretrain.engine import DeepSpeedEngine
+    from pretrain.engine.deepspeed import DeepSpeedEngine
 
     before = storages()
     model = build_model(SPEC, num_classes=CLASSES, image_size=SIZE, seed=0)
@@ -87,7 +87,7 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
 
 
 def rank_main() -> None:
-    from pretrain.engine import start_distributed
+    from pretrain.engine.deepspeed import start_distributed
 
     world = read_world()
     start_distributed(world, timeout_s=120)

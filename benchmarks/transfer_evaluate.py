@@ -24,17 +24,17 @@ import torch
 from frame import DATA, arguments, rates, ratio, report
 from torch import Tensor
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.judging.answering import answer
-from finetune.judging.config import ViewSettings
+from finetune.evaluate.answering import answer
+from finetune.evaluate.config import ViewSettings
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.data.shards import ShardReader, open_split
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import MlpSpec
-from pretrain.shards import ShardReader, open_split
-from pretrain.world import World, read_world
+from pretrain.ranks.world import World, read_world
 
 IMAGE_SIZE = 64
 

@@ -28,22 +28,22 @@ from rich.console import Console
 from rich.table import Table as Shown
 from torch import Tensor
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.backbone import open_backbone
-from finetune.probing.config import ProbeSettings
-from finetune.probing.features import FeatureMaker, Table
-from finetune.probing.grid import cells_of
-from finetune.probing.heads import Cell, judge, order_of, train_heads
-from finetune.probing.rows import Rows, Standard, filled_width
-from pretrain.card import ModelCard
-from pretrain.folder import save_folder
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import FeatureMaker, Table
+from finetune.probe.grid import cells_of
+from finetune.probe.heads import Cell, judge, order_of, train_heads
+from finetune.probe.rows import Rows, Standard, filled_width
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.folder import save_folder
+from pretrain.data.shards import open_split
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.spec import MlpSpec
 from pretrain.optim.lion import Lion
-from pretrain.schedule import Schedule
-from pretrain.shards import open_split
-from pretrain.world import World
+from pretrain.optim.schedule import Schedule
+from pretrain.ranks.world import World
 
 EPOCHS, BATCH, LR, VIEWS, CLASSES = 50, 256, 1e-3, 50, 48
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ from train import LABEL_SMOOTHING, Case, cases, engine_of
 from train_peers import ddp_step
 
 from finetune.accelerator import start_accelerator
-from finetune.tuning.config import TuneEngineSettings
-from finetune.tuning.engine import AccelerateEngine
+from finetune.tune.config import TuneEngineSettings
+from finetune.tune.engine import AccelerateEngine
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import OptimizerSettings
-from pretrain.engine import start_distributed
+from pretrain.engine.deepspeed import start_distributed
 from pretrain.models.build import build_model
 from pretrain.optim import build_optimizer
-from pretrain.world import World, read_world
+from pretrain.ranks.world import World, read_world
 
 NUM_CLASSES = 100
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.studies.work import COMMANDS, Work, refuse_options
 from cluster.studies.writers import taken_by
 from data_prep.settings import UserError
-from finetune.tuning.config import TuneSettings
+from finetune.tune.config import TuneSettings
 from pretrain.config import PretrainSettings
 
 

@@ -14,7 +14,7 @@ from cluster.studies.study_file import Stage, Study, load_study
 from cluster.studies.study_queue import SubmissionFailed, log_of, submission, submit
 from cluster.studies.work import print_columns
 from data_prep.settings import UserError
-from pretrain.__main__ import rank_count
+from pretrain.cli import rank_count
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 UNVERIFIED = Path("jobs/unverified")

@@ -25,7 +25,7 @@ from cluster.studies.sweep_file import MAX_MEMBERS, compressed
 from cluster.studies.work import COMMANDS, Kind, Work, refuse_options
 from cluster.studies.writers import ALL_TASKS, Writer, jobs_of, lines_of, writers_of
 from cluster.sweep import load_checked
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from data_prep.settings import SettingsError, UserError
 
 SUBMIT, REFUSE, FINISHED = 0, 2, 3

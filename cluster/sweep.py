@@ -12,7 +12,7 @@ from cluster.studies.local import Here, num_gpus
 from cluster.studies.sweep_file import Sweep, load_sweep, problems_of
 from cluster.studies.work import print_columns
 from data_prep.settings import SettingsError, UserError
-from pretrain.__main__ import rank_count
+from pretrain.cli import rank_count
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

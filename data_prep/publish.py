@@ -10,7 +10,7 @@ The protocol, for a file and for a directory alike:
 A crash before 3 leaves only a temporary name, which the next writer of the same name removes.
 
 A process that works through a desk has its temporary names there: what appears is renamed out of it, what goes is renamed into
-it. Whoever removes the desk has fenced that process off (pretrain/starts.py): such a rename fails in the file system itself.
+it. Whoever removes the desk has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system itself.
 """
 
 import errno

@@ -1,33 +1,6 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | export | table`.
-
-Started by --ranks N, accelerate, torchrun or srun.
-"""
-
-import argparse
 import sys
 
-from data_prep.settings import parse_command_line
-from finetune.exporting import command as exporting
-from finetune.judging import command as judging
-from finetune.probing import command as probing
-from finetune.tables import command as tables
-from finetune.tuning import command as tuning
-from pretrain.__main__ import guarded
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return guarded("finetune", parse_command_line(_parser(), arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints."
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for room in (probing, tuning, judging, exporting, tables):
-        room.add_verbs(verbs)
-    return parser
-
+from finetune.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

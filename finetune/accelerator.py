@@ -13,12 +13,12 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from finetune.accelerator_settings import RanksSettings
-from pretrain.collectives import is_distributed
-from pretrain.headway import HEADWAY
-from pretrain.heartbeat import Heartbeat
-from pretrain.run import stacks_dir
-from pretrain.supervision import watched
-from pretrain.world import World
+from pretrain.checkpoints.run import stacks_dir
+from pretrain.loop.supervision import watched
+from pretrain.ranks.collectives import is_distributed
+from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.world import World
 
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
 

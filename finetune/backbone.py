@@ -10,11 +10,11 @@ from data_prep.manifest import Filter, Manifest
 from data_prep.settings import UserError
 from finetune.recording import Weights
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.settings import AugmentSettings
-from pretrain.collectives import same_on_all_ranks
-from pretrain.folder import load_folder
+from pretrain.checkpoints.folder import load_folder
+from pretrain.config import AugmentSettings
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
+from pretrain.ranks.collectives import same_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data_prep.manifest import Manifest
-from pretrain.card import ModelCard
+from pretrain.checkpoints.card import ModelCard
 
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.settings import Settings
-from pretrain.card import ModelCard, hash_of_weights, parse_card, resolve
+from pretrain.checkpoints.card import ModelCard, hash_of_weights, parse_card, resolve
+from pretrain.checkpoints.run import CONFIG_FILE, Patience, claim, flatten, owner_of
 from pretrain.config import TrackingSettings
-from pretrain.datasets import Part
-from pretrain.page import dataset_of, git_commit, on_slurm, shown_command, slurm_tags, target_of
-from pretrain.preemption import Interrupted, StopFlag
-from pretrain.run import CONFIG_FILE, Patience, claim, flatten, owner_of
-from pretrain.tracker import RunIdentity, Tracker
-from pretrain.world import World
+from pretrain.data.datasets import Part
+from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.world import World
+from pretrain.tracking.page import dataset_of, git_commit, on_slurm, shown_command, slurm_tags, target_of
+from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
 @dataclass(frozen=True)

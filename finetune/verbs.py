@@ -9,10 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 from data_prep.settings import Settings, dump
-from pretrain.__main__ import OK, rank_count
-from pretrain.launch import LAUNCHED_WITH
-from pretrain.run import finished_result
-from pretrain.world import World
+from pretrain.checkpoints.run import finished_result
+from pretrain.cli import OK, rank_count
+from pretrain.ranks.launch import LAUNCHED_WITH
+from pretrain.ranks.world import World
 
 
 def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -28,7 +28,7 @@ def show(settings: Settings) -> int:
 
 
 def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, heed_signals: bool = False) -> int:
-    from pretrain.launch import launch
+    from pretrain.ranks.launch import launch
 
     command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides]
     return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)

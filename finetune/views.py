@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation
-from pretrain.loader import Batch
+from pretrain.data.loader import Batch
 
 
 def images_of(batch: Batch, view: int | None, augmentation: Augmentation) -> Tensor:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from data_prep.progress import progress
-from pretrain.headway import HEADWAY
-from pretrain.loader import Batch, evaluation_batches
-from pretrain.shards import ShardReader
-from pretrain.world import World
+from pretrain.data.loader import Batch, evaluation_batches
+from pretrain.data.shards import ShardReader
+from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.world import World
 
 
 def batches_of(

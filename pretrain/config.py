@@ -4,16 +4,74 @@ What one section can know is checked in it; what needs the dataset or the number
 and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from data_prep.manifest import Filter
 from data_prep.settings import Settings
-from pretrain.augment.settings import AugmentSettings
-from pretrain.durations import Cadence, Duration, parse_length
+from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import expand_preset
 from pretrain.models.spec import ModelSpec
-from pretrain.order import LastBatch, Shuffle
+
+Interpolation = Literal["bilinear", "bicubic", "area", "random"]
+PaddingMode = Literal["constant", "reflect"]
+EraseMode = Literal["const", "rand", "pixel"]
+Shuffle = Literal["full", "block", "none"]
+LastBatch = Literal["carry", "drop", "pad"]
+
+Unit = Literal["steps", "epochs", "samples"]
+_FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
+
+
+class Length(NamedTuple):
+    amount: float
+    unit: Unit
+
+    def steps(self, *, global_batch_size: int, num_samples: int) -> int:
+        """Enough steps for the whole length: the last one may reach over its end."""
+        match self.unit:
+            case "steps":
+                return int(self.amount)
+            case "samples":
+                return -int(-self.amount // global_batch_size)
+            case "epochs":
+                return -int(-self.amount * num_samples // global_batch_size)
+
+
+def parse_length(text: str) -> Length:
+    form = _FORM.fullmatch(text)
+    unit = (form.group(2).rstrip("s") + "s") if form else ""
+    if form is None or unit not in get_args(Unit):
+        raise ValueError(
+            f"{text!r} is not a length; write a number and a unit, such as '90 epochs', '5000 steps' or '1_000_000 samples'"
+        )
+    count = float(form.group(1))
+    if unit == "steps" and count != int(count):
+        raise ValueError(f"{text!r} is not a whole number of steps")
+    return Length(count, unit)  # type: ignore[arg-type]
+
+
+def _with_unit(value: object) -> object:
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} has no unit; write such as '{value} steps' or '{value} epochs'")
+    return value
+
+
+def _checked(text: str) -> str:
+    parse_length(text)
+    return text
+
+
+def _nonzero(text: str) -> str:
+    if parse_length(text).amount == 0:
+        raise ValueError(f"{text!r} is never; write how often, or a length beyond the end of training")
+    return text
+
+
+Duration = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_checked)]
+Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero)]
 
 
 class MixedDataset(Settings):
@@ -80,6 +138,81 @@ class DataSettings(CacheSettings):
                 f"data.last_batch: {self.last_batch!r} will not do with data.also, whose datasets end at different times"
             )
         return self
+
+
+class AugmentSettings(Settings):
+    """Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing, then MixUp or CutMix."""
+
+    crop_scale: tuple[float, float] | None = None
+    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
+    crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
+    crop_interpolation: Interpolation | None = None
+    """bilinear and bicubic are antialiased; random is one of these two for each picture, which is timm's way; area is OpenCV's
+    INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint was fed with, and bilinear where there is none. Plain
+    pictures are resized with the same filter (random: bilinear)."""
+    crop_padding: int = Field(0, ge=0, le=1024)
+    """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel recipes take 4); 0 is off."""
+    padding_mode: PaddingMode = "constant"
+    """constant is black."""
+    flip_probability: float = Field(0.5, ge=0, le=1)
+    auto_augment: str | None = None
+    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r."""
+    erase_probability: float = Field(0.0, ge=0, le=1)
+    """Random erasing; 0 is off."""
+    erase_mode: EraseMode = "pixel"
+    """Filled with the mean colour, with one random colour, or with noise."""
+    erase_count: int = Field(1, ge=1, le=100)
+    """At most so many blocks in a picture, sharing the area of one."""
+    mixup_alpha: float = Field(0.0, ge=0)
+    """MixUp with lambda ~ Beta(alpha, alpha) between neighbours of a batch; 0 is off."""
+    cutmix_alpha: float = Field(0.0, ge=0)
+    """CutMix, likewise."""
+    mix_probability: float = Field(1.0, ge=0, le=1)
+    """Of a pair of neighbours being mixed at all."""
+    switch_probability: float = Field(0.5, ge=0, le=1)
+    """Of CutMix rather than MixUp, where both are on."""
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self) -> "AugmentSettings":
+        for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
+            if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
+                raise ValueError(
+                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "AugmentSettings":
+        if self.crop_padding and self.crop_scale is not None:
+            raise ValueError(
+                f"augment.crop_padding: {self.crop_padding} will not do with crop_scale {list(self.crop_scale)}, which crops "
+                "too; set crop_padding=0 or crop_scale=null"
+            )
+        if self.auto_augment is not None:
+            parse_policy(self.auto_augment)
+        return self
+
+    @property
+    def is_crop_flip_mixup(self) -> bool:
+        """Nothing but what can be done in one pass over the pictures."""
+        others = self.crop_padding or self.auto_augment or self.erase_probability > 0
+        return not others and self.crop_interpolation in (None, "bilinear", "area") and "CutMix" not in self.mixing
+
+    @property
+    def plain_filter(self) -> Filter:
+        """With which a picture that is not augmented is resized, too."""
+        chosen = self.crop_interpolation
+        return "bilinear" if chosen is None or chosen == "random" else chosen
+
+    def fed_as(self, filter_: Filter) -> Self:
+        """The same, with the filter that a checkpoint's card names, unless another is asked for."""
+        return self.model_copy(update={"crop_interpolation": self.crop_interpolation or filter_})
+
+    @property
+    def mixing(self) -> dict[str, str]:
+        """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
+        ways = {"MixUp": ("mixup_alpha", self.mixup_alpha), "CutMix": ("cutmix_alpha", self.cutmix_alpha)}
+        return {name: field for name, (field, alpha) in ways.items() if alpha > 0 and self.mix_probability > 0}
 
 
 class OptimizerSettings(Settings):

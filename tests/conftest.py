@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from tests.training import end_commands
 
 REPOSITORY = Path(__file__).parent.parent

@@ -1,7 +1,7 @@
 """Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
 
 The server has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given,
-and runs a function of a module, by name: `pretrain.__main__:main`, or a case of tests/ranks.py.
+and runs a function of a module, by name: `pretrain.cli:main`, or a case of tests/ranks.py.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "pretrain.train",
+    "pretrain.loop.train",
     "safetensors.torch",
     "torch._dynamo.aot_compile",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -57,7 +57,7 @@ def _run(target: str, arguments: list[Any], environment: dict[str, str], output:
 
 def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
     """What a launcher gives to each of so many local ranks."""
-    from pretrain.world import free_port
+    from pretrain.ranks.world import free_port
 
     shared = dict(os.environ) | {
         "WORLD_SIZE": str(num_ranks),

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.headway import HEADWAY
+from pretrain.ranks.headway import HEADWAY
 
 _FILE_EVENTS = (
     "open",

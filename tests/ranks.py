@@ -34,7 +34,7 @@ def run_ranks(case: Callable[..., Any], *arguments: Any, num_ranks: int) -> list
 
 
 def run_case(target: str, arguments: str, folder: str) -> None:
-    from pretrain.world import read_world
+    from pretrain.ranks.world import read_world
 
     module, _, name = target.partition(":")
     world = read_world()

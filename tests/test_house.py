@@ -70,7 +70,9 @@ def test_exactly_one_pil_is_installed_and_it_is_the_fast_one_where_it_can_be_bui
     assert ".post" in PIL.__version__
 
 
-@pytest.mark.parametrize(("module", "home"), [("deepspeed", "pretrain/engine.py"), ("mlflow", "pretrain/tracking.py")])
+@pytest.mark.parametrize(
+    ("module", "home"), [("deepspeed", "pretrain/engine/deepspeed.py"), ("mlflow", "pretrain/tracking/store.py")]
+)
 def test_a_heavy_library_is_imported_in_one_file(module: str, home: str) -> None:
     importers = set()
     for package in PACKAGES:
@@ -81,6 +83,14 @@ def test_a_heavy_library_is_imported_in_one_file(module: str, home: str) -> None
                 if any(name.split(".")[0] == module for name in names):
                     importers.add(path.relative_to(REPOSITORY).as_posix())
     assert importers == {home}
+
+
+def test_nobody_imports_from_a_main() -> None:
+    for folder in (*PACKAGES, "tests", "benchmarks"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    assert not (node.module or "").endswith("__main__"), path
 
 
 def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:

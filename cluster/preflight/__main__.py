@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.world import read_world
+from pretrain.ranks.world import read_world
 
 COME_SHARE = 3
 """Of --timeout-s is how long ranks may take to come: importing torch is hundreds of MB, which a whole job reads at once."""

@@ -31,7 +31,7 @@ from cluster.preflight.figures import (
     Figures,
 )
 from cluster.preflight.worker import Tell
-from pretrain.world import World
+from pretrain.ranks.world import World
 
 PRODUCT_SIZE = 128
 """Of the product with a known answer. With entries of -1, 0 and 1 every partial sum is exact, in bf16 too."""

@@ -22,7 +22,7 @@ from cluster.preflight.meeting import LostError, Meeting
 from cluster.preflight.nodes import homes, placed_by_slurm
 from cluster.preflight.table import report
 from cluster.preflight.worker import NoAnswerError, Task, Tell, Worker
-from pretrain.world import World
+from pretrain.ranks.world import World
 
 SOUND, FAILED, NAMED = 0, 1, 3
 """Exit codes; FAILED: the pre-flight could not be made."""

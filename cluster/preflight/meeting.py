@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cluster.preflight.worker import TICK_S
-from pretrain.world import World
+from pretrain.ranks.world import World
 
 CLOCK = "clock"
 NUM_CLOCK_READINGS = 40

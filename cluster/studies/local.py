@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from pretrain.preemption import SIGNALS
+from pretrain.ranks.preemption import SIGNALS
 
 
 class Here:

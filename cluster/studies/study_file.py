@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from cluster.studies.work import Kind, Work, in_file
-from data_prep.building.config import BuildSettings
+from data_prep.build.config import BuildSettings
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.settings import Settings, SettingsError, load_settings, validate
 

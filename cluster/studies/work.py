@@ -13,16 +13,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from data_prep.building.config import BuildSettings
+from data_prep.build.config import BuildSettings
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, apply_override, read_yaml, validate
-from finetune.probing.config import ProbeSettings
-from finetune.tuning import repeats
-from finetune.tuning.config import TuneSettings
-from pretrain.card import list_checkpoints
+from finetune.probe.config import ProbeSettings
+from finetune.tune import repeats
+from finetune.tune.config import TuneSettings
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result
 from pretrain.config import DataSettings, PretrainSettings
-from pretrain.datasets import TrainingData, check_against_data, load_training_data
-from pretrain.run import CONFIG_FILE, check_settings, finished_result
+from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 
 Kind = Literal["build", "pretrain", "probe", "tune"]
 

@@ -64,7 +64,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from data_prep.building.config import BuildSettings
+    from data_prep.build.config import BuildSettings
 
     kind = [f"source.kind={options.source}"] if options.source else []
     settings = settings_of(BuildSettings, options, kind)
@@ -72,7 +72,7 @@ def _build(options: argparse.Namespace) -> int:
         print(dump(settings), end="")
         return OK
     if options.task is not None:
-        from data_prep.building.tasks import Task, build_task
+        from data_prep.build.tasks import Task, build_task
 
         num_shards = build_task(settings, Task.parse(options.task))
         if options.json:
@@ -81,7 +81,7 @@ def _build(options: argparse.Namespace) -> int:
         shards = "shard" if num_shards == 1 else "shards"
         print(f"{settings.out}: task {options.task} has its {num_shards} {shards}; {_what_is_next(settings.out)}")
         return OK
-    from data_prep.building.build import build
+    from data_prep.build.build import build
 
     return published(lambda: build(settings), settings.out, as_json=options.json)
 
@@ -93,7 +93,7 @@ def _what_is_next(out: str) -> str:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from data_prep.building.merge import merge
+    from data_prep.build.merge import merge
 
     return published(
         lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust),
@@ -112,7 +112,7 @@ def _most_frequent(directory: Path, manifest: Manifest) -> str:
 
 
 def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
-    from data_prep.building.merge import TooManyRejected
+    from data_prep.build.merge import TooManyRejected
 
     code = OK
     try:

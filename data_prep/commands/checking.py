@@ -40,7 +40,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from data_prep.checking.verify import verify
+    from data_prep.check.verify import verify
 
     found = verify(options.dataset, num_workers=options.workers, storage=options.storage)
     if options.json:
@@ -59,7 +59,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    from data_prep.checking.stats import stats
+    from data_prep.check.stats import stats
 
     found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
     if options.json:
@@ -111,7 +111,7 @@ def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, s
 
 
 def _show(options: argparse.Namespace) -> int:
-    from data_prep.checking.contact_sheet import contact_sheet
+    from data_prep.check.contact_sheet import contact_sheet
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)

@@ -63,7 +63,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _subset(options: argparse.Namespace) -> int:
-    from data_prep.choosing.subset import Selection, subset
+    from data_prep.choose.subset import Selection, subset
 
     names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
     selection = validate(Selection, {name: getattr(options, name) for name in names})
@@ -86,7 +86,7 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _dedup(options: argparse.Namespace) -> int:
-    from data_prep.choosing.dedup import check_out, exclusion_lines, find_duplicates, summary, write_list
+    from data_prep.choose.dedup import check_out, exclusion_lines, find_duplicates, summary, write_list
 
     if options.out is not None:
         check_out(options.out)

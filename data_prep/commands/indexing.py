@@ -34,7 +34,7 @@ def add_verbs(verbs: "Verbs") -> None:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from data_prep.indexing.config import IndexSettings
+    from data_prep.index.config import IndexSettings
 
     patterns = {split: getattr(options, split) for split in ("train", "val")}
     splits = [f"splits.{split}={json.dumps(given)}" for split, given in patterns.items() if given]
@@ -45,7 +45,7 @@ def _index(options: argparse.Namespace) -> int:
         return OK
 
     def work() -> "Manifest":
-        from data_prep.indexing.index import index
+        from data_prep.index.index import index
 
         return index(settings)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Inventory
 from data_prep.sources.base import Arrangement
+from data_prep.sources.inventory import Inventory
 
 
 def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.settings import UserError
+from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
 
 UNLABELLED = -1
 

@@ -20,10 +20,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source, SourceError
 from data_prep.sources.config import DatasetSettings
+from data_prep.sources.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.pictures import pgm, ppm
 
 CHUNK: Final = 4096

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.arrange import hold_out
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import FolderSettings
 from data_prep.sources.files import changed_files, list_files, only_folders, read_file
+from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
 
 SPLIT_NAMES = ("train", "val", "test")
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from data_prep.building.inventory import Entry
 from data_prep.sources.base import SourceError
+from data_prep.sources.inventory import Entry
 
 _CHUNK_BYTES = 1 << 20
 OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}

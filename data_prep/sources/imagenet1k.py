@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources import devkit
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import ImageNet1kSettings
 from data_prep.sources.files import kind_of, list_files, read_file
 from data_prep.sources.guard import check_md5, stamp_of
+from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.synsets import (
     changed_synset,
     find_synsets,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.arrange import move_to_val
 from data_prep.sources.base import Arrangement, Source, SourceError, by_container
 from data_prep.sources.config import ImageNet21kSettings
+from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, read_synset
 
 

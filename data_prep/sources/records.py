@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.settings import Settings
 from data_prep.sources.base import Source, SourceError, check_size
 from data_prep.sources.guard import changed_since, check_unchanged, stamp_of
+from data_prep.sources.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.pictures import pgm, ppm
 
 S = TypeVar("S", bound=Settings)

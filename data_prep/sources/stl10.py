@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import Stl10Settings
 from data_prep.sources.guard import changed_since, check_md5, check_unchanged, refusing, stamp_of
 from data_prep.sources.gzipped import Range, open_gzipped_tar
+from data_prep.sources.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.pictures import ppm
 from data_prep.sources.published import STL10_ARCHIVE, STL10_FILES
 

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_prep.building.inventory import Container, Entries, Entry, Inventory, Layout
-from data_prep.building.workers import worker_pool
+from data_prep.build.workers import worker_pool
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.sources.base import Arrangement, Source, SourceError
 from data_prep.sources.config import FolderSettings, SyntheticSettings
 from data_prep.sources.drawing import COLOURS, QUADRANTS, SHAPES, Look, draw
 from data_prep.sources.folder import FolderSource
+from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
 
 JPEG_QUALITY = 90
 BEGUN_NAME, COMPLETE_NAME = "begun.json", "complete.json"

@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.building.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
 from data_prep.sources.config import TinyImageNetSettings
 from data_prep.sources.files import changed_files, read_file
 from data_prep.sources.guard import changed_since, check_unchanged, refusing, stamp_of
+from data_prep.sources.inventory import Container, Entries, Entry, Layout
 from data_prep.sources.trees import FolderTree, Tree, open_zip_tree
 
 TOP = "tiny-imagenet-200"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune.tables.entries import PRETRAINED_ON, Entry, entries_of
 from finetune.tables.published import COLUMNS, JUDGED_ON, Row, Table
-from pretrain.stored_run import StoredRun
+from pretrain.tracking.stored_run import StoredRun
 
 USUAL_SPLIT = "val"
 """Of a dataset that the papers do not have."""

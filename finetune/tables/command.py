@@ -11,7 +11,7 @@ from finetune.tables.cells import fill
 from finetune.tables.config import TableSettings
 from finetune.tables.published import TABLES
 from finetune.verbs import show
-from pretrain.__main__ import OK, console
+from pretrain.cli import OK, console
 
 STEM = "transfer"
 
@@ -39,7 +39,7 @@ def _table(options: argparse.Namespace) -> int:
     options.started = True
     from finetune.tables.picture import draw
     from finetune.tables.words import NOTES, console_table, markdown
-    from pretrain.tracking import Store
+    from pretrain.tracking.store import Store
 
     stored = Store(uri).runs()
     tables = fill(TABLES, stored)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finetune.tables.published import COLUMNS, Method
-from pretrain.run import MAY_CHANGE
-from pretrain.stored_run import StoredRun
+from pretrain.checkpoints.run import MAY_CHANGE
+from pretrain.tracking.stored_run import StoredRun
 
 REPEATED = ("seed", "train.seed", "data.fold")
 """In what the repetitions of one recipe differ."""

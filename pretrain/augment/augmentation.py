@@ -30,10 +30,10 @@ from pretrain.augment.erasing import draw_blocks, erase
 from pretrain.augment.mixing import Mixer, partners
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
-from pretrain.augment.policies import parse_policy
-from pretrain.augment.settings import AugmentSettings
-from pretrain.buffers import BufferPool
-from pretrain.loader import Batch
+from pretrain.auto_augment import parse_policy
+from pretrain.config import AugmentSettings
+from pretrain.data.buffers import BufferPool
+from pretrain.data.loader import Batch
 
 try:
     from pretrain.augment import on_cpu

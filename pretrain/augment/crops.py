@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pretrain.augment.draws import Draws, Purpose
-from pretrain.augment.settings import AugmentSettings, PaddingMode
 from pretrain.augment.transfer import send
+from pretrain.config import AugmentSettings, PaddingMode
 
 Flags = NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, ndtri
 
-from pretrain.counter import hash64, uniform
+from pretrain.data.counter import hash64, uniform
 
 Floats = NDArray[np.float64]
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.augment.draws import Draws, Purpose
-from pretrain.augment.settings import AugmentSettings, EraseMode
 from pretrain.augment.transfer import send
+from pretrain.config import AugmentSettings, EraseMode
 
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MIN_RATIO = 0.3

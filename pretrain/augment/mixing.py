@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.augment.draws import BetaTable, Draws, Floats, Purpose
-from pretrain.augment.settings import AugmentSettings
 from pretrain.augment.transfer import send
+from pretrain.config import AugmentSettings
 
 Ints = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.augment.draws import Draws, Floats, Purpose
-from pretrain.augment.policies import FULL_MAGNITUDE, Policy
+from pretrain.auto_augment import FULL_MAGNITUDE, Policy
 
 
 class Operation(IntEnum):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pretrain.collectives import mean_over_ranks
+from pretrain.ranks.collectives import mean_over_ranks
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pretrain.collectives import is_distributed
-from pretrain.segments import Segment
+from pretrain.optim.segments import Segment
+from pretrain.ranks.collectives import is_distributed
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from pretrain.card import ModelCard
-from pretrain.checkpoint import TrainerState, save
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import TrainerState, save
+from pretrain.engine.step import EngineState
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
-from pretrain.step import EngineState
 
 WriteRun = Callable[..., Path]
 

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 
 from analysis import efficiency
-from analysis.__main__ import main
+from analysis.cli import main
 from analysis.efficiency import PRINTED, Conditions, Row, Timings, cost_of_named, measure, summarise
 from pretrain.models.build import build_model
 from pretrain.models.cost_parts import Cost

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from analysis.__main__ import main
+from analysis.cli import main
 from analysis.filters import first_layer
 from pretrain.models.spec import StructuredMlpSpec
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint

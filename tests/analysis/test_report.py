@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from analysis.__main__ import main
+from analysis.cli import main
 from analysis.collect import collect
 from analysis.report import contact_sheet, draw_accuracies, draw_curves, print_table
 from tests.analysis.conftest import MIXER, MLP, WriteRun

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.__main__ import main
+from analysis.cli import main
 from analysis.scaling import Law, fit, read_points
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cluster.studies.work import Work
 from data_prep.settings import dump
-from pretrain.run import CONFIG_FILE, save_result
+from pretrain.checkpoints.run import CONFIG_FILE, save_result
 
 
 def finish(work: Work) -> None:

@@ -23,7 +23,7 @@ from cluster.preflight.figures import SHARED, SILENT, Disk, Fault, Figures
 from cluster.preflight.links import BETWEEN, stages
 from cluster.preflight.nodes import expand, homes, placed_by_slurm
 from cluster.preflight.worker import NoAnswerError, Worker
-from pretrain.world import World
+from pretrain.ranks.world import World
 from tests.forked import begin, environments, wait
 
 MODULE = "tests.cluster.test_preflight"

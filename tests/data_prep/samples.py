@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import sealed, sha256_of, unsealed, write_json
 from tests.moments import Strike
@@ -92,10 +92,10 @@ def started(*words: str, strike: Strike | None = None) -> AbstractContextManager
 HELD = """
 import sys, time
 from pathlib import Path
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import sealed, sha256_of, unsealed, write_json
-from data_prep.building import build, tasks
+from data_prep.build import build, tasks
 write_shards, mark = build.write_shards, Path(sys.argv[1])
 
 def held(*args, **kwargs):

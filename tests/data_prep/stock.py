@@ -17,9 +17,9 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
-from pretrain.shards import open_split
+from pretrain.data.shards import open_split
 from tests.data_prep.samples import encoded, picture
 
 Members = dict[str, bytes]

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from data_prep.__main__ import main
-from data_prep.building.shards import PARTS
+from data_prep.build.shards import PARTS
+from data_prep.cli import main
 from data_prep.images import EncodedImage, ImageSpec, convert
 from data_prep.manifest import load_manifest
 from tests.data_prep.samples import (
@@ -83,7 +83,7 @@ def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.building.build.publish", interrupt)
+        patch.setattr("data_prep.build.build.publish", interrupt)
         assert build(source, out, "samples_per_shard=2") == 130
 
 
@@ -273,7 +273,7 @@ def test_when_memory_runs_out_the_picture_is_named(
     large = encoded(picture(seed=9, width=90))
     source = write_files(write_classes(tmp_path / "in", {"ant": 5}), {"ant/large.jpg": large})
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.building.build.convert", run_out)
+        patch.setattr("data_prep.build.build.convert", run_out)
         assert build(source, tmp_path / "out") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert "ant/large.jpg: memory ran out while it was decoded; lower max_pixels or num_workers" in line
@@ -536,7 +536,7 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeyp
     (source / "ant" / "nowhere.jpg").symlink_to(tmp_path / "nothing")
     os.mkfifo(source / "ant" / "pipe.jpg")
     (source / "ant" / "notes.txt").write_text("kept beside the pictures")
-    monkeypatch.setattr("data_prep.building.build.MAX_INPUT_BYTES", 100_000)
+    monkeypatch.setattr("data_prep.build.build.MAX_INPUT_BYTES", 100_000)
     with open(source / "ant" / "film.mp4", "wb") as file:
         file.truncate(200_000)
     assert build(source, out, "max_reject_share=1") == 0

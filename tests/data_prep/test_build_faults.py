@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest
 from tests.data_prep.samples import build, files_of, write_classes, write_files
 from tests.data_prep.stock import index, sample, write_stock
@@ -248,7 +248,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
     out = tmp_path / "out" / "animals"
     assert build(source, tmp_path / "whole" / "animals", "samples_per_shard=3") == 0
 
-    from data_prep.building import workplan
+    from data_prep.build import workplan
 
     real = workplan.prepare
 
@@ -257,7 +257,7 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
         source.rename(tmp_path / "gone")  # as when its disk is unmounted
         return work
 
-    monkeypatch.setattr("data_prep.building.build.prepare", prepare)
+    monkeypatch.setattr("data_prep.build.build.prepare", prepare)
     assert build(source, out, "samples_per_shard=3") == 1
     said = capfd.readouterr().err.splitlines()[-1]
     assert "No such file or directory" in said

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import Shard
 from data_prep.publish import atomic_file
 from tests.conftest import Command
@@ -57,7 +57,7 @@ def test_the_same_command_goes_on_only_after_what_is_in_its_way_is_mended(
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("data_prep.building.build.build", fail)
+    monkeypatch.setattr("data_prep.build.build.build", fail)
     assert build(write_classes(tmp_path / "in", {"ant": 1}), tmp_path / "out") == 1
     assert words in capsys.readouterr().err
 
@@ -80,7 +80,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_modules_load_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise KeyboardInterrupt")
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.__main__ import main; sys.exit(main(['verify', 'x']))"
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.cli import main; sys.exit(main(['verify', 'x']))"
+    )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "data_prep: interrupted before anything was done\n")
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from sklearn.datasets import load_digits
 
-from data_prep.__main__ import main
-from data_prep.choosing.dedup import compare
-from data_prep.choosing.hashes import DTYPE, picture_hashes, same_colours
-from data_prep.choosing.neighbours import near_pairs, plan
+from data_prep.choose.dedup import compare
+from data_prep.choose.hashes import DTYPE, picture_hashes, same_colours
+from data_prep.choose.neighbours import near_pairs, plan
+from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from tests.data_prep.samples import build, encoded, files_of, write_files
 
@@ -275,7 +275,7 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
         hashed.append(len(pictures))
         return picture_hashes(pictures)
 
-    monkeypatch.setattr("data_prep.choosing.hashes.picture_hashes", counted)
+    monkeypatch.setattr("data_prep.choose.hashes.picture_hashes", counted)
     assert dedup(directory, "--hashes", str(tmp_path / "hashes"), out=tmp_path / "b.jsonl") == lines
     assert hashed == []
     other = pack(source, tmp_path / "other", "samples_per_shard=12")
@@ -323,7 +323,7 @@ def test_a_mistake_is_one_line(
 def test_where_the_list_cannot_go_is_said_before_hashing(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("data_prep.choosing.dedup.shard_hashes", None)
+    monkeypatch.setattr("data_prep.choose.dedup.shard_hashes", None)
     (tmp_path / "folder.jsonl").mkdir()
     thesis = tmp_path / "thesis.jsonl"
     for content in ("years of work", '{"path": "a.jpg"}\n'):

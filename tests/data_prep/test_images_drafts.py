@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.building.config import BuildSettings
+from data_prep.build.config import BuildSettings
 from data_prep.images import PIXEL_BUDGET, ImageSpec, convert
 from data_prep.images.decoding import read_picture
 from data_prep.images.jpeg import plain_frame

@@ -12,7 +12,7 @@ from PIL import Image
 from data_prep.images import encode_ppm
 from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings
-from pretrain.datasets import load_training_data
+from pretrain.data.datasets import load_training_data
 from tests.data_prep.samples import build, encoded, picture, write_classes
 from tests.data_prep.stock import hashes, index, paths, read, rejects, sample, seen, write_stock, write_tar
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.building.shards import PARTS
-from data_prep.checking.verify import verify
+from data_prep.build.shards import PARTS
+from data_prep.check.verify import verify
+from data_prep.cli import main
 from data_prep.manifest import load_manifest
 from tests.data_prep.samples import build, encoded, files_of, picture, started, write_classes
 from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar

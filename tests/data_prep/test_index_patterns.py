@@ -5,7 +5,7 @@ from pathlib import Path
 import braceexpand
 import pytest
 
-from data_prep.indexing.patterns import braces, expand
+from data_prep.index.patterns import braces, expand
 from data_prep.settings import UserError
 from tests.data_prep.stock import index, last_line, sample, write_stock
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from data_prep.settings import UserError, printable
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.checking.stats import stats
+from data_prep.check.stats import stats
+from data_prep.cli import main
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, sample, write_stock
 

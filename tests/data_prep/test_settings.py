@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field
 
-from data_prep.__main__ import main
-from data_prep.building.config import BuildSettings
+from data_prep.build.config import BuildSettings
+from data_prep.cli import main
 from data_prep.settings import Settings, SettingsError, dump, load_settings, read_yaml, validate
 
 
@@ -247,7 +247,7 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 _HEAVY = """
 import sys
-from data_prep.__main__ import main
+from data_prep.cli import main
 try:
     code = main(sys.argv[1:])
 except SystemExit as ended:

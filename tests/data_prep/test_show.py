@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from data_prep.__main__ import main
-from data_prep.checking.contact_sheet import contact_sheet
+from data_prep.check.contact_sheet import contact_sheet
+from data_prep.cli import main
 from data_prep.images.sheet import CELL, shortened
 from tests.data_prep.samples import build, encoded, files_of, write_files
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.__main__ import main
-from data_prep.checking.stats import stats
+from data_prep.check.stats import stats
+from data_prep.cli import main
 from tests.data_prep.samples import build, encoded, files_of, picture, write_files
 
 

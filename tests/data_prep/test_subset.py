@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.__main__ import main
-from data_prep.building.merge import write_annotation
-from data_prep.checking.verify import verify
-from data_prep.choosing.selection import ranking
+from data_prep.build.merge import write_annotation
+from data_prep.check.verify import verify
+from data_prep.choose.selection import ranking
+from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_index, load_manifest, load_paths
 from data_prep.publish import sha256_of
-from pretrain.shards import open_split
+from pretrain.data.shards import open_split
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.data_prep.test_verify import change_manifest
 

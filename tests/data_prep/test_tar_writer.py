@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from data_prep.building import tar_writer
-from data_prep.building.tar_writer import BLOCK_BYTES, MAX_MEMBER_BYTES, TarWriter, header
+from data_prep.build import tar_writer
+from data_prep.build.tar_writer import BLOCK_BYTES, MAX_MEMBER_BYTES, TarWriter, header
 
 Members = Sequence[tuple[str, bytes]]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.building.shards import PARTS
+from data_prep.build.shards import PARTS
+from data_prep.cli import main
 from data_prep.publish import Holder, sole_writer
 from tests.data_prep.samples import (
     LOCK,
@@ -426,8 +426,8 @@ def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path:
 
 PLANNER = """
 import os, sys, time
-from data_prep.__main__ import main
-from data_prep.building import tasks
+from data_prep.cli import main
+from data_prep.build import tasks
 from data_prep.settings import UserError
 prepare, log, fate = tasks.prepare, sys.argv[1], sys.argv[2]
 

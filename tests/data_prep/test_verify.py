@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.building.shards import PARTS
-from data_prep.checking.verify import verify
+from data_prep.build.shards import PARTS
+from data_prep.check.verify import verify
+from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest, load_rejected
-from pretrain.shards import open_split
+from pretrain.data.shards import open_split
 from tests.data_prep.samples import (
     build,
     change_manifest,

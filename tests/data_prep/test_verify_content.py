@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.building.merge import write_annotation
-from data_prep.checking.verify import verify
+from data_prep.build.merge import write_annotation
+from data_prep.check.verify import verify
 from data_prep.publish import sha256_of
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
 from tests.data_prep.stock import index, sample, write_stock, write_tar

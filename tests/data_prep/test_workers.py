@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from data_prep.building.build import ShardJob, write_job
-from data_prep.building.shards import ShardRecord
-from data_prep.building.workers import Tally, worker_pool
+from data_prep.build.build import ShardJob, write_job
+from data_prep.build.shards import ShardRecord
+from data_prep.build.workers import Tally, worker_pool
 from tests.data_prep.samples import build, files_of, write_classes
 
 CUT = ("samples_per_shard=4", "num_workers=2")
@@ -68,7 +68,7 @@ def test_workers_killed_while_they_count_are_named_and_their_work_is_done_again(
 ) -> None:
     assert build(source, tmp_path / "whole" / "animals", *CUT) == 0
     (tmp_path / "deaths").mkdir()
-    monkeypatch.setattr("data_prep.building.build.write_job", partial(dying, tmp_path / "deaths", 1, death))
+    monkeypatch.setattr("data_prep.build.build.write_job", partial(dying, tmp_path / "deaths", 1, death))
     assert build(source, tmp_path / "killed" / "animals", *CUT) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "deaths").iterdir()} == {
         f"train-00000{number}": b".." for number in range(3)
@@ -84,7 +84,7 @@ def test_workers_that_die_twice_at_the_same_work_end_the_build_with_one_line(
     out = tmp_path / "killed" / "animals"
     (tmp_path / "deaths").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.building.build.write_job", partial(dying, tmp_path / "deaths", 2, signal.SIGKILL))
+        patch.setattr("data_prep.build.build.write_job", partial(dying, tmp_path / "deaths", 2, signal.SIGKILL))
         assert build(source, out, *CUT) == 1
     *before, line = deaths_in(capfd.readouterr().err)
     assert before and all(each.endswith("its work is done again") for each in before)

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from pretrain.world import World
+from pretrain.ranks.world import World
 from tests.distributed.engine_cells import CELLS, cell, elsewhere
 from tests.distributed.engine_options import options
 from tests.ranks import run_ranks
 
 
 def everything(world: World, folder: str) -> dict[str, Any]:
-    from pretrain.engine import start_distributed
+    from pretrain.engine.deepspeed import start_distributed
 
     start_distributed(world, timeout_s=60)
     gc.freeze()  # DeepSpeed collects garbage for every engine, and would look through all that was imported

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.step import EngineState
-from pretrain.world import World
+from pretrain.engine.step import EngineState
+from pretrain.ranks.world import World
 from tests.distributed.engines import (
     DECAY,
     DTYPES,
@@ -160,7 +160,7 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
 
 def going_on_alone(world: World, folder: str, identities: list[str]) -> dict[str, list[float]]:
     """Losses of one rank from what two had left."""
-    from pretrain.engine import start_distributed
+    from pretrain.engine.deepspeed import start_distributed
 
     start_distributed(world, timeout_s=60)
     losses = {}

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import torch
 
+from pretrain.data.order import BatchPlan
+from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.kept_buffers import kept_buffers
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan
-from pretrain.preemption import Interrupted
-from pretrain.world import World
-from pretrain.zero_cost import NUM_STATES
+from pretrain.ranks.preemption import Interrupted
+from pretrain.ranks.world import World
 from tests.distributed.engine_cells import gradient_errors
 from tests.distributed.engines import (
     CLIP,
@@ -171,8 +171,8 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
 
 def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False) -> Any:
     from finetune.accelerator import start_accelerator
-    from finetune.tuning.config import TuneEngineSettings
-    from finetune.tuning.engine import AccelerateEngine
+    from finetune.tune.config import TuneEngineSettings
+    from finetune.tune.engine import AccelerateEngine
 
     return AccelerateEngine(
         make_model(spec),
@@ -219,7 +219,7 @@ def tuned(world: World) -> dict[str, Any]:
 
 def noise(world: World, folder: str) -> dict[str, str]:
     """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
-    from pretrain.logs import log_to
+    from pretrain.loop.logs import log_to
 
     log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))
     log_to(log)

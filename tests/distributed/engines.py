@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.collectives import Exchange
 from pretrain.config import EngineSettings, OptimizerSettings
-from pretrain.deepspeed_config import deepspeed_config
+from pretrain.data.order import BatchPlan
+from pretrain.engine.deepspeed_config import deepspeed_config
+from pretrain.engine.step import EngineState, loss_of
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MlpSpec
 from pretrain.optim import build_optimizer, set_lr
-from pretrain.order import BatchPlan
-from pretrain.step import EngineState, loss_of
-from pretrain.world import World
+from pretrain.ranks.collectives import Exchange
+from pretrain.ranks.world import World
 
 SPEC = MlpSpec(kind="mlp", depth=2, width=17, expansion=2)  # 17: nothing divides by the number of ranks
 SIZE, CLASSES, GLOBAL, CLIP, LR, DECAY = 6, 5, 16, 0.5, 0.01, 0.8
@@ -53,7 +53,7 @@ def make_engine(
     bind: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> Any:
-    import pretrain.engine
+    import pretrain.engine.deepspeed
 
     def config(*arguments: Any, **options: Any) -> dict[str, Any]:
         """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
@@ -68,8 +68,8 @@ def make_engine(
             made.bind = bind
         return made
 
-    with patch.object(pretrain.engine, "deepspeed_config", config):
-        engine = pretrain.engine.DeepSpeedEngine(
+    with patch.object(pretrain.engine.deepspeed, "deepspeed_config", config):
+        engine = pretrain.engine.deepspeed.DeepSpeedEngine(
             make_model(spec, seed=seed),
             make_optimizer=optimizer_of,
             settings=EngineSettings(zero_stage=stage, precision=precision, **({"gradient_clip_norm": CLIP} | settings)),

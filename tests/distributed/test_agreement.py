@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pretrain.optim import Lamb
-from pretrain.segments import Segment
-from pretrain.world import World
+from pretrain.optim.segments import Segment
+from pretrain.ranks.world import World
 from tests.ranks import run_ranks
 
 SIZES, CUT, STEPS = (5, 8, 3), 10, 3
@@ -29,8 +29,8 @@ def shard(values: list[torch.Tensor], rank: int) -> torch.Tensor:
 def case(world: World, run_dir: str) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from pretrain import micro_batch
-    from tests.pretrain.test_micro_batch import CPU, model, settings_of
+    from pretrain.engine import micro_batch
+    from tests.pretrain.engine.test_micro_batch import CPU, model, settings_of
 
     dist.init_process_group("gloo")
     flats = [nn.Parameter(shard(vectors(seed), world.rank)) for seed in (1, 2, 3)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.__main__ import main as pretrain
+from pretrain.cli import main as pretrain
 from pretrain.config import EngineSettings
 from tests.distributed.engine_options import OFFLOADED
 from tests.distributed.engines import CLIP

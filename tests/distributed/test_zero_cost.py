@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
+from pretrain.data.order import BatchPlan
+from pretrain.engine.zero_cost import Training, held, sent
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
-from pretrain.order import BatchPlan
-from pretrain.world import World
-from pretrain.zero_cost import Training, held, sent
+from pretrain.ranks.world import World
 from tests.ranks import run_ranks
 
 SPEC, SIZE, CLASSES = MlpSpec(kind="mlp", depth=3, width=256), 32, 100
@@ -71,7 +71,7 @@ def cell(
     world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int
 ) -> dict[str, float]:
     """Bytes per parameter after backward, and sent in a step."""
-    from pretrain.engine import DeepSpeedEngine
+    from pretrain.engine.deepspeed import DeepSpeedEngine
 
     before = storages()
     model = build_model(SPEC, num_classes=CLASSES, image_size=SIZE, seed=0)
@@ -119,7 +119,7 @@ def cell(
 
 def measure(world: World) -> list[dict[str, float]]:
     traffic = count_traffic()  # before DeepSpeed takes hold of the functions
-    from pretrain.engine import start_distributed
+    from pretrain.engine.deepspeed import start_distributed
 
     start_distributed(world, timeout_s=60)
     return [cell(world, traffic, *each) for each in CELLS]

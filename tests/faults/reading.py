@@ -19,9 +19,10 @@ from pathlib import Path
 
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_atomic
-from pretrain.loader import as_stored, training_batches
-from pretrain.order import BatchPlan, Order, Shuffle
-from pretrain.shards import open_split
+from pretrain.config import Shuffle
+from pretrain.data.loader import as_stored, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import open_split
 
 GLOBAL_BATCH = 24
 WORLDS = (2, 1, 3, 4, 2, 6)

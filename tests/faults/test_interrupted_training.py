@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.card import fault_of, list_checkpoints
+from pretrain.checkpoints.card import fault_of, list_checkpoints
 from tests.moments import Strike, wait_until
 from tests.training import (
     Run,

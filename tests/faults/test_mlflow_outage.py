@@ -17,8 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from pretrain.tracker import RunIdentity, Tracker
-from pretrain.world import free_port
+from pretrain.ranks.world import free_port
+from pretrain.tracking.tracker import RunIdentity, Tracker
 from tests.moments import wait_until
 
 STEPS_BETWEEN = 60

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from data_prep.manifest import load_manifest, load_paths
-from pretrain.collectives import Agreed
-from pretrain.order import BatchPlan, Order
-from pretrain.shards import open_split
-from pretrain.skipped_steps import SkippedSteps, TooManySkippedSteps, samples_of_rank
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import open_split
+from pretrain.loop.skipped_steps import SkippedSteps, TooManySkippedSteps, samples_of_rank
+from pretrain.ranks.collectives import Agreed
 from tests.training import final_state, start, write_config
 
 FINE, BAD = Agreed(1.0, 1.0, 0, 0, 1.0), Agreed(float("nan"), 1.0, 0, 0, 1.0)

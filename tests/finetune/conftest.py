@@ -9,14 +9,14 @@ import torch
 
 from data_prep.manifest import load_manifest
 from finetune.backbone import Backbone, open_backbone
-from finetune.probing.config import ProbeSettings
-from finetune.probing.features import FeatureMaker, Views
-from pretrain.augment.settings import AugmentSettings
-from pretrain.card import ModelCard
-from pretrain.folder import save_folder
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import FeatureMaker, Views
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.folder import save_folder
+from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
-from pretrain.world import World
+from pretrain.ranks.world import World
 from tests.finetune.exporting import export_of, write_run
 
 ALONE = World(rank=0, local_rank=0, num_ranks=1)

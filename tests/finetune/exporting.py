@@ -5,10 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from finetune.exporting.config import ExportSettings
-from finetune.exporting.export import export
-from pretrain.card import ModelCard
-from pretrain.folder import load_folder, save_folder
+from finetune.export.config import ExportSettings
+from finetune.export.export import export
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.folder import load_folder, save_folder
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MlpSpec

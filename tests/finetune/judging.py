@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
-from finetune.judging.config import EvaluateSettings
-from finetune.judging.evaluate import evaluate_checkpoint
-from pretrain.card import ModelCard
-from pretrain.checkpoint import load_weights
+from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.evaluate import evaluate_checkpoint
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import load_weights
+from pretrain.checkpoints.folder import save_folder
 from pretrain.config import TrackingSettings
-from pretrain.folder import save_folder
+from pretrain.data.shards import open_split
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
-from pretrain.shards import open_split
-from pretrain.world import World
+from pretrain.ranks.world import World
 
 ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
 MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)

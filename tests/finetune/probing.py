@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.probing.config import ProbeSettings
-from finetune.probing.features import Table
-from finetune.probing.rows import Rows, Standard
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import Table
+from finetune.probe.rows import Rows, Standard
 from tests.finetune.conftest import CPU
 
 FEATURES, CLASSES = 6, 3

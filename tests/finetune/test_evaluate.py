@@ -13,21 +13,21 @@ from torch import Tensor
 
 from analysis.collect import collect
 from analysis.report import draw
-from data_prep.__main__ import main as data_prep
-from data_prep.building.merge import write_annotation
+from data_prep.build.merge import write_annotation
+from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.__main__ import main
-from finetune.judging import answering
-from finetune.judging.evaluate import evaluate_checkpoint
-from finetune.judging.place import Evaluation
+from finetune.cli import main
+from finetune.evaluate import answering
+from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.evaluate.place import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.settings import AugmentSettings
-from pretrain.card import read_card
-from pretrain.evaluate import evaluate
-from pretrain.folder import load_folder
-from pretrain.loader import Batch
-from pretrain.shards import Places, ShardReader, Unreadable, open_split
-from pretrain.world import World
+from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.folder import load_folder
+from pretrain.config import AugmentSettings
+from pretrain.data.loader import Batch
+from pretrain.data.shards import Places, ShardReader, Unreadable, open_split
+from pretrain.loop.evaluate import evaluate
+from pretrain.ranks.world import World
 from tests.conftest import Command
 from tests.data_prep.test_verify import change_manifest
 from tests.finetune.judging import ALONE, MEAN, STD, judge, plain_logits, predictions, settings_of, write_folder
@@ -52,7 +52,7 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
-    monkeypatch.setattr("finetune.judging.evaluate._draw", lambda *unused: None)
+    monkeypatch.setattr("finetune.evaluate.evaluate._draw", lambda *unused: None)
 
 
 def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:

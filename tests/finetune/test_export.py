@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from data_prep.settings import UserError
-from finetune.__main__ import main as finetune
-from finetune.exporting import graphs
-from finetune.exporting.export import TOOLS
-from pretrain.card import list_checkpoints
-from pretrain.folder import load_folder, save_folder
+from finetune.cli import main as finetune
+from finetune.export import graphs
+from finetune.export.export import TOOLS
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.folder import load_folder, save_folder
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.finetune.exporting import MLP, export_of, folder_of

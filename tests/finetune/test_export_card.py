@@ -8,11 +8,11 @@ import onnxruntime
 import yaml
 
 from data_prep.publish import sha256_of
-from finetune.exporting.config import ExportSettings
-from finetune.exporting.model_card import Facts, readme
-from finetune.exporting.provenance import provenance_of
-from pretrain.card import list_checkpoints
-from pretrain.folder import load_folder
+from finetune.export.config import ExportSettings
+from finetune.export.model_card import Facts, readme
+from finetune.export.provenance import provenance_of
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.folder import load_folder
 from tests.finetune.exporting import MLP, folder_of
 
 

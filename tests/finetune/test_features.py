@@ -12,21 +12,21 @@ import pytest
 import torch
 from PIL import Image
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest, save_manifest
 from data_prep.settings import UserError
-from finetune.probing import cache, features
-from finetune.probing.cache import FACTS, FEATURES, Writing
+from finetune.probe import cache, features
+from finetune.probe.cache import FACTS, FEATURES, Writing
 from pretrain.augment.augmentation import Augmentation
-from pretrain.loader import Batch
+from pretrain.data.loader import Batch
+from pretrain.data.shards import open_split
 from pretrain.models.build import pooled_features
-from pretrain.shards import open_split
 from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of
 
 
 def independent_features(folder: Path, dataset: Path, split: str) -> torch.Tensor:
     """All pictures at once, normalised by hand."""
-    from pretrain.folder import load_folder
+    from pretrain.checkpoints.folder import load_folder
 
     card, model = load_folder(folder)
     reader = open_split(dataset, load_manifest(dataset), split)

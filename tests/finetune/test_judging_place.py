@@ -14,12 +14,12 @@ from rich.console import Console
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError
-from finetune.__main__ import main
-from finetune.judging.config import EvaluateSettings
-from finetune.judging.console import say
-from finetune.judging.place import Evaluation
-from pretrain.augment.settings import AugmentSettings
-from pretrain.tracker import Tracker
+from finetune.cli import main
+from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.console import say
+from finetune.evaluate.place import Evaluation
+from pretrain.config import AugmentSettings
+from pretrain.tracking.tracker import Tracker
 from tests.data_prep.samples import change_manifest
 from tests.finetune.judging import judge, settings_of, write_folder
 
@@ -32,7 +32,7 @@ def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
-    monkeypatch.setattr("finetune.judging.evaluate._draw", lambda *unused: None)
+    monkeypatch.setattr("finetune.evaluate.evaluate._draw", lambda *unused: None)
 
 
 def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
-            patches.setattr("finetune.judging.evaluate._tell", Mock(side_effect=KeyboardInterrupt))
+            patches.setattr("finetune.evaluate.evaluate._tell", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
         evaluation = Evaluation.of(settings_of(pretrained, dataset, None, **changes))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 
-from finetune.judging.answers import Answers, Layout, moments_up_to
-from finetune.judging.files import write_confusion, write_per_class
-from finetune.judging.pictures import draw_calibration, draw_confusion, draw_views, save
-from finetune.judging.scoring import Confusion, Moment, PerClass, calibration, overall
+from finetune.evaluate.answers import Answers, Layout, moments_up_to
+from finetune.evaluate.files import write_confusion, write_per_class
+from finetune.evaluate.pictures import draw_calibration, draw_confusion, draw_views, save
+from finetune.evaluate.scoring import Confusion, Moment, PerClass, calibration, overall
 
 NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 NUMBERS = (4, 0, 7, 2, 6, 1)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from finetune.probing import knn as knn_room
-from finetune.probing.config import KnnSettings
-from finetune.probing.features import Table
-from finetune.probing.knn import accuracies
-from finetune.probing.nearest import Blocks, answers, neighbours_of, unit_rows, vote_weights
-from pretrain.world import World
+from finetune.probe import knn as knn_room
+from finetune.probe.config import KnnSettings
+from finetune.probe.features import Table
+from finetune.probe.knn import accuracies
+from finetune.probe.nearest import Blocks, answers, neighbours_of, unit_rows, vote_weights
+from pretrain.ranks.world import World
 from tests.conftest import Command
 from tests.finetune.conftest import ALONE, CPU
 from tests.finetune.probing import Largest

@@ -13,16 +13,16 @@ from scipy.stats import binom
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
 from finetune.apart import check_apart
-from finetune.judging.config import EvaluateSettings
-from finetune.judging.evaluate import evaluate_checkpoint
-from finetune.probing.config import ProbeSettings
-from finetune.probing.features import Table
-from finetune.probing.grid import Judged, best_of, cells_of, edges
-from finetune.probing.heads import Cell, Score
-from finetune.probing.probe import Splits, choose_and_test, held_out, probe
-from finetune.probing.report import draw_grid
+from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import Table
+from finetune.probe.grid import Judged, best_of, cells_of, edges
+from finetune.probe.heads import Cell, Score
+from finetune.probe.probe import Splits, choose_and_test, held_out, probe
+from finetune.probe.report import draw_grid
 from finetune.recording import Weights
-from pretrain.card import read_card
+from pretrain.checkpoints.card import read_card
 from pretrain.config import TrackingSettings
 from tests.conftest import Command
 from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of

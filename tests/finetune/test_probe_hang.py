@@ -5,10 +5,10 @@ import re
 import time
 from pathlib import Path
 
-from finetune.probing import features, probe
-from pretrain.headway import HEADWAY, Standing
-from pretrain.heartbeat import Heartbeat
-from pretrain.heartbeat_wire import Message, encoded
+from finetune.probe import features, probe
+from pretrain.ranks.headway import HEADWAY, Standing
+from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.heartbeat_wire import Message, encoded
 from tests import training
 from tests.forked import begin, environments, wait
 

@@ -10,15 +10,15 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from finetune.probing import lbfgs
-from finetune.probing.classifier import Classifier
-from finetune.probing.config import ProbeSettings
-from finetune.probing.features import Table
-from finetune.probing.grid import cells_of, heads_of
-from finetune.probing.heads import Cell, judge, order_of, train_heads
-from finetune.probing.lbfgs import minimise
-from finetune.probing.rows import Residence, Standard
-from finetune.probing.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
+from finetune.probe import lbfgs
+from finetune.probe.classifier import Classifier
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import Table
+from finetune.probe.grid import cells_of, heads_of
+from finetune.probe.heads import Cell, judge, order_of, train_heads
+from finetune.probe.lbfgs import minimise
+from finetune.probe.rows import Residence, Standard
+from finetune.probe.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from pretrain.optim.lion import Lion
 from tests.finetune.conftest import CPU, CROPS
 from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of

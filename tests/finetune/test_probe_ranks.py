@@ -13,12 +13,12 @@ import pytest
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
 from finetune.backbone import open_backbone
-from finetune.probing import features, grid
-from finetune.probing.cache import Writing
-from finetune.probing.grid import cells_of, judged_cells, shares
-from finetune.probing.probe import tables_of
-from pretrain.folder import load_folder, save_folder
-from pretrain.world import World
+from finetune.probe import features, grid
+from finetune.probe.cache import Writing
+from finetune.probe.grid import cells_of, judged_cells, shares
+from finetune.probe.probe import tables_of
+from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.ranks.world import World
 from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
 from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
 from tests.ranks import run_ranks

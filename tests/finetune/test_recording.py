@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from data_prep.manifest import load_manifest
-from finetune.probing.config import ProbeSettings
+from finetune.probe.config import ProbeSettings
 from finetune.recording import Weights, recorded
 from finetune.verbs import end_on_signals
-from pretrain.card import ModelCard
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.folder import save_folder
 from pretrain.config import TrackingSettings
-from pretrain.datasets import Part
-from pretrain.folder import save_folder
+from pretrain.data.datasets import Part
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
-from pretrain.world import World
+from pretrain.ranks.world import World
 
 
 @pytest.fixture(autouse=True)
 def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.tracker.sys.executable", "/bin/true")
+    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
 
 
 @pytest.fixture

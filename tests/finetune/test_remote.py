@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import load_manifest, save_manifest
-from finetune.probing.config import KnnSettings
-from finetune.probing.knn import knn
-from finetune.probing.probe import probe
-from pretrain.__main__ import main as pretrain
+from finetune.probe.config import KnnSettings
+from finetune.probe.knn import knn
+from finetune.probe.probe import probe
+from pretrain.cli import main as pretrain
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
 from tests.finetune.conftest import ALONE, feature_settings

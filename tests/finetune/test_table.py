@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from finetune.__main__ import main as finetune
+from finetune.cli import main as finetune
 from finetune.tables.cells import Cell, Filled, fill
 from finetune.tables.published import TABLES
 from finetune.tables.words import markdown
-from pretrain.stored_run import StoredRun
-from pretrain.tracking import Store
+from pretrain.tracking.store import Store
+from pretrain.tracking.stored_run import StoredRun
 
 FLIPPED = {"augment.flip_probability": "0.5", "augment.crop_scale": "None"}
 PLAIN = {"augment.flip_probability": "0.0", "augment.crop_scale": "None", "augment.mixup_alpha": "0.0"}

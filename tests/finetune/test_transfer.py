@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.__main__ import main as data_prep
-from pretrain.card import list_checkpoints, read_card
-from pretrain.checkpoint import load_weights
+from data_prep.cli import main as data_prep
+from pretrain.checkpoints.card import list_checkpoints, read_card
+from pretrain.checkpoints.checkpoint import load_weights
 from tests.conftest import Command
 from tests.training import final_state, finish, start, write_config
 

@@ -11,22 +11,22 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from data_prep.building.merge import write_annotation
+from data_prep.build.merge import write_annotation
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, dump, load_settings
-from finetune.__main__ import main as finetune
-from finetune.exporting.provenance import provenance_of
-from finetune.tuning.config import TuneSettings
-from finetune.tuning.repeats import check_resume_of, repeats_of
-from pretrain.card import CheckpointError, list_checkpoints, read_card, resolve
+from finetune.cli import main as finetune
+from finetune.export.provenance import provenance_of
+from finetune.tune.config import TuneSettings
+from finetune.tune.repeats import check_resume_of, repeats_of
+from pretrain.checkpoints.card import CheckpointError, list_checkpoints, read_card, resolve
 from pretrain.config import DataSettings, OptimizerSettings
-from pretrain.datasets import load_training_data
+from pretrain.data.datasets import load_training_data
+from pretrain.data.shards import open_split
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
-from pretrain.page import summary
-from pretrain.shards import open_split
-from pretrain.starts import started
+from pretrain.ranks.starts import started
+from pretrain.tracking.page import summary
 from tests.data_prep.test_verify import change_manifest
 from tests.moments import wait_until
 from tests.training import final_state, finish, start, start_tuning, write_config

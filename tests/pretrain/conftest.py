@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store without runs; making one takes seconds, copying it none."""
-    from pretrain.tracking import Store
+    from pretrain.tracking.store import Store
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     Store(f"sqlite:///{path}").runs()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import Shard
-from pretrain.shard_cache import ShardCache
-from pretrain.shard_cache.fetching import Patience
+from pretrain.data.shard_cache import ShardCache
+from pretrain.data.shard_cache.fetching import Patience
 from tests.ranks import REPOSITORY
 
 

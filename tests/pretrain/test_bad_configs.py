@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main as data_prep
-from finetune.__main__ import main as finetune
-from pretrain.__main__ import main as pretrain
+from data_prep.cli import main as data_prep
+from finetune.cli import main as finetune
+from pretrain.cli import main as pretrain
 from tests.ranks import REPOSITORY
 
 PRETRAIN = """
@@ -264,11 +264,11 @@ def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(
 
 def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a delta of at most 40 lines under a header that says command, hardware and result."""
-    from data_prep.building.config import BuildSettings
-    from data_prep.indexing.config import IndexSettings
+    from data_prep.build.config import BuildSettings
+    from data_prep.index.config import IndexSettings
     from data_prep.settings import load_settings
-    from finetune.probing.config import KnnSettings, ProbeSettings
-    from finetune.tuning.config import TuneSettings
+    from finetune.probe.config import KnnSettings, ProbeSettings
+    from finetune.tune.config import TuneSettings
     from pretrain.config import PretrainSettings
 
     schemas = {

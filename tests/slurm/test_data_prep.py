@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from data_prep.__main__ import main as data_prep
+from data_prep.cli import main as data_prep
 from tests.slurm.conftest import Cluster
 
 SCRIPT = "cluster/data_prep.slurm"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.building import build as building
-from data_prep.building import merge as merging
+from data_prep.build import build as building
+from data_prep.build import merge as merging
 from data_prep.manifest import load_manifest
 from tests.data_prep.samples import write_classes, write_files
 from tests.data_prep.sources import test_cifar, test_imagenet1k, test_mnist, test_stl10, test_tinyimagenet

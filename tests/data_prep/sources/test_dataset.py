@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.building.build import build as build_dataset
-from data_prep.building.config import BuildSettings
+from data_prep.build.build import build as build_dataset
+from data_prep.build.config import BuildSettings
 from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, dataset
 from data_prep.sources.config import DatasetSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_manifest, load_paths
 from tests.data_prep.samples import read_samples
 from tests.data_prep.sources.archives import (

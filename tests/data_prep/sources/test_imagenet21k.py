@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
+from data_prep.cli import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
 from data_prep.sources.files import sort_out
 from data_prep.sources.synsets import find_synsets
@@ -219,7 +219,7 @@ def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> Non
     source = ImageNet21kSource(ImageNet21kSettings(kind="imagenet21k", path=str(source_path), processing="raw"))
     container = source.layout().containers[0]
     entries = source.entries(container)
-    from data_prep.building.inventory import Entry
+    from data_prep.sources.inventory import Entry
 
     entry = Entry(container, entries.names[0], int(entries.offsets[0]), int(entries.sizes[0]), 0)
     assert source.read(entry) == synset_files(FIRST[0], 9)[entry.name]

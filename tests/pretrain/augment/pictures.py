@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.draws import Draws
-from pretrain.augment.settings import AugmentSettings
-from pretrain.loader import Batch
+from pretrain.config import AugmentSettings
+from pretrain.data.loader import Batch
 
 PLAIN = Normalisation((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
 

@@ -11,7 +11,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
 from pretrain.augment.mixing import Mixer
-from pretrain.augment.settings import AugmentSettings
+from pretrain.config import AugmentSettings
 from tests.pretrain.augment.pictures import batch_of, draws_of, make, pictures
 
 PAPER_A = AugmentSettings(

@@ -21,7 +21,7 @@ from pretrain.augment.crops import (
     resample_levels,
     whole_boxes,
 )
-from pretrain.augment.settings import AugmentSettings, PaddingMode
+from pretrain.config import AugmentSettings, PaddingMode
 from tests.pretrain.augment.pictures import draws_of, hard_pictures, pictures
 
 

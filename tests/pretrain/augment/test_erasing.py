@@ -9,8 +9,8 @@ from timm.data.random_erasing import RandomErasing
 
 from pretrain.augment.draws import Draws
 from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
-from pretrain.augment.settings import AugmentSettings, EraseMode
-from pretrain.counter import hash64
+from pretrain.config import AugmentSettings, EraseMode
+from pretrain.data.counter import hash64
 from tests.pretrain.augment.pictures import draws_of
 
 SIZE = 32

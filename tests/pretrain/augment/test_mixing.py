@@ -7,7 +7,7 @@ from timm.data import mixup as timm_mixup
 
 from pretrain.augment.draws import Draws
 from pretrain.augment.mixing import Mix, Mixer
-from pretrain.augment.settings import AugmentSettings
+from pretrain.config import AugmentSettings
 from tests.pretrain.augment.pictures import batch_of, make, pictures
 
 SIZE = 24

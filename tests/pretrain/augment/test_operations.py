@@ -16,7 +16,7 @@ from timm.data import auto_augment as timm_operations
 
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import Operation, Plan, draw_plan
-from pretrain.augment.policies import parse_policy
+from pretrain.auto_augment import parse_policy
 from tests.pretrain.augment.pictures import draws_of, hard_pictures, pictures
 
 FILL = (10, 128, 200)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from data_prep.settings import UserError
-from pretrain.card import CheckpointError, ModelCard, config_of, parse_card
-from pretrain.checkpoint import TrainerState, save
-from pretrain.folder import load_folder, save_folder
+from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, parse_card
+from pretrain.checkpoints.checkpoint import TrainerState, save
+from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from pretrain.models.weights import load_strictly
-from pretrain.step import EngineState
 
 SPECS: list[AnySpec] = [
     MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),

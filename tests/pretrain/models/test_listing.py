@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pretrain.__main__ import main
+from pretrain.cli import main
 from pretrain.models.listing import list_models, parse_power
 from pretrain.models.presets import PRESETS
 
@@ -75,7 +75,7 @@ def test_a_mistake_is_one_message(words: str, message: str, capsys: pytest.Captu
 
 def test_nothing_heavy_is_imported() -> None:
     program = (
-        "import sys; from pretrain.__main__ import main; main(['models']); main(['widths', '--omega', '2^18']); "
+        "import sys; from pretrain.cli import main; main(['models']); main(['widths', '--omega', '2^18']); "
         "print('heavy:', sorted({'torch', 'timm', 'torchvision', 'scipy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -1,0 +1,94 @@
+"""Command line of the top floor: `analysis report | filters | scaling | efficiency`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+OK, BAD_INPUT = 0, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError) as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="analysis", description="Tables and pictures of what was trained.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    report = verbs.add_parser("report", help="a table and a picture of all runs below a folder")
+    report.add_argument("runs", type=Path)
+    report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
+    report.set_defaults(run=_report)
+    filters = verbs.add_parser("filters", help="the first-layer filters of an MLP checkpoint as a picture")
+    filters.add_argument("checkpoint", type=Path)
+    filters.add_argument("--out", type=Path, default=Path("filters.png"))
+    filters.set_defaults(run=_filters)
+    scaling = verbs.add_parser("scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error")
+    scaling.add_argument("points", type=Path)
+    scaling.set_defaults(run=_scaling)
+    efficiency = verbs.add_parser("efficiency", help="latency and throughput of paper B's four models at 64 px")
+    efficiency.add_argument("--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores")
+    efficiency.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
+    efficiency.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU")
+    efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
+    efficiency.add_argument("--out", type=Path, help="write the table there, too: a .md or .json file")
+    efficiency.set_defaults(run=_efficiency)
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from analysis.collect import collect
+    from analysis.report import draw, print_table
+
+    runs = collect(options.runs)
+    print_table(runs, Console(width=None if sys.stdout.isatty() else 120))
+    path = options.out or options.runs / "report.png"
+    draw(runs, path)
+    print(f"picture: {path}")
+    return OK
+
+
+def _filters(options: argparse.Namespace) -> int:
+    from analysis.filters import draw
+
+    draw(options.checkpoint, options.out)
+    print(f"picture: {options.out}")
+    return OK
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from analysis.scaling import fit, read_points
+
+    law = fit(*read_points(options.points))
+    print(f"E(C) = {law.a:.4g} ({law.b:.4g} + C)^-{law.alpha:.4f} + {law.floor:.4f}")
+    return OK
+
+
+def _efficiency(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from analysis.efficiency import PRINTED, conditions_for, machine, measure_named
+    from analysis.efficiency_table import check_out, print_table, title, write
+
+    check_out(options.out)
+    conditions = conditions_for(
+        options.device,
+        dtype=options.dtype,
+        compiled=options.compile,
+        batch_size=options.batch,
+        quick=options.quick,
+    )
+    place = machine(conditions)
+    rows = measure_named(list(PRINTED), conditions)
+    print_table(rows, Console(width=None if sys.stdout.isatty() else 132), heading=title(conditions, place))
+    if options.out is not None:
+        write(options.out, rows, conditions=conditions, machine=place)
+        print(f"written: {options.out}")
+    return OK

@@ -1,0 +1,120 @@
+"""`data_prep build`: a work plan is cut into shards, the shards are written in any order by any number of workers or array
+tasks, and one manifest, written last, makes them a dataset.
+
+Steps of a build, under the sole lock of OUT:
+
+1. the mark of ours, before the source is listed, then the plan (workplan.py), unless the manifest stands already;
+2. write every shard whose record is missing (shards.py); then the source must be as it was when it was listed;
+3. rejected.jsonl, annotations, then manifest.json; remove the records (merge.py).
+
+Array tasks share step 2 (tasks.py). A kill anywhere leaves finished shards with their records; the same command goes on from
+there to the same bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.build.config import BuildSettings
+from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
+from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
+from data_prep.build.workers import Tally, worker_pool
+from data_prep.build.workplan import ShardPlan, Workplan, forget_parts, own_place, prepare
+from data_prep.images import ImageSpec, Rejection, convert, naming
+from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_prep.progress import progress
+from data_prep.sources import Source, open_source
+from data_prep.sources.inventory import open_inventory
+
+MAX_INPUT_BYTES = 1 << 30
+"""A larger file is no picture, and is not read."""
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What a worker needs to write one shard, picklable and small."""
+
+    plan: ShardPlan
+    work: Workplan
+    source: Source
+    spec: ImageSpec
+
+
+def build(settings: BuildSettings) -> Manifest:
+    """The finished dataset of `settings.out`; safe to call again after any interruption."""
+    directory, tally = Path(settings.out), Tally()
+    source = open_source(settings.source, num_workers=settings.num_workers)
+    with own_place(directory), worker_pool(settings.num_workers, tally=tally) as pool:
+        work = prepare(settings, source, pool)
+        if (directory / MANIFEST_NAME).exists():
+            manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
+        else:
+            records = write_shards(work, work.begun.shards, source, settings.image_spec, pool=pool, tally=tally)
+            refuse_changed(settings, work, source, pool)
+            manifest = publish(settings, source, work.begun, records)
+        forget_parts(directory)
+    check_reject_share(directory, manifest)
+    return manifest
+
+
+def write_shards(
+    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, spec: ImageSpec, *, pool: Executor, tally: Tally
+) -> list[ShardRecord]:
+    """The record of every shard of `plans`, in their order."""
+    total = sum(plan.stop - plan.start for plan in plans)
+    with progress("packing", total=total, unit="images") as line:
+        futures = [pool.submit(write_job, ShardJob(plan, work, source, spec)) for plan in plans]
+        pending: set[Future[ShardRecord]] = set(futures)
+        try:
+            while pending:
+                ended, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                line.advance(tally.taken(), note=f"{len(plans) - len(pending)}/{len(plans)} shards")
+                for future in ended:
+                    future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def write_job(job: ShardJob) -> ShardRecord:
+    done = finished_record(job.work.directory, job.plan.name, plan_hash=job.work.begun.parts_id)
+    if done is not None:
+        Tally.add(job.plan.stop - job.plan.start)
+        return done
+    rejected: list[Rejected] = []
+    return write_shard(
+        job.work.directory,
+        job.plan.name,
+        _samples(job, rejected),
+        plan_hash=job.work.begun.parts_id,
+        rejected=rejected,
+    )
+
+
+def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
+    inventory = open_inventory(job.work.inventory_directory, job.work.begun.stamp)
+    order = np.load(job.work.order_path(job.plan.split), mmap_mode="r")
+    for number, row in enumerate(order[job.plan.start : job.plan.stop].tolist()):
+        Tally.add(1)
+        entry = inventory.entry(row)
+        key, path = f"{job.plan.name}-{number:06d}", entry.path
+        data = b""
+        try:
+            if entry.num_bytes > MAX_INPUT_BYTES:
+                raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
+            data = job.source.read(entry)
+            with naming(path):
+                image = convert(data, job.spec)
+        except Rejection as rejection:
+            digest = hashlib.sha256(data).hexdigest()
+            rejected.append(
+                Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest)
+            )
+            continue
+        label = job.work.begun.labels[entry.label] if entry.label >= 0 else entry.label
+        yield Sample(key=key, label=label, image=image, path=path)

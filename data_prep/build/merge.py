@@ -1,0 +1,301 @@
+"""`data_prep merge`: the records of all shards become one dataset.
+
+Every part is verified before anything is written: a record of every planned shard, of this very build, the files as they were
+written, and the source, where it can be reached, as it was listed. Then, in this order: rejected.jsonl, annotations, manifest.json;
+the parts are removed last. Where the manifest stands, the removal is all that may be left to do.
+"""
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep import __version__
+from data_prep.build.config import BuildSettings
+from data_prep.build.shards import PARTS, ShardRecord, changed_files, load_record
+from data_prep.build.workers import worker_pool
+from data_prep.build.workplan import Begun, Workplan, forget_parts, layout_of, load_begun
+from data_prep.images.channels import channel_statistics
+from data_prep.manifest import (
+    MANIFEST_NAME,
+    REJECTED_NAME,
+    Annotation,
+    Manifest,
+    Split,
+    load_manifest,
+    load_paths,
+    save_manifest,
+)
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_atomic
+from data_prep.settings import UserError
+from data_prep.sources import Source, SourceError, open_source
+from data_prep.sources.inventory import open_inventory
+
+NUM_COMPARISONS = 512
+"""About as many jobs compare a source with its listing, however many containers it has."""
+NUM_NAMED = 3
+Changed = tuple[int, tuple[str, ...]]
+"""Of one container: how many of its files have changed, and the first of them."""
+
+
+class TooManyRejected(ValueError):  # noqa: N818
+    """The dataset is written and whole, but lost more inputs than the config allows."""
+
+    def __init__(self, manifest: Manifest, message: str):
+        super().__init__(message)
+        self.manifest = manifest
+
+
+class IncompleteParts(UserError):  # noqa: N818
+    """Array tasks that have not ended, or parts that are not theirs; nothing has been changed."""
+
+
+def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
+    """Publishes the dataset that array tasks have written into `directory`; with `trust`, without reading the shards again."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; name the one that the tasks wrote to")
+    if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
+        raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
+    with sole_writer(directory):
+        begun = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
+        if begun is None:
+            manifest = load_manifest(directory)
+        else:
+            settings = begun.settings
+            records = _verified_records(directory, begun, num_workers=num_workers, trust=trust)
+            source = open_source(settings.source, num_workers=num_workers)
+            if _is_here(settings):
+                with worker_pool(num_workers) as pool:
+                    refuse_changed(settings, Workplan(directory, begun), source, pool)
+            manifest = publish(settings.model_copy(update={"out": str(directory)}), source, begun, records)
+        forget_parts(directory)
+    check_reject_share(directory, manifest)
+    return manifest
+
+
+def _is_here(settings: BuildSettings) -> bool:
+    """Whether this machine sees the source's files, if it has any; an empty folder is where a disk is not mounted."""
+    path = getattr(settings.source, "path", None) or getattr(settings.source, "images_dir", None)
+    if path is None:
+        return False
+    if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
+        return True
+    print(
+        f"data_prep: {path} is not here, so nothing can tell whether the source has changed since the tasks listed it",
+        file=sys.stderr,
+    )
+    return False
+
+
+def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool: Executor) -> None:
+    """A file that was replaced, added or removed between the listing and now may have been read in either state."""
+    inventory = open_inventory(work.inventory_directory, work.begun.stamp)
+    count = len(inventory.containers)
+    compare = partial(_changed_source, source, work.inventory_directory, work.begun.stamp)
+    step = max(1, count // NUM_COMPARISONS)
+    parts = [range(start, min(start + step, count)) for start in range(0, count, step)]
+    found = set[Changed]()  # an archive of many containers is one of it
+    with progress("comparing the source with its listing", total=count, unit="folders or archives") as line:
+        for part, changed in zip(parts, pool.map(compare, parts), strict=True):
+            found.update(changed)
+            line.advance(len(part))
+    number, what, names = sum(each[0] for each in found), "files", sorted(name for _, some in found for name in some)
+    if not found:  # a class that has come meanwhile is in no container that was listed
+        names = sorted(inventory.layout.differs_from(layout_of(settings, source)))
+        number, what = len(names), "folders, archives or lists of labels"
+    if number:
+        raise SourceError(
+            f"source: {number:,} {what} have changed since they were listed ({', '.join(names[:NUM_NAMED])}), so what was written "
+            "may be a mixture; it must stay as it is while it is read (and copies keep its times: cp -p, rsync -a); remove "
+            f"{work.directory} and build again"
+        )
+
+
+def _changed_source(source: Source, directory: Path, stamp: str, numbers: range) -> set[Changed]:
+    inventory = open_inventory(directory, stamp)
+    changed = (source.changed(inventory.containers[number], inventory.entries_of(number)) for number in numbers)
+    return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
+
+
+def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust: bool) -> list[ShardRecord]:
+    records: list[ShardRecord] = []
+    faults: list[str] = []
+    unfinished: set[int] = set()
+    for number, plan in enumerate(begun.shards):
+        try:
+            record = load_record(directory, plan.name)
+        except FileNotFoundError:
+            unfinished.add(number % begun.num_tasks)
+            faults.append(f"{plan.name} is not written")
+            continue
+        except ValueError:
+            unfinished.add(number % begun.num_tasks)
+            faults.append(f"the record of {plan.name} is damaged, or of another")
+            continue
+        if record.plan_hash != begun.parts_id or record.num_inputs != plan.stop - plan.start:
+            unfinished.add(number % begun.num_tasks)
+            faults.append(f"{plan.name} is of another build")
+        records.append(record)
+    known = {plan.name for plan in begun.shards}
+    tars = [path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)]
+    strangers = sorted(set(tars) - known)
+    if strangers:
+        raise IncompleteParts(
+            f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge"
+        )
+    if not faults:
+        changed = _changed(directory, records, num_workers=num_workers, trust=trust)
+        unfinished = {number % begun.num_tasks for number, files in enumerate(changed) if files}
+        faults = [f"{files[0]} is not as it was written" for files in changed if files]
+    if faults:
+        tasks = ", ".join(f"{number}/{begun.num_tasks}" for number in sorted(unfinished))
+        raise IncompleteParts(
+            f"{directory}: {len(faults)} of {len(begun.shards)} shards cannot be merged ({faults[0]}); "
+            f"run the tasks {tasks} again, they write only what is missing"
+        )
+    return records
+
+
+def _changed(directory: Path, records: list[ShardRecord], *, num_workers: int, trust: bool) -> list[list[str]]:
+    shards = [record.shard for record in records]
+    with (
+        worker_pool(max(1, min(num_workers, len(shards)))) as pool,
+        progress("verifying parts", total=len(shards), unit="shards") as line,
+    ):
+        found = []
+        for files in pool.map(partial(changed_files, directory, trust=trust), shards):
+            found.append(files)
+            line.advance()
+    return found
+
+
+def publish(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:
+    """Writes what makes finished shards a dataset, the manifest last."""
+    directory = Path(settings.out)
+    rejected_sha256 = write_rejected(directory, records)
+    manifest = summarise(settings, source, begun, records, rejected_sha256=rejected_sha256)
+    splits = {
+        name: split.model_copy(update={"annotations": _annotations(directory, source, name, split, begun.labels)})
+        if name in source.annotated_splits()
+        else split
+        for name, split in manifest.splits.items()
+    }
+    manifest = manifest.model_copy(update={"splits": splits})
+    save_manifest(directory, manifest)
+    _say_mixed_formats({extension for record in records for extension in record.extensions})
+    return manifest
+
+
+def _say_mixed_formats(extensions: set[str]) -> None:
+    """Hugging Face's `datasets` takes the endings of the first samples for those of all, and fails at the first other one."""
+    if len(extensions) > 1:
+        mixed = ", ".join(f".{extension}" for extension in sorted(extensions))
+        print(
+            f"data_prep: the shards mix {mixed}; this project and webdataset read that, Hugging Face's datasets does not: "
+            "for it build with encoding=jpeg (or raw)",
+            file=sys.stderr,
+        )
+
+
+def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
+    """The line of every input that was not written, sorted; returns the file's sha256."""
+    lines = [json.dumps(reject.model_dump(), sort_keys=True) for record in records for reject in record.rejected]
+    data = "".join(line + "\n" for line in sorted(lines)).encode()
+    write_atomic(directory / REJECTED_NAME, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def summarise(
+    settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord], *, rejected_sha256: str
+) -> Manifest:
+    splits = split_records({plan.name: plan.split for plan in begun.shards}, begun.classes, records)
+    trained_on = [record for record in records if record.shard.name.startswith("train-")] or records
+    mean, std = channel_statistics([record.channels for record in trained_on])
+    num_read = sum(record.num_inputs for record in records)
+    num_rejected = sum(len(record.rejected) for record in records)
+    num_written = sum(split.num_samples for split in splits.values())
+    assert num_read == num_written + num_rejected, (num_read, num_written, num_rejected)
+    return Manifest(
+        tool_version=__version__,
+        decoder=begun.decoder,
+        name=settings.dataset_name,
+        source=source.describe(),
+        seed=settings.seed,
+        encoding=settings.encoding,
+        image_size=settings.image_size,
+        crop=settings.crop,
+        interpolation=settings.interpolation,
+        classes=begun.classes,
+        splits=splits,
+        channel_mean=mean,
+        channel_std=std,
+        num_read=num_read,
+        num_written=num_written,
+        num_rejected=num_rejected,
+        num_left_out=begun.num_left_out,
+        max_reject_share=settings.max_reject_share,
+        rejected_sha256=rejected_sha256,
+        plan_hash=begun.plan_hash,
+    )
+
+
+def split_records(
+    split_of: dict[str, str], classes: tuple[str, ...], records: Iterable[ShardRecord]
+) -> dict[str, Split]:
+    """The records gathered by split, with the class counts added up."""
+    gathered: dict[str, list[ShardRecord]] = {split: [] for split in sorted(set(split_of.values()))}
+    for record in records:
+        gathered[split_of[record.shard.name]].append(record)
+    return {
+        split: Split(
+            shards=tuple(record.shard for record in mine),
+            class_counts=tuple(
+                sum(record.class_counts.get(str(label), 0) for record in mine) for label in range(len(classes))
+            ),
+        )
+        for split, mine in gathered.items()
+    }
+
+
+def _annotations(
+    directory: Path, source: Source, name: str, split: Split, labels: tuple[int, ...]
+) -> dict[str, Annotation]:
+    paths = [path for shard in split.shards for path in load_paths(directory, shard)]
+    found = source.annotations(name, paths, labels)
+    return {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in sorted(found.items())}
+
+
+def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:
+    """Publishes a (samples, columns) matrix of bits, packed."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.packbits(bits, axis=1))
+    data = buffer.getvalue()
+    write_atomic(directory / f"{stem}.npy", data)
+    return Annotation(file=f"{stem}.npy", sha256=hashlib.sha256(data).hexdigest(), num_columns=bits.shape[1])
+
+
+def with_limit(directory: Path, manifest: Manifest, max_reject_share: float) -> Manifest:
+    """Of a finished dataset whose command is given again, perhaps with another limit, which a `merge` shall go by, too."""
+    if manifest.max_reject_share != max_reject_share:
+        manifest = manifest.model_copy(update={"max_reject_share": max_reject_share})
+        save_manifest(directory, manifest)
+    return manifest
+
+
+def check_reject_share(directory: Path, manifest: Manifest) -> None:
+    """Every time, not only when the dataset is written."""
+    share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_share
+    if share > allowed:
+        raise TooManyRejected(
+            manifest,
+            f"{directory}: {manifest.num_rejected:,} of {manifest.num_read:,} inputs were rejected ({share:.1%}, allowed "
+            f"{allowed:.1%}); read {directory / REJECTED_NAME}, then mend the source or raise max_reject_share",
+        )

@@ -1,0 +1,182 @@
+"""Writes one shard: a deterministic tar, its index, and the record of what went in.
+
+The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The files of a shard are published
+in this order, each atomically:
+
+1. `X.tar`, the samples;
+2. `X.npy`, the index, and `X.paths`, where each sample came from;
+3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build is done; anything else is
+   written anew.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.build.tar_writer import TarWriter
+from data_prep.images import EncodedImage
+from data_prep.images.channels import ChannelSums, ChannelTotals
+from data_prep.manifest import INDEX_DTYPE, Shard
+from data_prep.publish import atomic_file, sealed, sha256_of, unsealed, write_atomic, write_json
+from data_prep.settings import S, Settings
+
+PARTS = "wide-mlps-parts"
+"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (`claim`), and no user's."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    key: str
+    label: int
+    image: EncodedImage
+    path: str
+
+
+class Rejected(Settings):
+    key: str
+    """The key that the sample would have had."""
+    path: str
+    reason: str
+    detail: str
+    sha256: str
+
+
+class ShardRecord(Settings):
+    """All that the manifest needs to know of a shard, kept beside it until the manifest stands."""
+
+    plan_hash: str
+    num_inputs: int
+    shard: Shard
+    class_counts: dict[str, int]
+    channel_sums: tuple[int, int, int]
+    channel_square_sums: tuple[int, int, int]
+    num_pixels: int
+    rejected: tuple[Rejected, ...]
+    extensions: tuple[str, ...] = ()
+    """Of the pictures, where they were built here."""
+
+    @property
+    def channels(self) -> ChannelTotals:
+        return ChannelTotals(self.channel_sums, self.channel_square_sums, self.num_pixels)
+
+
+def write_shard(
+    directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]
+) -> ShardRecord:
+    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
+    channels = ChannelSums()
+    labels: list[int] = []
+    offsets: list[tuple[int, int, int]] = []
+    paths: list[str] = []
+    extensions: set[str] = set()
+    with atomic_file(directory / f"{name}.tar") as raw:
+        tar = TarWriter(raw)
+        for sample in samples:
+            offset = tar.add(f"{sample.key}.{sample.image.extension}", sample.image.data)
+            tar.add(f"{sample.key}.cls", b"%d" % sample.label)
+            if sample.image.extension != "ppm":
+                # Raw samples carry none: their members must all have one size, so that the shard is an array.
+                tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
+            offsets.append((offset, len(sample.image.data), sample.label))
+            labels.append(sample.label)
+            extensions.add(sample.image.extension)
+            paths.append(sample.path)
+            channels.add(sample.image.pixels)
+        tar.finish()
+    index_sha256 = write_index(directory, name, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
+    paths_sha256 = write_paths(directory, name, paths)
+    record = ShardRecord(
+        plan_hash=plan_hash,
+        num_inputs=len(labels) + len(rejected),
+        shard=Shard(
+            name=name,
+            file=f"{name}.tar",
+            num_samples=len(labels),
+            num_bytes=tar.num_bytes,
+            sha256=tar.sha256,
+            index_sha256=index_sha256,
+            paths_sha256=paths_sha256,
+        ),
+        class_counts=count_labels(np.array(labels, np.int64)),
+        channel_sums=channels.sums,
+        channel_square_sums=channels.square_sums,
+        num_pixels=channels.num_pixels,
+        rejected=tuple(rejected),
+        extensions=tuple(sorted(extensions)),
+    )
+    write_record(directory, name, record)
+    return record
+
+
+def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
+    """Publishes the index of a shard; returns its sha256."""
+    buffer = io.BytesIO()
+    np.save(buffer, rows.astype(INDEX_DTYPE))
+    write_atomic(directory / f"{name}.npy", buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+
+def write_paths(directory: Path, name: str, paths: list[str]) -> str:
+    """Publishes where the samples of a shard came from; returns the file's sha256."""
+    data = "".join(json.dumps(path) + "\n" for path in paths).encode()
+    write_atomic(directory / f"{name}.paths", data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
+    """How many samples each class has; those without a label are not counted."""
+    seen, counts = np.unique(labels[labels >= 0], return_counts=True)
+    return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
+
+
+def write_record(directory: Path, name: str, record: Settings) -> None:
+    write_json(record_path(directory, name), sealed(record.model_dump(mode="json")))
+
+
+def read_record(directory: Path, name: str, schema: type[S]) -> S:
+    """ValueError where it is not as it was written."""
+    return schema.model_validate_json(
+        json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
+    )
+
+
+def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
+    """The record of a shard that this very build has finished before, with its files still as they were."""
+    try:
+        record = load_record(directory, name)
+    except (OSError, ValueError):
+        return None
+    return record if record.plan_hash == plan_hash and not changed_files(directory, record.shard) else None
+
+
+def load_record(directory: Path, name: str) -> ShardRecord:
+    """ValueError where it is not as it was written, or was written of another shard (copied, such as by a hand that mends)."""
+    record = read_record(directory, name, ShardRecord)
+    if record.shard.name != name:
+        raise ValueError(f"is the record of {record.shard.name}")
+    return record
+
+
+def changed_files(directory: Path, shard: Shard, *, trust: bool = False) -> list[str]:
+    """The files of a shard that are missing or not as they were written; with `trust`, by their sizes."""
+    hashes = {shard.file: shard.sha256, shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
+    changed = []
+    for file, sha256 in hashes.items():
+        path = directory / file
+        try:
+            is_same = file != shard.file or path.stat().st_size == shard.num_bytes
+            if not (is_same and path.is_file() and (trust or sha256_of(path) == sha256)):
+                changed.append(file)
+        except FileNotFoundError:
+            changed.append(file)
+    return changed
+
+
+def record_path(directory: Path, name: str) -> Path:
+    return directory / PARTS / f"{name}.json"

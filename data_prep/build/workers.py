@@ -1,0 +1,206 @@
+"""The workers of a build: as many processes as asked for, and none outlives the process that started them. A single worker is a
+thread of this process, which spares small builds the start of another one.
+
+Without the watch below, workers of a builder that is killed would finish what is queued, into the files of the builder that
+takes its place, and then wait for ever.
+
+No lock and no queue is shared with a worker, for whoever dies with one in its hands holds up all others for ever (issue 17: a build
+whose worker was killed inside the counter's lock): each has a pipe of its own to a thread of this process, and a slot of its own to
+count in.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, MutableSequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import current_process, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["data_prep.build.build"])
+"""Imported once, by the process that workers are forked from."""
+_one_at_a_time = threading.Lock()
+"""Starts and burials: each asks after all children, whose exit codes can be read once."""
+
+
+class Tally:
+    """Counts, across processes, what workers have done since it was last asked."""
+
+    _mine: ClassVar[tuple[MutableSequence[int], int] | None] = None
+
+    def __init__(self) -> None:
+        self.slots: MutableSequence[int] = []
+        """One for each worker, which nobody else writes while it lives."""
+        self._taken = 0
+
+    def taken(self) -> int:
+        total = sum(self.slots)
+        new, self._taken = total - self._taken, total
+        return new
+
+    @classmethod
+    def add(cls, count: int) -> None:
+        """Called by a worker; does nothing where nobody counts."""
+        if cls._mine is not None:
+            slots, number = cls._mine
+            slots[number] += count
+
+    @classmethod
+    def connect(cls, slots: MutableSequence[int], number: int) -> None:
+        cls._mine = slots, number
+
+
+def _warm_up() -> None:
+    """Starts the process that workers are forked from, which imports what they need while this one goes on.
+
+    It is born deaf to Ctrl-C, which reaches it, too: while it imports it would show a traceback. It ends with this process.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def worker_pool(num_workers: int, *, tally: Tally | None = None) -> Executor:
+    tally = tally or Tally()
+    if num_workers <= 1:
+        tally.slots = [0]
+        return ThreadPoolExecutor(1, initializer=Tally.connect, initargs=(tally.slots, 0))
+    _warm_up()
+    tally.slots = _CONTEXT.RawArray("q", num_workers)
+    return _Processes(num_workers, tally.slots)
+
+
+class _Processes(ThreadPoolExecutor):
+    """As many threads, each of which hands its job to a worker process and waits for what comes back."""
+
+    def __init__(self, num_workers: int, slots: MutableSequence[int]):
+        super().__init__(num_workers)
+        self._workers = [_Worker(slots, number) for number in range(num_workers)]
+        self._idle = self._workers.copy()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return super().submit(self._hand_over, fn, args, kwargs)
+
+    def _hand_over(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        worker = self._idle.pop()
+        try:
+            result: T = worker.run(function, args, kwargs)
+            return result
+        finally:
+            self._idle.append(worker)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            for worker in self._workers:
+                worker.dismiss()
+            for worker in self._workers:
+                worker.bury()
+
+
+class _Worker:
+    """One process, which is started when there is work, and once more when it dies at it."""
+
+    def __init__(self, slots: MutableSequence[int], number: int):
+        self._slots, self._number = slots, number
+        self._process: ForkServerProcess | None = None
+        self._pipe: Connection[Any, Any] | None = None
+
+    def run(self, *job: Any) -> Any:
+        counted = self._slots[self._number]
+        for is_second in (False, True):
+            pipe = self._pipe or self._start()
+            try:
+                pipe.send(job)
+                is_well, result = pipe.recv()
+            except (EOFError, OSError):  # nothing, or half an answer
+                fate, remedy = self._fate()
+                self._slots[self._number] = counted
+                if is_second:
+                    raise BrokenExecutor(f"{fate}, like the one before it at the same work; {remedy}") from None
+                print(f"data_prep: {fate}; its work is done again", file=sys.stderr, flush=True)
+            else:
+                if is_well:
+                    return result
+                raise result
+        raise AssertionError
+
+    def dismiss(self) -> None:
+        """Lets the process end, once it has nothing more to do."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def bury(self) -> int:
+        """Waits until the process has ended; returns its exit code."""
+        if self._process is None:
+            return 0
+        with _one_at_a_time:
+            self._process.join()
+        return self._process.exitcode or 0
+
+    def _start(self) -> "Connection[Any, Any]":
+        self._pipe, theirs = _CONTEXT.Pipe()
+        with theirs, _one_at_a_time:
+            is_deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
+            words = (theirs, self._slots, self._number, is_deaf)
+            self._process = _CONTEXT.Process(target=_work, args=words, daemon=True)
+            self._process.start()
+        return self._pipe
+
+    def _fate(self) -> tuple[str, str]:
+        """What the process has died of, and what may help."""
+        self.dismiss()
+        code = self.bury()
+        assert self._process is not None
+        who = f"worker {self._process.pid}"
+        if code == -signal.SIGKILL:
+            return (
+                f"{who} was killed (signal 9), most likely for want of memory",
+                "give more memory, or take fewer workers",
+            )
+        if code < 0:
+            how = f"{who} died of signal {-code} ({signal.strsignal(-code)}), most likely a library's crash"
+            return how, "leave out what it was at, or mend the installation"
+        return f"{who} ended with exit code {code}", "read what it said"
+
+
+def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, is_deaf: bool) -> None:
+    """What a worker does until nobody holds the other end of its pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those at work; others hear of the end from the parent
+    # To the builder it is one, whose end need not be waited for; but what reads a source here may start processes.
+    current_process().daemon = False
+    Tally.connect(slots, number)
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    with suppress(EOFError, OSError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            outcome: tuple[bool, Any]
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN if is_deaf else signal.default_int_handler)
+                outcome = True, function(*args, **kwargs)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            except BaseException as error:  # noqa: BLE001
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                error.add_note(traceback.format_exc())  # its traceback stays here
+                outcome = False, error
+            pipe.send(outcome)
+
+
+def _watch_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,389 @@
+"""What a build is going to write, decided once and kept on disk, so that every worker and array task writes the same dataset.
+
+    OUT/PARTS/begun.json       whose directory this is: the config, its hash and that of the plan, number of array tasks
+    OUT/PARTS/inventory/       every input of the source (inventory.py)
+    OUT/PARTS/order-SPLIT.npy  rows of the inventory in the order in which they are packed
+    OUT/PARTS/NAME.json        the record of a finished shard (shards.py)
+
+PARTS is made before anything else is written in OUT (`claim`) and goes last, begun.json last of what it holds.
+
+The plan is a function of the config and of what the source lists, never of workers or tasks. Steps of `prepare`, under the sole
+lock of OUT:
+
+1. ask the source for its containers;
+2. an inventory of the same config and of unchanged containers stands: use it; else list everything;
+3. the plan's hash is of config and listing; a directory of another plan, finished or not: refuse;
+4. write the order of every split, then `begun.json`.
+"""
+
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.build.config import BuildSettings
+from data_prep.build.exclusions import Exclusions, load_exclusions
+from data_prep.build.shards import PARTS, read_record, record_path, write_record
+from data_prep.images.decoding import decoder_version
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.progress import progress
+from data_prep.publish import (
+    TEMPORARY_PREFIX,
+    atomic_file,
+    hash_of_json,
+    make_directory,
+    remove_leftovers,
+    sole_writer,
+)
+from data_prep.settings import Settings, UserError, printable
+from data_prep.sources import Arrangement, Source, SourceError
+from data_prep.sources.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
+
+BEGUN, INVENTORY_NAME = "begun", "inventory"
+NUM_NAMED = 20
+"""Of what is damaged."""
+CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
+
+
+class ShardPlan(Settings):
+    """One shard: the places `start` to `stop` of the order of `split`."""
+
+    name: str
+    split: str
+    start: int
+    stop: int
+
+
+class Begun(Settings):
+    settings: BuildSettings
+    """For `merge`."""
+    config_hash: str
+    plan_hash: str
+    stamp: str
+    """Of the source's files: shards that were made before they were touched are made anew."""
+    decoder: str
+    classes: tuple[str, ...]
+    labels: tuple[int, ...]
+    """What each class of the inventory is called in the dataset: its label there, -1 where it is left out."""
+    num_left_out: dict[str, int]
+    shards: tuple[ShardPlan, ...]
+    num_tasks: int
+
+    @property
+    def parts_id(self) -> str:
+        """What the record of a finished shard must say for the shard to be a part of this dataset."""
+        return f"{self.plan_hash}-{self.stamp[:16]}"
+
+
+@dataclass(frozen=True)
+class Workplan:
+    directory: Path
+    begun: Begun
+
+    @property
+    def inventory_directory(self) -> Path:
+        return self.directory / PARTS / INVENTORY_NAME
+
+    def order_path(self, split: str) -> Path:
+        return self.directory / PARTS / f"order-{split}.npy"
+
+    def of_task(self, number: int) -> tuple[ShardPlan, ...]:
+        """The shards of array task `number` (from 0): every num_tasks-th, so that tasks end together."""
+        return self.begun.shards[number :: self.begun.num_tasks]
+
+
+def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1) -> Workplan:
+    """The plan of this build in `settings.out`; the caller holds the directory alone."""
+    directory = Path(settings.out)
+    exclusions = load_exclusions(settings.exclude)
+    config_hash = _config_hash(settings, source, exclusions)
+    before = load_begun(directory)
+    if before is not None and before.config_hash != config_hash:
+        raise _foreign(directory, "an unfinished")
+    _check_decoder(directory, before)
+    remove_leftovers(directory, directory / PARTS)
+    inventory = _listed(settings, source, pool, before=before)
+    plan_hash = hash_of_json([config_hash, inventory.digest])
+    try:
+        _claim(directory, plan_hash=plan_hash, before=before)
+        inventory = _adopted(inventory)
+    finally:
+        remove_leftovers(directory, directory / PARTS)
+    if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
+        return Workplan(directory, before)
+    return _write_plan(settings, source, inventory, exclusions, config_hash, plan_hash, num_tasks)
+
+
+def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
+    """The plan that other tasks are working on, if it is ours and the source is still as they found it."""
+    directory = Path(settings.out)
+    begun = load_begun(directory)
+    assert begun is not None  # the gate of tasks.py
+    if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
+        raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
+    _check_decoder(directory, begun)
+    if begun.num_tasks != num_tasks:
+        raise UserError(
+            f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
+        )
+    if Inventory(directory / PARTS / INVENTORY_NAME).layout != layout_of(settings, source):
+        raise SourceError(
+            "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
+            f"stop the tasks, remove {directory} and begin again"
+        )
+    return Workplan(directory, begun)
+
+
+def claim(directory: Path) -> None:
+    """Marks the place as ours before anything else is written in it; what others keep there is neither deleted nor overwritten
+    (issue 17: `parts/`, `.tmp-*`, `rejected.jsonl` of users were).
+
+    Array tasks claim side by side: whoever else has written here by the time of the listing had made the mark before.
+    """
+    make_directory(directory)
+    strangers = sorted({path.name for path in directory.iterdir()} - {".lock"})
+    if strangers and not (directory / PARTS).is_dir():
+        if not (directory / MANIFEST_NAME).exists():
+            raise UserError(
+                f"out: {directory} holds {strangers[0]}, and no dataset was begun there; name another directory, or move it"
+            )
+        load_manifest(directory)  # or it is no manifest of ours
+    (directory / PARTS).mkdir(exist_ok=True)
+
+
+@contextmanager
+def own_place(directory: Path) -> Iterator[None]:
+    """The directory, claimed, for this process alone."""
+    claim(directory)
+    with sole_writer(directory):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (directory / PARTS).rmdir()  # where it is empty nothing has begun, or all is finished
+
+
+def forget_parts(directory: Path) -> None:
+    """Of a finished dataset; whatever remains goes the next time."""
+    parts = directory / PARTS
+    for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        parts.rmdir()
+
+
+def load_begun(directory: Path) -> Begun | None:
+    try:
+        return read_record(directory, BEGUN, Begun)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(
+            f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again"
+        ) from None
+
+
+def has_plan(directory: Path) -> bool:
+    """Whether all of it stands: a task that was killed while it replaced the inventory has left a begun.json of before."""
+    begun, inventory = load_begun(directory), directory / PARTS / INVENTORY_NAME
+    return begun is not None and (inventory / HEAD_NAME).exists() and Inventory(inventory).stamp == begun.stamp
+
+
+def _check_decoder(directory: Path, begun: Begun | None) -> None:
+    """Shards of one dataset are made by the same libraries, or their pictures would differ a little."""
+    if begun is not None and begun.decoder != decoder_version():
+        raise UserError(
+            f"{directory}: was begun with {begun.decoder}, and here is {decoder_version()}; "
+            "go on in the environment that began it, or remove it and build anew"
+        )
+
+
+def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
+    """Hashes what decides the bytes of the dataset: not the number of workers, and no path of this machine."""
+    config = settings.model_dump(
+        mode="json", exclude={"out", "name", "num_workers", "max_reject_share", "source", "classes", "exclude"}
+    )
+    kept = settings.kept_classes
+    parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
+    return hash_of_json([*parts, exclusions.digest])
+
+
+def _claim(directory: Path, *, plan_hash: str, before: Begun | None) -> None:
+    """Refuses a directory that holds, or has begun to hold, another dataset."""
+    if (directory / MANIFEST_NAME).exists():
+        if load_manifest(directory).plan_hash != plan_hash:
+            raise _foreign(directory, "a")
+    elif before is not None and before.plan_hash != plan_hash:
+        raise _foreign(directory, "an unfinished")
+
+
+def _foreign(directory: Path, state: str) -> UserError:
+    return UserError(
+        f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory"
+    )
+
+
+def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
+    """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
+    layout = layout_of(settings, source)
+    directory = Path(settings.out) / PARTS / INVENTORY_NAME
+    if before is not None and (directory / HEAD_NAME).exists():
+        inventory = Inventory(directory)
+        if inventory.layout == layout and all(container.stamp for container in layout.containers):
+            return inventory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return write_inventory(
+        directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool, ahead=8 * settings.num_workers)
+    )
+
+
+def layout_of(settings: BuildSettings, source: Source) -> Layout:
+    """The containers that may hold what the config keeps, sorted."""
+    layout = source.layout()
+    layout = replace(layout, classes=tuple(map(printable, layout.classes)))
+    kept, containers = settings.kept_classes, layout.containers
+    if kept is not None:
+        unknown = sorted(kept - set(layout.classes))
+        if unknown:
+            raise UserError(f"classes: {len(unknown)} are not in the source ({', '.join(unknown[:3])})")
+        labels = {label for label, name in enumerate(layout.classes) if name in kept}
+        containers = tuple(part for part in containers if part.label is None or part.label < 0 or part.label in labels)
+    return replace(layout, containers=tuple(sorted(containers)))
+
+
+def _adopted(inventory: Inventory) -> Inventory:
+    """A candidate takes its place only now that it is known not to be another dataset's."""
+    if inventory.directory.name == INVENTORY_NAME:
+        return inventory
+    place = inventory.directory.with_name(INVENTORY_NAME)
+    shutil.rmtree(place, ignore_errors=True)
+    inventory.directory.rename(place)
+    return Inventory(place)
+
+
+def _entries(source: Source, layout: Layout, pool: Executor, *, ahead: int) -> Iterator[Entries]:
+    """What the containers list, in their order; no more than `ahead` of them wait in memory."""
+    waiting: deque[Future[Entries]] = deque()
+    damaged: list[str] = []
+    with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
+        for number, container in enumerate(layout.containers):
+            while number + len(waiting) < len(layout.containers) and len(waiting) < ahead:
+                waiting.append(pool.submit(source.entries, layout.containers[number + len(waiting)]))
+            try:
+                yield waiting.popleft().result()
+            except SourceError as error:  # all of them are named in one run
+                damaged.append(str(error))
+            line.advance(note=container.path)
+    if damaged:
+        raise SourceError(all_in_one(damaged))
+
+
+def all_in_one(complaints: list[str]) -> str:
+    """The line about several damaged files."""
+    more = f" (and {len(complaints) - 1:,} more: {'; '.join(complaints[1:NUM_NAMED])})" if complaints[1:] else ""
+    return f"{complaints[0]}{more}"
+
+
+def _write_plan(
+    settings: BuildSettings,
+    source: Source,
+    inventory: Inventory,
+    exclusions: Exclusions,
+    config_hash: str,
+    plan_hash: str,
+    num_tasks: int,
+) -> Workplan:
+    arrangement = source.arrange(inventory)
+    _refuse_empty(source, inventory, arrangement)
+    labels, classes, left_out = _renumber(settings, inventory, arrangement)
+    directory, shards = Path(settings.out), []
+    dropped = exclusions.rows(inventory)
+    if exclusions.paths and not len(dropped):
+        raise UserError(
+            f"exclude: none of the {len(exclusions.paths):,} listed paths is in this source (such as {min(exclusions.paths)}); "
+            "was the list made from another dataset?"
+        )
+    for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
+        stored = inventory.labels[chosen]
+        rows = chosen[(stored < 0) | (labels[stored] >= 0)]
+        _count(left_out, "classes", len(chosen) - len(rows))
+        if len(dropped):
+            kept = rows[~np.isin(rows, dropped)]
+            _count(left_out, "excluded", len(rows) - len(kept))
+            rows = kept
+        if settings.order == "shuffled":
+            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
+            rows = generator.permutation(rows)
+        if not len(rows):
+            raise UserError(f"classes, exclude: they leave nothing of the split {split}; leave out less")
+        with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
+            np.save(file, rows)
+        for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
+            stop = min(start + settings.samples_per_shard, len(rows))
+            shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
+    begun = Begun(
+        settings=settings.settled(),
+        config_hash=config_hash,
+        plan_hash=plan_hash,
+        stamp=inventory.stamp,
+        decoder=decoder_version(),
+        classes=classes,
+        labels=tuple(labels.tolist()),
+        num_left_out=left_out,
+        shards=tuple(shards),
+        num_tasks=num_tasks,
+    )
+    write_record(directory, BEGUN, begun)
+    return Workplan(directory, begun)
+
+
+def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
+    """A split or a class that is there, and of which nothing can be read: no class of val vanishes behind its namesake of train."""
+    name, readable = source.describe()["kind"], inventory.sizes >= 0
+    for split in sorted({container.split for container in inventory.containers}):
+        rows = arrangement.splits.get(split)
+        if rows is None or not readable[rows].any():
+            raise SourceError(
+                f"source.path: split {split} of this {name} source holds no pictures; complete the archive"
+            )
+    counts = np.bincount(inventory.container_numbers[readable], minlength=len(inventory.containers)).tolist()
+    labelled = [part.label is not None and part.label >= 0 for part in inventory.containers]
+    empty = [
+        part.path for part, count, has in zip(inventory.containers, counts, labelled, strict=True) if has and not count
+    ]
+    if empty:
+        raise SourceError(
+            f"source.path: {len(empty)} classes of this {name} source hold no pictures ({', '.join(empty[:3])}); "
+            "remove them, or complete the archive"
+        )
+
+
+def _renumber(
+    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], dict[str, int]]:
+    """The label in the dataset of each class of the inventory (-1: left out), the dataset's classes, what was left out so far."""
+    kept = settings.kept_classes
+    staying = set(range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels)
+    labels = np.full(max(1, len(inventory.classes)), -1, np.int32)
+    classes: list[str] = []
+    for label, name in enumerate(inventory.classes):
+        if label in staying and (kept is None or name in kept):
+            labels[label] = len(classes)
+            classes.append(name)
+    left_out = {reason: count for reason, count in (arrangement.left_out or {}).items() if count}
+    if kept is not None:
+        left_out["whole classes"] = len(staying) - len(classes)
+    return labels, tuple(classes), {reason: count for reason, count in left_out.items() if count}
+
+
+def _count(left_out: dict[str, int], reason: str, number: int) -> None:
+    if number:
+        left_out[reason] = left_out.get(reason, 0) + number

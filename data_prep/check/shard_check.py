@@ -1,0 +1,279 @@
+"""What `verify` finds in one shard; runs in a worker process.
+
+The tar is read as a plain tar, from its first header to its last, and walked beside the index:
+
+1. hashes of the tar, the index and the paths;
+2. every row of the index points exactly at the picture of the next sample of the tar, with the label that its `.cls` says;
+3. a shard that was built has no other samples, and strictly ascending keys; one that is borrowed (`subset`, `index`) may have;
+4. every picture of the index decodes, has the size of the manifest, and a label in range.
+"""
+
+import hashlib
+import json
+import mmap
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.build.workers import Tally
+from data_prep.check.stored import Storage, key_of, local_tar, tar_content
+from data_prep.images import Rejection, decode
+from data_prep.manifest import DatasetError, Manifest, Shard, load_index
+from data_prep.publish import sha256_of
+from data_prep.remote import MissingError, RemoteError
+
+BORROWED = ("subset", "index")
+"""The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""
+MAX_LISTED = 100
+"""Faults that are spelled out for one shard; the others are counted."""
+_BESIDE_PICTURES = ("cls", "json", "txt")
+
+
+@dataclass
+class Faults:
+    listed: list[str] = field(default_factory=list)
+    num_faults: int = 0
+
+    def add(self, *faults: str) -> None:
+        self.listed += faults[: max(0, MAX_LISTED - len(self.listed))]
+        self.num_faults += len(faults)
+
+    def extend(self, other: "Faults") -> None:
+        self.listed += other.listed
+        self.num_faults += other.num_faults
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the manifest says of every shard."""
+
+    num_classes: int
+    picture_size: int | None
+    """Of both sides; None where pictures are kept as they came."""
+    is_borrowed: bool
+    stored_labels: tuple[int, ...] | None
+    """What the `.cls` of each class holds; None where labels come from elsewhere."""
+    is_unlabelled: bool
+    """No sample of the split has a label."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, is_unlabelled: bool) -> "Expected":
+        return cls(
+            num_classes=len(manifest.classes),
+            picture_size=None if manifest.encoding == "keep" else manifest.image_size,
+            is_borrowed=manifest.source.get("kind") in BORROWED,
+            stored_labels=stored_labels(manifest),
+            is_unlabelled=is_unlabelled,
+        )
+
+
+def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
+    """What the `.cls` of each class holds: a subset of some classes numbers them anew, its tars do not; `index` keeps the numbers
+    that it takes from there."""
+    if manifest.source.get("kind") == "subset":
+        labels = manifest.source.get("labels")
+        return None if labels is None else tuple(labels)
+    if manifest.source.get("kind") == "index" and manifest.source.get("label") != "cls":
+        return None
+    return tuple(range(len(manifest.classes)))
+
+
+class Member(NamedTuple):
+    extension: str
+    offset: int
+    size: int
+
+
+class TarSample(NamedTuple):
+    """Consecutive members of one key."""
+
+    key: str
+    members: list[Member]
+
+
+@dataclass
+class ShardFindings:
+    faults: Faults
+    class_counts: NDArray[np.int64]
+    num_unlabelled: int = 0
+
+
+def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Shard) -> ShardFindings:
+    findings = ShardFindings(Faults(), np.zeros(expected.num_classes, np.int64))
+    faults = findings.faults
+    if not shard.is_remote and not (directory / shard.file).is_file():
+        faults.add(f"{shard.file}: missing")
+        return findings
+    faults.add(*_paths_faults(directory, shard))
+    index = _index(directory, shard, faults)
+    if index is not None:
+        labels = index[:, 2]
+        findings.num_unlabelled = int((labels == -1).sum())
+        in_range = labels[(labels >= 0) & (labels < expected.num_classes)]
+        findings.class_counts += np.bincount(in_range, minlength=expected.num_classes)
+    try:
+        with (
+            local_tar(directory, shard, storage=storage) as path,
+            tar_content(path.parent, _here(shard, path), storage={}) as content,
+        ):
+            _check_hash(content, shard, faults)
+            if index is not None:
+                _Walk(shard, expected, content, index, faults).check(path)
+    except (DatasetError, MissingError, RemoteError) as error:
+        faults.add(str(error))
+    return findings
+
+
+def _here(shard: Shard, path: Path) -> Shard:
+    """The shard as a local file, so that a remote one is fetched once."""
+    return shard.model_copy(update={"file": path.name})
+
+
+def _check_hash(content: mmap.mmap | bytes, shard: Shard, faults: Faults) -> None:
+    is_same = hashlib.sha256(content).hexdigest() == shard.sha256
+    if not is_same or len(content) != shard.num_bytes:
+        what = "size" if is_same else "sha256"
+        faults.add(
+            f"{shard.file}: {what} differs from the manifest ({len(content):,} bytes, {shard.num_bytes:,} expected)"
+        )
+
+
+def _paths_faults(directory: Path, shard: Shard) -> Iterator[str]:
+    path = directory / shard.paths_file
+    if not path.is_file() or sha256_of(path) != shard.paths_sha256:
+        yield f"{shard.paths_file}: missing or changed"
+        return
+    lines = path.read_bytes().splitlines()
+    if len(lines) != shard.num_samples:
+        yield f"{shard.paths_file}: {len(lines)} lines, {shard.num_samples} expected"
+    for number, line in enumerate(lines, start=1):
+        try:
+            is_text = isinstance(json.loads(line), str)
+        except ValueError:
+            is_text = False
+        if not is_text:
+            yield f"{shard.paths_file}: line {number} is not a JSON string"
+
+
+def _index(directory: Path, shard: Shard, faults: Faults) -> NDArray[np.int64] | None:
+    path = directory / shard.index_file
+    if not path.is_file() or sha256_of(path) != shard.index_sha256:
+        faults.add(f"{shard.index_file}: missing or changed")
+        return None
+    try:
+        index = load_index(directory, shard)
+    except DatasetError as error:
+        faults.add(str(error))
+        return None
+    if (np.diff(index[:, 0]) <= 0).any():
+        row = int(np.flatnonzero(np.diff(index[:, 0]) <= 0)[0])
+        faults.add(f"{shard.index_file}: row {row + 1} does not lie behind row {row}")
+        return None
+    return index
+
+
+class _Walk:
+    """One pass over a tar and its index, side by side."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        expected: Expected,
+        content: mmap.mmap | bytes,
+        index: NDArray[np.int64],
+        faults: Faults,
+    ):
+        self.shard, self.expected, self.content, self.faults = shard, expected, content, faults
+        self.rows: list[list[int]] = index.tolist()
+        self.row = 0
+
+    def check(self, path: Path) -> None:
+        num_samples, key = 0, ""
+        try:
+            for sample in tar_samples(path, ignore_zeros=self.expected.is_borrowed):
+                num_samples += 1
+                if not self.expected.is_borrowed and sample.key <= key:
+                    self.faults.add(f"{self.shard.file} {sample.key}: does not come after {key}; keys ascend strictly")
+                key = sample.key
+                self._check_sample(sample)
+        except (tarfile.TarError, OSError, ValueError) as error:
+            self.faults.add(f"{self.shard.file}: not readable after {num_samples} samples ({error})")
+        if self.expected.is_borrowed:
+            self._skip_rows_before(len(self.content) + 1)
+        elif num_samples != self.shard.num_samples:
+            self.faults.add(f"{self.shard.file}: {num_samples} samples, {self.shard.num_samples} expected")
+
+    def _check_sample(self, sample: TarSample) -> None:
+        self._skip_rows_before(sample.members[0].offset)
+        offset, length, label = self.rows[self.row] if self.row < len(self.rows) else (-1, -1, -1)
+        picture = next((member for member in sample.members if (member.offset, member.size) == (offset, length)), None)
+        if picture is None and self.expected.is_borrowed and offset not in (m.offset for m in sample.members):
+            return  # not one of the chosen
+        self.row += 1
+        Tally.add(1)
+        name = f"{self.shard.file} {sample.key}"
+        says = self._label_in_tar(sample)
+        if picture is None or (self._is_comparable(says) and says != self._expected_label(label)):
+            self.faults.add(f"{name}: the index points elsewhere")
+        if not (0 <= label < self.expected.num_classes or (label == -1 and self.expected.is_unlabelled)):
+            self.faults.add(f"{name}: label {label} of {self.expected.num_classes} classes")
+        picture = picture or next((m for m in sample.members if m.extension not in _BESIDE_PICTURES), None)
+        if picture is not None:
+            self.faults.add(*self._picture_faults(name, picture))
+
+    def _skip_rows_before(self, offset: int) -> None:
+        """Rows that point between samples."""
+        while self.row < len(self.rows) and self.rows[self.row][0] < offset and self.expected.is_borrowed:
+            self.faults.add(f"{self.shard.file}: row {self.row} of {self.shard.index_file} points at no picture")
+            self.row += 1
+
+    def _label_in_tar(self, sample: TarSample) -> int | None:
+        found = [member for member in sample.members if member.extension.lower() == "cls"]
+        try:
+            return int(self.content[found[0].offset : found[0].offset + found[0].size]) if found else None
+        except ValueError:
+            return None
+
+    def _is_comparable(self, says: int | None) -> bool:
+        """In tars of others, members that belong to no sample may stand between a picture and its `.cls`."""
+        return self.expected.stored_labels is not None and not (says is None and self.expected.is_borrowed)
+
+    def _expected_label(self, label: int) -> int:
+        labels = self.expected.stored_labels
+        return labels[label] if labels is not None and 0 <= label < len(labels) else label
+
+    def _picture_faults(self, name: str, picture: Member) -> Iterable[str]:
+        try:
+            image, _ = decode(self.content[picture.offset : picture.offset + picture.size])
+        except Rejection as rejection:
+            return [f"{name}: {rejection}"]
+        size = self.expected.picture_size
+        if size is not None and image.size != (size, size):
+            return [f"{name}: {image.size} pixels, {(size, size)} expected"]
+        return []
+
+
+def tar_samples(path: Path, *, ignore_zeros: bool) -> Iterator[TarSample]:
+    """The samples of a plain tar in its order; members of other kinds than files are passed over.
+
+    `ignore_zeros`: also those behind its end mark, which an index may have been told to read.
+    """
+    sample: TarSample | None = None
+    with tarfile.open(path, mode="r:", ignore_zeros=ignore_zeros) as archive:
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # or every header of the shard stays in memory
+            if not member.isreg():
+                continue
+            key, extension = key_of(member.name)
+            if sample is not None and key != sample.key:
+                yield sample
+                sample = None
+            sample = sample or TarSample(key, [])
+            sample.members.append(Member(extension, member.offset_data, member.size))
+    if sample is not None:
+        yield sample

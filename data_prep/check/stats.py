@@ -1,0 +1,138 @@
+"""`data_prep stats`: the numbers of a dataset, from its manifest and indices; pictures are opened only where that is asked for.
+
+Sizes of pictures are known from the manifest unless they are kept as they came: then they are read off the headers (as stored,
+before the EXIF orientation). Recomputed channel statistics are, as those of `build`, of the split train (or of all, where there
+is none), and of the central squares.
+"""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.build.workers import Tally
+from data_prep.check.stored import Storage, sweep, tar_content
+from data_prep.images import Rejection, decode, resize, size_of
+from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
+from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_index, load_manifest, load_rejected
+
+NUM_EXTREMES = 3
+"""Of the largest and smallest classes."""
+
+
+def stats(
+    directory: Path, *, recompute: bool = False, num_workers: int = 1, storage: Storage | None = None
+) -> dict[str, Any]:
+    """Everything as plain values, ready for JSON."""
+    manifest = load_manifest(directory)
+    found: dict[str, Any] = {
+        "dataset": str(directory),
+        "name": manifest.name,
+        "content_hash": manifest.content_hash,
+        "encoding": manifest.encoding,
+        "image_size": manifest.image_size,
+        "num_classes": len(manifest.classes),
+        "read": manifest.num_read,
+        "written": manifest.num_written,
+        "rejected": _rejected_by_reason(directory, manifest),
+        "left_out": manifest.num_left_out,
+        "splits": {name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()},
+        "channel_mean": list(manifest.channel_mean),
+        "channel_std": list(manifest.channel_std),
+        "sizes": _sizes(directory, manifest, num_workers=num_workers, storage=storage or {}),
+    }
+    if recompute:
+        mean, std = _channel_statistics(directory, manifest, num_workers=num_workers, storage=storage or {})
+        found |= {"recomputed_channel_mean": mean, "recomputed_channel_std": std}
+    return found
+
+
+def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, Any]:
+    counts = np.array(split.class_counts, np.int64)
+    order = np.lexsort((np.arange(len(counts)), -counts))
+    present = counts[counts > 0]
+    ranked = [[manifest.classes[label], int(counts[label])] for label in order.tolist()]
+    picture_bytes = sum(int(load_index(directory, shard)[:, 1].sum()) for shard in split.shards)
+    return {
+        "samples": split.num_samples,
+        "unlabelled": split.num_unlabelled,
+        "shards": len(split.shards),
+        "picture_bytes": picture_bytes,
+        "tar_bytes": sum(shard.num_bytes for shard in split.shards),
+        "classes": len(present),
+        "per_class": _spread(counts) if len(present) else None,
+        "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
+        "largest": ranked[:NUM_EXTREMES] if len(present) else [],
+        "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
+        "annotations": {key: annotation.num_columns for key, annotation in sorted(split.annotations.items())},
+    }
+
+
+def _spread(counts: NDArray[np.int64]) -> dict[str, float]:
+    return {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
+
+
+def _rejected_by_reason(directory: Path, manifest: Manifest) -> dict[str, int]:
+    return dict(sorted(Counter(entry["reason"] for entry in load_rejected(directory, manifest)).items()))
+
+
+# ---- what takes a look at the pictures -----------------------------------------------------------------------------
+
+
+def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage) -> list[dict[str, int]]:
+    """How many pictures have which size, the most frequent first."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    if manifest.encoding != "keep":
+        sizes[manifest.image_size, manifest.image_size] = manifest.num_written
+    else:
+        work = partial(_shard_sizes, directory, storage)
+        for found in sweep(work, _shards(manifest), title="reading headers", num_workers=num_workers):
+            sizes += found
+    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    return [{"width": width, "height": height, "count": count} for (width, height), count in ranked]
+
+
+def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tuple[int, int]]:
+    sizes: Counter[tuple[int, int]] = Counter()
+    with tar_content(directory, shard, storage=storage) as content:
+        for offset, length in load_index(directory, shard)[:, :2].tolist():
+            try:
+                sizes[size_of(content[offset : offset + length])] += 1
+            except Rejection as rejection:
+                raise _damaged(directory, shard, rejection) from None
+            Tally.add(1)
+    return sizes
+
+
+def _channel_statistics(
+    directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
+) -> tuple[list[float], list[float]]:
+    shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
+    work = partial(_shard_totals, directory, manifest, storage)
+    mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
+    return list(mean), list(std)
+
+
+def _shard_totals(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ChannelTotals:
+    channels = ChannelSums()
+    size, crop, interpolation = manifest.image_size, manifest.crop, manifest.interpolation
+    with tar_content(directory, shard, storage=storage) as content:
+        for offset, length in load_index(directory, shard)[:, :2].tolist():
+            try:
+                picture, _ = decode(content[offset : offset + length])
+            except Rejection as rejection:
+                raise _damaged(directory, shard, rejection) from None
+            channels.add(resize(picture, size=size, crop=crop, interpolation=interpolation))
+            Tally.add(1)
+    return channels.totals
+
+
+def _shards(manifest: Manifest) -> list[Shard]:
+    return [shard for split in manifest.splits.values() for shard in split.shards]
+
+
+def _damaged(directory: Path, shard: Shard, error: Exception) -> DatasetError:
+    return DatasetError(f"{shard.file}: a picture does not decode ({error}); run data_prep verify {directory}")

@@ -1,0 +1,120 @@
+"""Reads what a finished dataset holds, shard by shard: a tar as one read-only buffer, wherever it lies, and every shard of a
+dataset in worker processes.
+
+Invariants: nothing is written, but for the temporary copy of a shard behind a URL, which goes when its reader ends; results come
+in the order of the shards, whatever the number of workers.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_prep.build.workers import Tally, worker_pool
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX
+from data_prep.remote import NUM_ATTEMPTS, copied
+
+R = TypeVar("R")
+
+
+Storage = Mapping[str, Any]
+"""Options for fsspec, where shards are remote: credentials, an endpoint."""
+
+
+@contextmanager
+def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
+    """The whole tar of a shard; a slice of it is a copy of that part alone."""
+    with local_tar(directory, shard, storage=storage) as path:
+        try:
+            file = open(path, "rb")
+        except OSError as error:
+            raise DatasetError(f"{shard.file}: {_why(error)}; run data_prep verify {directory}") from None
+        with file:
+            if os.fstat(file.fileno()).st_size == 0:
+                yield b""  # which cannot be mapped
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                yield content
+
+
+@contextmanager
+def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Path]:
+    """Where the tar of a shard can be opened: in place, or a copy of one that is remote."""
+    if not shard.is_remote:
+        yield directory / shard.file
+        return
+    room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
+    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
+    os.close(descriptor)
+    with copied(shard.file, Path(name), storage=dict(storage), num_attempts=NUM_ATTEMPTS):
+        yield Path(name)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def known_files(manifest: Manifest) -> set[str]:
+    """What a dataset directory holds according to its manifest."""
+    known = {MANIFEST_NAME, REJECTED_NAME}
+    for split in manifest.splits.values():
+        known |= {file for shard in split.shards for file in (shard.file, shard.index_file, shard.paths_file)}
+        known |= {annotation.file for annotation in split.annotations.values()}
+    return known
+
+
+def sweep(
+    function: Callable[[Shard], R], shards: Sequence[Shard], *, title: str, num_workers: int, unit: str = "images"
+) -> Iterator[R]:
+    """`function` of every shard, in their order; it is pickled to the workers and counts its images with `Tally.add`."""
+    total = sum(shard.num_samples for shard in shards)
+    num_workers = min(num_workers, len(shards))
+    with progress(title, total=total, unit=unit) as line:
+        if num_workers <= 1:
+            for shard in shards:
+                yield function(shard)
+                line.advance(shard.num_samples, note=shard.name)
+            return
+        tally = Tally()
+        with worker_pool(num_workers, tally=tally) as pool:
+            futures = [pool.submit(function, shard) for shard in shards]
+            try:
+                for number in range(len(futures)):
+                    pending: set[Future[R]] = {futures[number]}
+                    while pending:
+                        _, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                        line.advance(tally.taken(), note=f"{number}/{len(shards)} shards")
+                    yield futures[number].result()
+                    futures[number] = Future()  # lets go of the result: all of them need not fit in memory
+                line.advance(tally.taken(), note=f"{len(shards)}/{len(shards)} shards")
+            except BaseException:
+                with suppress(Exception):
+                    pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
+    """The key of the sample whose picture starts at `offset`, from the header before it."""
+    import tarfile
+
+    header = content[offset - tarfile.BLOCKSIZE : offset]
+    try:
+        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+    except tarfile.HeaderError:
+        return ""
+    return key_of(name)[0]
+
+
+def key_of(name: str) -> tuple[str, str]:
+    """A member's name as WebDataset reads it: the key is everything before the first dot of the file name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return folder + slash + stem, extension

@@ -1,0 +1,221 @@
+"""`data_prep subset`: some samples of a dataset as a dataset of its own, without a copy of a single picture.
+
+The new directory holds a manifest and, for each shard with chosen samples, the index rows and the paths of those; the tars stay
+where they are, named relative to the new directory (so move both or neither). Size and sha256 of a tar are of the whole file.
+Channel mean and standard deviation are those of the parent: runs on different fractions then see the same inputs.
+
+Steps, under the lock of the new directory's parent:
+
+1. choose the samples (selection.py); the same call again finds its own plan here, and is done;
+2. write indices, paths and annotations into a temporary directory, the manifest last;
+3. rename it (publish.py).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from data_prep.build.exclusions import Exclusions, load_exclusions
+from data_prep.check.shard_check import stored_labels
+from data_prep.check.stored import known_files
+from data_prep.choose.borrow import Chosen, write_dataset
+from data_prep.choose.selection import Ids, per_class, ranking
+from data_prep.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Split,
+    load_index,
+    load_manifest,
+    load_paths,
+)
+from data_prep.progress import progress
+from data_prep.publish import TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
+from data_prep.settings import Settings, UserError, nearest, read_lines
+
+KIND, LOCK_NAME = "subset", ".lock"
+
+
+class Selection(Settings):
+    """What is asked for; of `fraction`, `count` and `per_class` at most one, none takes all that is not left out."""
+
+    fraction: float | None = Field(None, gt=0, le=1)
+    count: int | None = Field(None, ge=1)
+    per_class: int | None = Field(None, ge=1)
+    split: str = "train"
+    """The split that the size is of; others are taken whole."""
+    seed: int = Field(0, ge=0)
+    classes_file: str | None = None
+    exclude: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> "Selection":
+        sizes = [name for name in ("fraction", "count", "per_class") if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            raise ValueError(f"{sizes[1]}: {sizes[0]} is given, too; ask for one of them")
+        if not sizes and self.classes_file is None and not self.exclude:
+            raise ValueError(
+                "fraction: nothing is asked for; give --fraction, --count, --per-class or what to leave out"
+            )
+        return self
+
+
+def subset(source: Path, out: Path, selection: Selection) -> Manifest:
+    """Publishes the dataset `out`; safe to call again."""
+    parent = load_manifest(source)
+    if out.resolve() == source.resolve():
+        raise UserError(f"out: {out} is the dataset that the samples are chosen from; name another directory")
+    parent.split(selection.split, directory=source)
+    classes = _classes(parent, selection.classes_file)
+    exclusions = load_exclusions(selection.exclude)
+    description = _describe(parent, selection, classes, exclusions)
+    plan_hash = hash_of_json([description, out.name])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with sole_writer(out.parent, wait=True):
+        existing = _existing(out, plan_hash, parent)
+        if existing is not None:
+            return existing
+        chosen = {name: _choose(source, parent, name, selection, classes, exclusions) for name in parent.splits}
+        for name, part in chosen.items():
+            if not len(part.positions) and parent.splits[name].num_samples:
+                raise UserError(f"{source}: no sample of {name} is left; ask for more, or leave out less")
+        if exclusions.paths:
+            description["exclude_paths"] = _excluded_counts(source, selection, exclusions, chosen)
+        with atomic_directory(out) as fresh:
+            return write_dataset(source, out, fresh, parent, chosen, classes, description, plan_hash)
+
+
+def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
+    """The classes of the subset, in the parent's order."""
+    if file is None:
+        return parent.classes
+    wanted = read_lines("classes-file", file, spelled=True)
+    known = set(parent.classes)
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"classes-file: {file} names {name!r}, which the dataset lacks; {nearest(name, list(known))}"
+            )
+    if not wanted:
+        raise UserError(f"classes-file: {file} names no class; write one on each line")
+    kept = set(wanted)
+    return tuple(name for name in parent.classes if name in kept)
+
+
+def _describe(
+    parent: Manifest, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions
+) -> dict[str, object]:
+    """The source of the subset's manifest: its bytes depend on nothing else."""
+    asked = selection.model_dump(mode="json", include={"fraction", "count", "per_class", "split", "seed"})
+    numbers = {name: number for number, name in enumerate(parent.classes)}
+    in_tar = stored_labels(parent)
+    labels = None if in_tar is None else [in_tar[numbers[name]] for name in classes]
+    digest = exclusions.digest if selection.exclude else None
+    of = {"name": parent.name, "source": parent.source}
+    return {
+        "kind": KIND,
+        "parent": parent.pixels_hash,
+        "of": of,
+        **asked,
+        "exclude": digest,
+        "labels": labels,
+        "classes": len(classes),
+    }
+
+
+def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
+    if not out.exists():
+        return None
+    if not (out / MANIFEST_NAME).exists():
+        if out.is_dir() and not any(out.iterdir()):
+            return None
+        raise UserError(f"{out}: exists and is no dataset; choose another directory")
+    manifest = load_manifest(out)
+    if manifest.plan_hash != plan_hash:
+        raise UserError(
+            f"{out}: holds another dataset ({manifest.name}); choose another directory, or remove it if nothing uses it"
+        )
+    places = {shard.file for split in parent.splits.values() for shard in split.shards}
+    tars = [shard for split in manifest.splits.values() for shard in split.shards]
+    if all(shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars):
+        return manifest
+    known = known_files(manifest) | {LOCK_NAME}
+    strange = [path for path in sorted(out.iterdir()) if path.name not in known and not _is_temporary(path)]
+    if strange:
+        raise UserError(
+            f"{out}: its tars have moved, so it would be made anew, but {strange[0].name} is no part of it; move that elsewhere, "
+            "then run the same command again"
+        )
+    return None
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY_PREFIX)
+
+
+def _excluded_counts(
+    source: Path, selection: Selection, exclusions: Exclusions, chosen: dict[str, Chosen]
+) -> dict[str, int]:
+    found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
+    if not found:
+        raise UserError(
+            f"exclude: {', '.join(selection.exclude)}: none of {len(exclusions.paths):,} paths is in {source}; "
+            "name a list that data_prep dedup wrote of this dataset"
+        )
+    return {"listed": len(exclusions.paths), "found": len(found)}
+
+
+def _choose(
+    source: Path, parent: Manifest, name: str, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions
+) -> Chosen:
+    split = parent.splits[name]
+    new_label = np.full(len(parent.classes) + 1, -2, np.int64)
+    new_label[-1] = -1  # no label stays no label
+    numbers = {name: number for number, name in enumerate(parent.classes)}
+    new_label[[numbers[name] for name in classes]] = np.arange(len(classes))
+    indices = [np.asarray(load_index(source, shard)[:, 2]) for shard in split.shards]
+    labels = new_label[np.concatenate(indices)] if indices else np.zeros(0, np.int64)
+    in_class = labels != -2
+    keep = in_class.copy()
+    excluded: set[str] = set()
+    if exclusions.paths:
+        keep &= ~np.fromiter(_excluded(source, split, exclusions, excluded), np.bool_, len(labels))
+    left_out = {"classes": int((~in_class).sum()), "excluded": int((in_class & ~keep).sum())}
+    positions = np.flatnonzero(keep)
+    if name == selection.split:
+        positions = _sized(labels, keep, selection, classes)
+        left_out["not_chosen"] = int(keep.sum()) - len(positions)
+    return Chosen(positions, labels, left_out, frozenset(excluded))
+
+
+def _sized(labels: Ids, keep: NDArray[np.bool_], selection: Selection, classes: tuple[str, ...]) -> Ids:
+    if selection.per_class is not None:
+        sizes = np.bincount(labels[keep & (labels >= 0)], minlength=len(classes))
+        smallest = int(sizes.argmin())
+        if sizes[smallest] < selection.per_class:
+            raise UserError(
+                f"per-class: {selection.per_class} asked for, {classes[smallest]} has {sizes[smallest]} in {selection.split}; "
+                "ask for at most as many, or name the larger classes in --classes-file"
+            )
+        return np.sort(per_class(labels, selection.per_class, seed=selection.seed, keep=keep))
+    num_kept = int(keep.sum())
+    count = num_kept if selection.count is None else selection.count
+    if selection.fraction is not None:
+        count = round(selection.fraction * num_kept)
+    if count > num_kept:
+        raise UserError(f"count: {count:,} asked for, {selection.split} has {num_kept:,}; ask for at most as many")
+    return np.sort(ranking(labels, seed=selection.seed, keep=keep)[:count])
+
+
+def _excluded(source: Path, split: Split, exclusions: Exclusions, found: set[str]) -> Iterator[bool]:
+    """Of every sample; the paths that are listed are added to `found`."""
+    with progress("reading paths", total=split.num_samples, unit="paths") as line:
+        for shard in split.shards:
+            for path in load_paths(source, shard):
+                is_listed = path in exclusions.paths
+                if is_listed:
+                    found.add(path)
+                yield is_listed
+            line.advance(shard.num_samples)

@@ -1,0 +1,238 @@
+"""What a stock WebDataset shard holds: one pass over its headers gathers members into samples by webdataset's rule, a second one
+looks at every sample and either gives its row of the index or says why it has none.
+
+The key is the name up to the first dot of its last part. Members are bytes to us: pictures are decoded, labels are digits or JSON,
+and nothing else is opened (stock webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of `rejected`.
+"""
+
+import hashlib
+import os
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from data_prep.build.shards import Rejected
+from data_prep.build.workers import Tally
+from data_prep.images import Rejection, decode, naming, resize, size_of
+from data_prep.images.channels import ChannelSums
+from data_prep.index.labels import UNLABELLED, BadSample, label_of
+from data_prep.manifest import CropPolicy, Filter
+from data_prep.settings import printable
+from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
+
+PICTURES = frozenset(
+    ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")
+)
+MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
+NUM_FOR_STATISTICS = 256
+"""Of a shard, where not every picture is decoded."""
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How samples are read; picklable."""
+
+    image_size: int
+    crop: CropPolicy
+    interpolation: Filter
+    label: str
+    """cls, json:FIELD.SUBFIELD or none."""
+    image_member: str | None
+    ignore_zeros: bool
+    check: Literal["decode", "header"]
+    max_pixels: int
+    classes: dict[str, int] | None
+    """The numbers of the names, where a file gives them."""
+    seed: int
+
+
+@dataclass
+class StockSample:
+    key: str
+    members: list[tuple[str, Member]] = field(default_factory=list)
+    num_runs: int = 1
+    """More than 1: other keys stand between its members, and a stock reader takes it for several samples."""
+
+
+class Row(NamedTuple):
+    key: str
+    offset: int
+    num_bytes: int
+    label: int
+
+
+@dataclass
+class Contents:
+    rows: list[Row] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    num_without_key: int = 0
+    goes_on_at: int | None = None
+    """Where something stands behind the end mark that was not read."""
+    names: dict[str, int] = field(default_factory=dict)
+    """The labels that are words, numbered as they came; `rows` has these numbers."""
+    has_numbers: bool = False
+    channels: ChannelSums = field(default_factory=ChannelSums)
+    raw_size: int | None = None
+    """Where every picture is a raw one of this size, at the places that a shard of ours has."""
+
+    def number(self, label: int | str) -> int:
+        if isinstance(label, str):
+            return self.names.setdefault(label, len(self.names))
+        self.has_numbers = self.has_numbers or label >= 0
+        return label
+
+
+def damaged_by(path: Path) -> str | None:
+    """Why `path` cannot be a plain tar, by its first bytes."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+    kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+    return (
+        kind and f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar"
+    )
+
+
+def read_shard(path: Path, rule: Rule, *, name: str) -> Contents:
+    """Everything that an index says of the shard; `name` stands for it in the paths. Raises TarError."""
+    found = Contents()
+    samples = gather(path, found, ignore_zeros=rule.ignore_zeros)
+    chosen = _for_statistics(len(samples), rule, name)
+    sizes: set[int | None] = set()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for number, sample in enumerate(samples):
+            Tally.add(1)
+            try:
+                picture = _picture(sample, rule)
+                data = _read(descriptor, picture)
+                label = _label(descriptor, sample, rule)
+                with naming(f"{name}/{printable(sample.key)}"):
+                    size = _look(data, rule, found, decoded=number in chosen)
+            except (BadSample, Rejection) as bad:
+                found.rejected.append(_rejected(descriptor, sample, rule, bad, name))
+            else:
+                sizes.add(size)
+                found.rows.append(Row(sample.key, picture.offset, picture.num_bytes, found.number(label)))
+    finally:
+        os.close(descriptor)
+    found.raw_size = _raw_size(found.rows, sizes)
+    return found
+
+
+def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSample]:
+    """The samples in the order of their first members; `found` hears of what belongs to none."""
+    reason = damaged_by(path)
+    if reason is not None:
+        raise TarError(reason)
+    samples: dict[str, StockSample] = {}
+    last = None
+
+    def goes_on(place: int) -> None:
+        found.goes_on_at = place
+
+    for member in members(path, ignore_zeros=ignore_zeros, goes_on=goes_on):
+        if _META.match(member.name):
+            continue
+        name = _NAME.match(member.name)
+        if name is None:
+            found.num_without_key += 1
+            continue
+        key = name[1]
+        if key not in samples:
+            samples[key] = StockSample(key)
+        elif key != last:
+            samples[key].num_runs += 1
+        samples[key].members.append((name[2].lower(), member))
+        last = key
+    return list(samples.values())
+
+
+def _picture(sample: StockSample, rule: Rule) -> Member:
+    suffixes = [suffix for suffix, _ in sample.members]
+    double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
+    if double is not None:
+        raise BadSample("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
+    if sample.num_runs > 1:
+        raise BadSample("interleaved", f"its members stand in {sample.num_runs} places with others between them")
+    pictures, listed = _pictures(sample, rule), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
+    if len(pictures) > 1:
+        raise BadSample("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
+    if not pictures:
+        raise BadSample("no_image", f"no picture among {listed}"[:200])
+    if pictures[0].num_bytes > MAX_PICTURE_BYTES:
+        raise BadSample("too_large", f"{pictures[0].num_bytes:,} bytes")
+    return pictures[0]
+
+
+def _pictures(sample: StockSample, rule: Rule) -> list[Member]:
+    wanted = PICTURES if rule.image_member is None else {rule.image_member.lower().lstrip(".")}
+    return [member for suffix, member in sample.members if suffix in wanted]
+
+
+def _label(descriptor: int, sample: StockSample, rule: Rule) -> int | str:
+    if rule.label == "none":
+        return UNLABELLED
+    wanted = rule.label.partition(":")[0]
+    member = next((member for suffix, member in sample.members if suffix == wanted), None)
+    if member is None:
+        raise BadSample("no_label", f"no member ends in .{wanted}")
+    if member.num_bytes > MAX_LABEL_BYTES:
+        raise BadSample("bad_label", f"{member.num_bytes:,} bytes")
+    return label_of(_read(descriptor, member), rule.label, classes=rule.classes)
+
+
+def _look(data: bytes, rule: Rule, found: Contents, *, decoded: bool) -> int | None:
+    """The size of the picture where it is a raw one; raises Rejection."""
+    if not decoded:
+        size_of(data, max_pixels=rule.max_pixels)
+        return _raw(data[:32], len(data))
+    image, _ = decode(data, max_pixels=rule.max_pixels)
+    small = resize(image, size=rule.image_size, crop=rule.crop, interpolation=rule.interpolation)
+    found.channels.add(small)
+    return _raw(data[:32], len(data))
+
+
+def _raw(head: bytes, num_bytes: int) -> int | None:
+    header = re.match(rb"P6\n([0-9]{1,5}) ([0-9]{1,5})\n255\n", head)
+    if header is None or header[1] != header[2]:
+        return None
+    return int(header[1]) if num_bytes == len(header[0]) + 3 * int(header[1]) ** 2 else None
+
+
+def _raw_size(rows: list[Row], sizes: set[int | None]) -> int | None:
+    """A raw shard is an array: pictures of one size, at one distance from each other."""
+    if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
+        return None
+    stride = BLOCK * (3 + -(-rows[0].num_bytes // BLOCK))
+    return sizes.pop() if all((row.offset - BLOCK) % stride == 0 for row in rows) else None
+
+
+def _for_statistics(num_samples: int, rule: Rule, name: str) -> frozenset[int] | range:
+    if rule.check == "decode" or num_samples <= NUM_FOR_STATISTICS:
+        return range(num_samples)
+    seed = np.random.SeedSequence([rule.seed, zlib.crc32(name.encode())])
+    chosen = np.random.Generator(np.random.Philox(seed)).choice(num_samples, NUM_FOR_STATISTICS, replace=False)
+    return frozenset(chosen.tolist())
+
+
+def _read(descriptor: int, member: Member) -> bytes:
+    data = read_member(descriptor, member.offset, member.num_bytes)
+    if len(data) != member.num_bytes:
+        raise TarError("became shorter while it was read; index it when it is complete")
+    return data
+
+
+def _rejected(descriptor: int, sample: StockSample, rule: Rule, bad: BadSample | Rejection, name: str) -> Rejected:
+    """The hash is that of the picture, or of the first member where there is none."""
+    member = (_pictures(sample, rule) or [sample.members[0][1]])[0]
+    data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
+    key = printable(sample.key)
+    digest = hashlib.sha256(data).hexdigest()
+    return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest)

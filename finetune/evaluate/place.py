@@ -1,0 +1,182 @@
+"""Which evaluation it is, and where its results go. No torch here.
+
+Two evaluations that may differ in a single answer have different identities, hence different directories: nothing is overwritten.
+What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it, so an evaluation that was killed is
+begun anew by whatever words mean the same: RUN/evaluation.json says which one a directory is of, from its beginning on.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.publish import hash_of_json, write_json
+from data_prep.settings import SettingsError, read_yaml, validate
+from finetune.evaluate.choice import choose
+from finetune.evaluate.config import EvaluateSettings
+from finetune.recording import Weights
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.run import CONFIG_FILE, check_place, check_settings, finished_result
+from pretrain.config import TrackingSettings
+from pretrain.tracking.tracker import RunIdentity
+
+IDENTITY = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is judged on what: all that is known before anything heavy is imported."""
+
+    settings: EvaluateSettings
+    """With the augmentation that was chosen."""
+    manifest: Manifest
+    weights: Weights
+    augment_from: str | None = None
+    """Why this augmentation; None without."""
+
+    @classmethod
+    def of(cls, settings: EvaluateSettings) -> "Evaluation":
+        manifest = load_manifest(settings.dataset)
+        if not manifest.labelled_split(settings.split, directory=settings.dataset).num_samples:
+            raise DatasetError(f"{settings.dataset}: split {settings.split!r} is empty; choose another split")
+        weights = Weights.at(settings.pretrained)
+        if not settings.views:
+            return cls(settings, manifest, weights)
+        choice = choose(settings.augment, weights.run_dir)
+        augment = choice.augment.fed_as(weights.card.fed_interpolation)
+        return cls(settings.model_copy(update={"augment": augment}), manifest, weights, choice.source)
+
+    @property
+    def card(self) -> ModelCard:
+        return self.weights.card
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory of the weights themselves."""
+        return self.weights.checkpoint
+
+    @cached_property
+    def owner(self) -> Path | None:
+        """The run that made the weights; None where they came in a folder."""
+        return self.weights.run_dir
+
+    @cached_property
+    def _owners_settings(self) -> dict[str, Any]:
+        """Those of a probe stand by themselves where a training has its section `data`."""
+        return read_yaml(self.owner / CONFIG_FILE) if self.owner is not None else {}
+
+    @cached_property
+    def identity(self) -> str:
+        settings = self.settings
+        facts: dict[str, Any] = {"split": settings.split, "precision": settings.precision, "views": settings.views}
+        facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
+        if settings.views:
+            facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
+            facts["augment"] = settings.augment.model_dump(mode="json")
+        return hash_of_json(facts | {"weights": self.weights.sha256, "pixels": self.manifest.pixels_hash})
+
+    @property
+    def run_dir(self) -> Path:
+        settings = self.settings
+        if settings.run_dir is not None:
+            return Path(settings.run_dir)
+        views = [f"{settings.views}views"] if settings.views else []
+        return self._place / "-".join([self.manifest.name, settings.split, *views, self.identity[:8]])
+
+    @property
+    def _place(self) -> Path:
+        folder = self.checkpoint.absolute()
+        if self.owner is not None or folder.parent.name == "checkpoints":  # there it would look like a checkpoint
+            return (self.owner or folder.parent.parent) / "evaluations"
+        return folder.with_name(f"{folder.name}-evaluations")
+
+    @property
+    def tracking(self) -> TrackingSettings:
+        """Where the settings leave it open, with the run that made the weights: a parent is known in its own store alone."""
+        asked, base = self.settings.tracking, self.owner or self.checkpoint.absolute()
+        known, changes = RunIdentity.known(base), dict[str, str]()
+        if known is None and not asked.uri and "MLFLOW_TRACKING_URI" not in os.environ:
+            changes["uri"] = f"sqlite:///{(base.parent / 'mlflow.db').resolve()}"
+        if known is not None and "experiment" not in asked.model_fields_set:
+            changes["experiment"] = known.experiment
+        return asked.model_copy(update=changes)
+
+    @property
+    def begun_settings(self) -> EvaluateSettings:
+        """What the run's books say: the words that it was begun with, where this directory is of this very evaluation already."""
+        path = self.run_dir / CONFIG_FILE
+        if self._begun_identity() != self.identity or not path.exists():
+            return self.settings
+        begun = validate(EvaluateSettings, read_yaml(path))
+        return begun.model_copy(update={"local_batch_size": self.settings.local_batch_size})
+
+    def mark(self) -> None:
+        write_json(self.run_dir / IDENTITY, {"identity": self.identity})
+
+    def _begun_identity(self) -> str | None:
+        try:
+            return str(json.loads((self.run_dir / IDENTITY).read_text())["identity"])
+        except FileNotFoundError:
+            return None
+
+    def stored_result(self) -> dict[str, Any] | None:
+        """Of this very evaluation, if it was finished before; a directory that holds anything else is refused."""
+        result = finished_result(self.run_dir)
+        if result is not None and result.get("identity") == self.identity:
+            return result
+        if result is not None:
+            what = f"of {result['dataset']}, {result['split']}" if "identity" in result else "of another run"
+            raise SettingsError(
+                f"run_dir: {self.run_dir} holds other results ({what}); name another run_dir, or leave it out"
+            )
+        begun = self._begun_identity()
+        if begun is None:
+            check_settings(self.run_dir, self.settings)
+        elif begun == self.identity:
+            check_place(self.run_dir)
+        else:
+            raise SettingsError(
+                f"run_dir: {self.run_dir} holds another evaluation, which was not finished; name another run_dir, or remove it"
+            )
+        return None
+
+    def plain_top1(self) -> float | None:
+        """On the plain pictures of the same split, where the run that made the weights has said it."""
+        if self.owner is None or self.card.pixels_hash != self.manifest.pixels_hash:
+            return None
+        result, settings = finished_result(self.owner) or {}, self._owners_settings
+        data = settings | settings.get("data", {})
+        top1 = result.get("eval/top1", result.get("test_top1"))
+        is_same = self.settings.split == data.get("eval_split", data.get("test_split"))
+        is_same = is_same and result.get("step", self.card.step) == self.card.step
+        return float(top1) if is_same and top1 is not None else None
+
+    def warning(self) -> str | None:
+        """Where the model was trained on what it is judged on."""
+        where = "the model was trained on these very pictures: this is no test accuracy"
+        return f"{self.settings.dataset}, {self.settings.split}: {where}" if self._seen_in_training() else None
+
+    def _seen_in_training(self) -> bool:
+        is_same = self.card.content_hash == self.manifest.content_hash
+        if self.owner is None:
+            return is_same and self.settings.split == "train"
+        settings = self._owners_settings
+        data = settings | settings.get("data", {})
+        if is_same:
+            return bool(data.get("train_split", "train") == self.settings.split)
+        parts = [(data.get("dataset"), data.get("train_split", "train"))] if data.get("also") else []
+        parts += [(other.get("dataset"), other.get("split", "train")) for other in data.get("also") or ()]
+        return any(
+            split == self.settings.split and _content_of(dataset) == self.manifest.content_hash
+            for dataset, split in parts
+        )
+
+
+def _content_of(dataset: str) -> str | None:
+    try:
+        return load_manifest(dataset).content_hash
+    except DatasetError:  # gone since
+        return None

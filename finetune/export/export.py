@@ -1,0 +1,185 @@
+"""`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or nothing.
+
+1. The checkpoint's hashes are held to its files, and its weights to its model (`resolve`, `load_folder`).
+2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere; but where timm has the
+   architecture itself, the weights get timm's names, and plain timm, which must give the model's answers, takes them.
+3. Each graph is written, read back, and held to the model's answers (`graphs`).
+4. Model card, record and hashes; then the directory gets its name.
+"""
+
+import errno
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_prep.publish import atomic_directory, sha256_of, write_atomic, write_json
+from data_prep.settings import UserError
+from finetune.export import graphs
+from finetune.export.config import ExportSettings
+from finetune.export.graphs import Agreement
+from finetune.export.model_card import Facts, input_name, readme
+from finetune.export.place import ONNX, PT2, README, RECORD, exported_before, request_of
+from finetune.export.provenance import Provenance, provenance_of
+from pretrain.checkpoints.card import CONFIG, HASHES, MODEL, ModelCard, config_of, hash_of_weights, resolve, timms_own
+from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.tensor_file import write_tensors
+from pretrain.models.cost import num_parameters
+from pretrain.models.foreign import to_timm
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
+from pretrain.tracking.page import git_commit
+
+SCHEMA_VERSION = 1
+FILES = {"timm": MODEL, "onnx": ONNX, "torch": PT2}
+TOOLS = {"onnx": (graphs.write_onnx, graphs.answers_of_onnx), "torch": (graphs.write_pt2, graphs.answers_of_pt2)}
+LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime")
+
+
+def export(settings: ExportSettings) -> list[str]:
+    """What to tell of it."""
+    source, out = resolve(Path(settings.pretrained)), Path(settings.out)
+    sha256 = hash_of_weights(source)
+    request = request_of(settings, weights_sha256=sha256)
+    if exported_before(out, request):
+        return [f"{out}: exported before, and whole"]
+    card, model = load_folder(source)
+    model.eval()
+    results_from = Path(settings.results_from) if settings.results_from is not None else None
+    known = provenance_of(source, card, results_from=results_from)
+    facts = Facts(card, known, num_parameters(model), sha256, settings)
+    with _told_if_full(out), atomic_directory(out) as directory:
+        checks = _write_weights(directory, source, model, facts)
+        checks |= _write_graphs(directory, model, facts)
+        write_atomic(directory / README, readme(facts).encode())
+        write_json(directory / RECORD, record(facts, request, checks))
+        names = sorted(file.name for file in directory.iterdir())
+        write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
+    return _told(out, card, known, checks)
+
+
+@contextmanager
+def _told_if_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"out: {out} cannot be written, for the disk is full; free some space, or name another disk (nothing is left there)"
+        ) from None
+
+
+@torch.no_grad()
+def _write_weights(directory: Path, source: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
+    """config.json and model.safetensors."""
+    card = facts.card
+    if timms_own(card) is None or not isinstance(card.model, MixerSpec):
+        write_json(directory / CONFIG, config_of(card))
+        shutil.copyfile(source / MODEL, directory / MODEL)
+        if sha256_of(directory / MODEL) != facts.weights_sha256:
+            raise UserError(f"{source / MODEL}: has changed while it was copied; nothing is published, try again")
+        return {}
+    import timm  # takes seconds, which no other export need spend
+
+    timms = card.model_copy(update={"model": card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})})
+    write_json(directory / CONFIG, config_of(timms, for_plain_timm=True))
+    write_tensors(directory / MODEL, to_timm(model.state_dict(), card.model))
+    theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
+    inputs = graphs.trial_inputs(card, with_preprocessing=False)
+    return {"timm": graphs.agreement([model(x) for x in inputs], theirs, inputs, graph="timm")}
+
+
+@torch.no_grad()
+def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
+    wanted, card = facts.settings.graphs, facts.card
+    if not wanted:
+        return {}
+    with_preprocessing = facts.settings.with_preprocessing
+    inputs = graphs.trial_inputs(card, with_preprocessing=with_preprocessing)
+    plain = graphs.dense(model, label=card.model.label)
+    modules: list[nn.Module] = [model, plain]
+    if with_preprocessing:
+        modules = [graphs.FromPictures(each, card) for each in modules]
+    whole, exported = modules
+    expected = [whole(x) for x in inputs]
+    example = next(x for x in inputs if len(x) == 2)  # of 1, a batch would be taken for a constant
+    checks: dict[str, Agreement] = {}
+    for graph in wanted:
+        path = directory / FILES[graph]
+        print(
+            f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True
+        )  # of a large model it takes minutes
+        write, read = TOOLS[graph]
+        write(exported, example, path, metadata=metadata(facts))
+        checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)
+    return checks
+
+
+def metadata(facts: Facts) -> dict[str, Any]:
+    """Inside a graph: what its user has to know."""
+    card = facts.card
+    return {
+        "input": input_name(facts.settings),
+        "normalised_inside": facts.settings.with_preprocessing,
+        "image_size": card.image_size,
+        "mean": list(card.channel_mean),
+        "std": list(card.channel_std),
+        "classes": list(card.classes),
+        "model": card.model.label,
+        "dataset": card.dataset,
+        "weights_sha256": facts.weights_sha256,
+    }
+
+
+def record(facts: Facts, request: dict[str, Any], checks: dict[str, Agreement]) -> dict[str, Any]:
+    """export.json; without paths of this machine, as it is passed on."""
+    card = facts.card
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "request": request,
+        "model": card.model.label,
+        "step": card.step,
+        "run": facts.provenance.run,
+        "run_key": card.run_key,
+        "origin": card.origin,
+        "num_parameters": facts.num_parameters,
+        "checks": {
+            graph: asdict(found) | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
+            for graph, found in checks.items()
+        },
+        "results": [asdict(each) for each in facts.provenance.results],
+        "code": git_commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+    }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _told(out: Path, card: ModelCard, known: Provenance, checks: dict[str, Agreement]) -> list[str]:
+    where = f" of {known.run}, step {card.step:,}" if known.run else f" of {card.origin}" if card.origin else ""
+    lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
+    for file in sorted(out.iterdir()):
+        graph = next((graph for graph, name in FILES.items() if name == file.name and graph in checks), None)
+        said = f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}"
+        if graph:
+            found = checks[graph]
+            said += (
+                f"  answers as the model: off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit "
+                f"(batches of {', '.join(map(str, graphs.BATCH_SIZES))})"
+            )
+        lines.append(said)
+    return lines

@@ -1,0 +1,114 @@
+"""`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to be good."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.settings import SettingsError, load_settings
+from finetune.apart import check_apart
+from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
+from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, say_once, show
+from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.run import check_place, check_settings
+from pretrain.cli import OK, leave, world_of
+from pretrain.ranks.world import World
+
+
+def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    probe = verbs.add_parser(
+        "probe", help="train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
+    )
+    probe.add_argument("config", help="a YAML file, such as configs/probe/demo.yaml")
+    add_common(probe, _probe)
+    knn = verbs.add_parser("knn", help="judge a checkpoint's features by the nearest training pictures")
+    knn.add_argument("config", help="a YAML file, such as configs/knn/demo.yaml")
+    add_common(knn, _knn)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    settings = load_settings(ProbeSettings, path=options.config, overrides=options.overrides)
+
+    def check(manifest: Manifest) -> None:
+        if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
+            raise DatasetError(
+                f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
+            )
+
+    def work(world: World) -> str | None:
+        from finetune.probe.probe import probe
+
+        result = probe(settings, world)
+        if result is None:
+            return None
+        return (
+            f"{result['test_top1']:.1%} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
+        )
+
+    return _run("probe", options, settings, check=check, work=work, holdout=settings.holdout_split)
+
+
+def _knn(options: argparse.Namespace) -> int:
+    settings = load_settings(KnnSettings, path=options.config, overrides=options.overrides)
+
+    def check(manifest: Manifest) -> None:
+        num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
+        if most > num_training:
+            raise DatasetError(
+                f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
+            )
+
+    def work(world: World) -> str | None:
+        from finetune.probe.knn import knn
+
+        result = knn(settings, world)
+        if result is None:
+            return None
+        return ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
+
+    return _run("knn", options, settings, check=check, work=work)
+
+
+def _run(
+    verb: str,
+    options: argparse.Namespace,
+    settings: FeatureSettings,
+    *,
+    check: Callable[[Manifest], None],
+    work: Callable[[World], str | None],
+    holdout: str | None = None,
+) -> int:
+    """`check`: what only the dataset can tell; `work`: top-1 in words, on the first rank."""
+    if options.show:
+        return show(settings)
+    world, run_dir = world_of(options), Path(settings.run_dir)
+    check_settings(run_dir, settings)
+    if finished_before(run_dir, world):
+        return OK
+    check_place(settings.features_place, field="features_dir")
+    manifest = load_manifest(settings.dataset)
+    check_sources(settings, manifest, world, holdout=holdout)
+    check(manifest)
+    if options.ranks:
+        return launch_ranks(verb, [options.config], options)
+    options.started = True
+    end_on_signals()  # before the long imports
+    top1 = work(world)
+    if top1 is not None:
+        print(f"{run_dir}: top-1 on {settings.test_split} {top1}")
+    return leave(True, run_dir=run_dir, is_first=world.is_first)
+
+
+def check_sources(settings: FeatureSettings, manifest: Manifest, world: World, *, holdout: str | None = None) -> None:
+    """The dataset and the checkpoint against the settings: told before any work."""
+    for split in (settings.train_split, settings.test_split, holdout):
+        if split is not None and not manifest.labelled_split(split, directory=settings.dataset).num_samples:
+            raise DatasetError(f"{settings.dataset}: its split {split!r} is empty; choose another")
+    check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
+    if settings.pretrained is not None:
+        card = read_card(Path(settings.pretrained))
+        if settings.image_size not in (None, card.image_size):
+            raise SettingsError(
+                f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
+            )
+        say_once(card.other_pixels(manifest, dataset=settings.dataset), world)

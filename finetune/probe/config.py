@@ -1,0 +1,190 @@
+"""Settings of `finetune probe` and `finetune knn`. No torch here."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from data_prep.manifest import Manifest
+from data_prep.settings import Settings
+from finetune.accelerator_settings import RanksSettings
+from pretrain.config import AugmentSettings, CacheSettings, TrackingSettings
+from pretrain.data.datasets import Part
+
+FeatureType = Literal["float32", "float16"]
+HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
+Weights = Literal["softmax", "uniform", "distance"]
+
+_GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "lion": {
+        "lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+        "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0),
+        "epochs": (50,),
+    },
+    "sgd": {"lrs": (1e-3, 1e-2, 3e-2, 1e-1, 3e-1), "weight_decays": (0.0, 1e-5, 1e-4, 1e-3, 1e-2), "epochs": (50,)},
+    "adamw": {"lrs": (1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (1e-2,), "epochs": (50,)},
+    "lbfgs": {"lrs": (1.0,), "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), "epochs": (500,)},
+}
+"""What an optimizer is given where the config says nothing."""
+
+
+def _as_tuple(value: Any) -> Any:
+    """A lone number is a list of one. Behind a validator of ours pydantic takes no list for a tuple."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _with_tuples(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _with_tuples(value) for name, value in tree.items()}
+    return tuple(_with_tuples(value) for value in tree) if isinstance(tree, list) else tree
+
+
+class FeatureSettings(Settings):
+    """What both verbs say of the features that they work on."""
+
+    run_dir: str
+    pretrained: str | None = None
+    """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
+    dataset: str
+    train_split: str = "train"
+    test_split: str = "val"
+    image_size: int | None = Field(None, ge=8, le=1024)
+    """Pixels; null: the checkpoint's, or without one the dataset's."""
+    feature_batch_size: int = Field(512, ge=1)
+    """Pictures of one forward pass, on each rank."""
+    feature_dtype: FeatureType = "float32"
+    """Of the features on disk; float16 takes half the room, with three digits."""
+    features_dir: str | None = None
+    """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
+    data: CacheSettings = CacheSettings()
+    ranks: RanksSettings = RanksSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @property
+    def features_place(self) -> Path:
+        return Path(self.features_dir) if self.features_dir else Path(self.run_dir).parent / "features"
+
+    def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
+        """What is learned from, and what is judged."""
+        directory = Path(self.dataset)
+        return [
+            (Part(directory, manifest, self.train_split), "training"),
+            (Part(directory, manifest, self.test_split), "evaluation"),
+        ]
+
+    @model_validator(mode="after")
+    def _test_is_kept_apart(self) -> "FeatureSettings":
+        if self.train_split == self.test_split:
+            raise ValueError(f"test_split: {self.test_split!r} is the training split too; test on another")
+        return self
+
+
+class ProbeSettings(FeatureSettings):
+    optimizer: HeadOptimizer = "lion"
+    """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
+    weight_decay / 2 |W|^2 to the end. Biases never decay."""
+    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["lrs"]
+    """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
+    on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
+    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["weight_decays"]
+    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = (50,)
+    """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
+    batch_size: int = Field(256, ge=1)
+    """Of the heads, over all cells; not for lbfgs."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Of sgd."""
+    nesterov: bool = True
+    """Of sgd."""
+    tolerance: float = Field(1e-5, gt=0)
+    """lbfgs has converged where no entry of the gradient is larger."""
+    standardise: bool = True
+    """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false takes them as they are."""
+    views: int = Field(0, ge=0, le=10_000)
+    """Augmented views of each training picture: epoch e learns from view e mod views; 0 learns from the plain pictures alone."""
+    augment: AugmentSettings | None = None
+    """How views are made: view v is what training would see in its epoch v. Pictures are never mixed."""
+    holdout_share: float = Field(0.2, gt=0, lt=1)
+    """Of the training split, to choose the cell with; the test split is never chosen on."""
+    holdout_split: str | None = None
+    """Chooses with this split instead of a share of the training split."""
+    refit: bool = True
+    """Trains the chosen cell once more, on all of the training split; with a holdout_split it has seen all of it already."""
+    seed: int = Field(0, ge=0)
+    """Of the order, of the held-out share and of the views."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _grid_fits_the_optimizer(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        name = tree.get("optimizer", "lion")
+        grid = _GRIDS.get(name, {}) if isinstance(name, str) else {}
+        given = {key: value for key, value in tree.items() if not (key in grid and value is None)}
+        return {**grid, **_with_tuples(given)}
+
+    @model_validator(mode="after")
+    def _grid_makes_sense(self) -> "ProbeSettings":
+        rules = (
+            ("lrs", self.lrs, "learning rate must be above 0", all(lr > 0 for lr in self.lrs)),
+            ("weight_decays", self.weight_decays, "decay must be 0 or above", all(d >= 0 for d in self.weight_decays)),
+            ("epochs", self.epochs, "length must be 1 or above", all(count >= 1 for count in self.epochs)),
+        )
+        for name, values, words, is_good in rules:
+            if not values:
+                raise ValueError(f"{name}: [] has the wrong number of entries; name one at least")
+            if not is_good:
+                raise ValueError(f"{name}: {list(values)} will not do; every {words}")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}: {list(values)} will not do; name each value once")
+        if self.optimizer == "lbfgs" and (len(self.lrs) > 1 or len(self.epochs) > 1):
+            raise ValueError(
+                "optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; leave them out (lrs=null), "
+                "and name several weight_decays"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _views_are_augmented(self) -> "ProbeSettings":
+        if self.views and self.augment is None:
+            raise ValueError(f"views: {self.views} will not do without augment; say how views are made, or set views=0")
+        if self.augment is not None and not self.views:
+            raise ValueError("augment: has no effect without views; set views=10, for example, or leave augment out")
+        if self.augment is not None and self.augment.mixing:
+            way, field = next(iter(self.augment.mixing.items()))
+            raise ValueError(
+                f"augment.{field}: {way} will not do here, for kept features have one label each; set augment.{field}=0"
+            )
+        if self.views and self.optimizer == "lbfgs":
+            raise ValueError(
+                f"views: {self.views} will not do with lbfgs, which needs one fixed problem; use lion or sgd, or set views=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _holdout_is_kept_apart(self) -> "ProbeSettings":
+        for name in ("train_split", "test_split"):
+            if self.holdout_split is not None and self.holdout_split == getattr(self, name):
+                raise ValueError(f"holdout_split: {self.holdout_split!r} is the {name} too; choose with another")
+        return self
+
+
+class KnnSettings(FeatureSettings):
+    neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((20, 10, 100, 200), min_length=1)
+    """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
+    the run's `test_top1`: the best would be a choice on the test split."""
+    weights: Weights = "softmax"
+    """Of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
+    temperature: float = Field(0.07, gt=0)
+    """Of softmax."""
+    chunk_mb: int = Field(256, ge=1)
+    """Memory for blocks of both tables and their similarities, in megabytes; it changes nothing but the speed."""
+
+    @model_validator(mode="after")
+    def _numbers_make_sense(self) -> "KnnSettings":
+        if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
+            raise ValueError(
+                f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on"
+            )
+        return self

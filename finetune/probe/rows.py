@@ -1,0 +1,153 @@
+"""Batches of features on the device, standardised, with the column of ones that a bias is the weight of.
+
+Tables are memory-mapped files (one for each view). On a GPU those that fit lie there; of the others, and on a CPU, batches are
+gathered from the file, on a GPU by a thread that is one batch ahead.
+B batch, D features, E = D + 1 filled up with zeros to a multiple of 8 (so that matrix products are aligned), N rows of a table, n
+those that are chosen.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.probe.features import Table
+from pretrain.data.order import Ids
+from pretrain.ranks.headway import HEADWAY
+
+ALIGNMENT = 8
+CHUNK = 8192
+"""Rows that are looked at together where no batch size is given."""
+ROOM_SHARE = 0.7
+"""Of a GPU's free memory that tables may take; heads and their gradients need the rest."""
+
+
+@dataclass(frozen=True)
+class Standard:
+    """(x - mean) / std."""
+
+    mean_D: Tensor
+    std_D: Tensor
+
+    @staticmethod
+    def none(num_features: int) -> "Standard":
+        return Standard(torch.zeros(num_features), torch.ones(num_features))
+
+    @staticmethod
+    def of(features_ND: Tensor) -> "Standard":
+        """One pass over the file, in double precision; a feature that never changes keeps its scale."""
+        count, mean = 0, torch.zeros(features_ND.shape[1], dtype=torch.float64)
+        squares = torch.zeros_like(mean)
+        for part in torch.split(features_ND, CHUNK):
+            HEADWAY.touch()
+            values = part.double()
+            own, size = values.mean(dim=0), len(values)
+            change = own - mean
+            squares = squares + (values - own).square().sum(dim=0) + change.square() * (count * size / (count + size))
+            mean, count = mean + change * (size / (count + size)), count + size
+        std = squares.div(max(1, count - 1)).sqrt()
+        floor = 1e-6 * max(1e-30, float(std.max()))
+        return Standard(mean.float(), torch.where(std > floor, std, torch.ones_like(std)).float())
+
+
+def filled_width(num_features: int) -> int:
+    return -(-(num_features + 1) // ALIGNMENT) * ALIGNMENT
+
+
+class Residence:
+    """Tables that lie on the device, each once, whoever reads them; those that are asked for first, as far as there is room."""
+
+    def __init__(self, device: torch.device, *, room: float | None = None):
+        """`room` in bytes; None: a share of what is free when the first table is asked for."""
+        self.device, self._room = device, room
+        self._placed: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the address of a table, which is held as well, so that nothing else gets its address."""
+
+    def of(self, table_ND: Tensor) -> Tensor | None:
+        """None: there is no room for it."""
+        address = table_ND.data_ptr()
+        if address not in self._placed:
+            if self._room is None:
+                self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
+            if table_ND.nbytes > self._room:
+                return None
+            self._room -= table_ND.nbytes
+            placed = torch.empty_like(table_ND, device=self.device)
+            for start in range(0, len(table_ND), CHUNK):
+                HEADWAY.touch()
+                placed[start : start + CHUNK] = table_ND[start : start + CHUNK].to(self.device)
+            self._placed[address] = table_ND, placed
+        return self._placed[address][1]
+
+
+class Rows:
+    """The chosen rows of the tables of one split; equal in number and labels in all of them."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        standard: Standard,
+        device: torch.device,
+        chosen_n: Tensor | None = None,
+        residence: "Residence | None" = None,
+    ):
+        self.device, self._tables = device, [table.features_ND for table in tables]
+        self._residence = residence or Residence(device)
+        num_samples, self.num_features = self._tables[0].shape
+        self._chosen_n = torch.arange(num_samples) if chosen_n is None else chosen_n
+        self.labels_n = tables[0].labels_N[self._chosen_n].to(device)
+        self.num_rows, self.width = len(self._chosen_n), filled_width(self.num_features)
+        self._mean_D, self._scale_D = standard.mean_D.to(device), (1 / standard.std_D).to(device)
+        self._buffer_BE = torch.zeros(0, self.width, device=device)
+
+    def epoch(self, view: int, order_n: Ids, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(x_BE, labels_B) in the given order of the chosen rows. x_BE is good until the next one is asked for."""
+        order = torch.from_numpy(order_n)
+        labels_n = self.labels_n[order.to(self.device, non_blocking=True)]
+        batches = torch.split(self._chosen_n[order], batch_size)
+        for values_BD, labels_B in zip(self._gathered(view, batches), torch.split(labels_n, batch_size), strict=True):
+            HEADWAY.touch()
+            yield self._finished(values_BD), labels_B
+
+    def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
+        """All of them, in the split's order."""
+        return self.epoch(view, np.arange(self.num_rows), batch_size=size)
+
+    def _finished(self, values_BD: Tensor) -> Tensor:
+        count = len(values_BD)
+        if len(self._buffer_BE) < count:
+            self._buffer_BE = torch.zeros(count, self.width, device=self.device)
+            self._buffer_BE[:, self.num_features] = 1
+        x_BE = self._buffer_BE[:count]
+        inside = x_BE[:, : self.num_features]
+        torch.sub(values_BD, self._mean_D, out=inside)
+        inside.mul_(self._scale_D)
+        return x_BE
+
+    def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        table_ND = self._tables[view]
+        if self.device.type != "cuda":
+            for ids in batches:
+                yield torch.index_select(table_ND, 0, ids)
+            return
+        resident = self._residence.of(table_ND)
+        if resident is not None:
+            for ids in torch.split(torch.cat(list(batches)).to(self.device), len(batches[0])):
+                yield torch.index_select(resident, 0, ids)
+            return
+
+        def gather(ids: Tensor) -> Tensor:
+            pinned = torch.empty(len(ids), table_ND.shape[1], dtype=table_ND.dtype, pin_memory=True)
+            return torch.index_select(table_ND, 0, ids, out=pinned)
+
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(gather, batches[0])
+            for following in [*batches[1:], None]:
+                pinned = ahead.result()
+                if following is not None:
+                    ahead = pool.submit(gather, following)
+                yield pinned.to(self.device, non_blocking=True)

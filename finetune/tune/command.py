@@ -1,0 +1,72 @@
+"""`finetune tune` on the command line. No torch until the settings are known to be good."""
+
+import argparse
+from pathlib import Path
+
+from data_prep.manifest import load_manifest
+from data_prep.settings import load_settings
+from finetune.apart import check_apart
+from finetune.tune.config import TuneSettings
+from finetune.tune.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
+from finetune.verbs import add_common, launch_ranks, say_once, show
+from pretrain.checkpoints.card import ModelCard, read_card
+from pretrain.checkpoints.run import check_settings, finished_result
+from pretrain.cli import OK, leave, world_of
+from pretrain.config import check_against_ranks
+from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.ranks.preemption import StopFlag
+
+
+def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tune = verbs.add_parser(
+        "tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)"
+    )
+    tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
+    add_common(tune, _tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    if not options.ranks:
+        StopFlag().install()  # before the long imports: what comes while they last counts
+    settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
+    if options.show:
+        return show(settings)
+    world, run_dir = world_of(options), Path(settings.run_dir)
+    check_settings(run_dir, settings)
+    check_kind(settings)
+    if is_finished(settings):
+        if world.is_first:
+            print(f"{run_dir}: finished before; name another run_dir to do it anew")
+        return OK
+    repeats = repeats_of(settings)
+    check_resume_of(settings, repeats)
+    card = read_card(Path(settings.pretrained))  # once: it reads and hashes the weights
+    for each in repeats:
+        _check(each, card, num_ranks=world.num_ranks)
+    if settings.init == "pretrained":
+        say_once(card.other_pixels(load_manifest(settings.data.dataset), dataset=settings.data.dataset), world)
+    if options.ranks:
+        return launch_ranks("tune", [options.config], options, heed_signals=True)
+    options.started = True
+    from finetune.tune.tune import tune, tune_repeatedly
+
+    if repeats == [settings]:
+        return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+    finished = tune_repeatedly(settings, world)
+    if world.is_first:
+        stopped = "stopped; the same command goes on from there"
+        print(f"{run_dir}: {in_words(finished_result(run_dir) or {}) if finished else stopped}")
+    return leave(finished, run_dir=None, is_first=world.is_first)
+
+
+def _check(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> None:
+    """What can be told of one run before torch is imported."""
+    training = settings.as_training(card)
+    data = load_training_data(training.data)
+    judged = data.eval_part()
+    if judged is not None:
+        split, trained = judged.split, data.parts[0].split
+        check_apart(judged.directory, judged.manifest, train=trained, test=split, test_field="data.eval_split")
+    check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
+    check_settings(Path(settings.run_dir), settings)
+    check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)

@@ -1,0 +1,210 @@
+"""Finding and judging checkpoints, without torch: what a config check may look at before anything heavy is imported.
+
+A checkpoint is a directory `RUN/checkpoints/step-NNNNNNNN` (see checkpoint.py for its files and how it is published).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from data_prep.manifest import CropPolicy, Filter, Manifest
+from data_prep.publish import sha256_of
+from data_prep.settings import Settings, UserError
+from pretrain.models.spec import MixerSpec, ModelSpec
+from pretrain.ranks.headway import HEADWAY
+
+MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
+    "model.safetensors",
+    "config.json",
+    "optimizer.safetensors",
+    "trainer.json",
+    "sha256.json",
+)
+LATEST = "latest"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing or damaged; the text names it and the remedy."""
+
+
+class ModelCard(Settings):
+    """What weights need in order to be used, and where they come from; config.json holds it, and timm's words for it beside it."""
+
+    model: ModelSpec
+    image_size: int
+    classes: tuple[str, ...]
+    channel_mean: tuple[float, float, float]
+    channel_std: tuple[float, float, float]
+    dataset: str
+    """The name of what they were trained on."""
+    stored_crop: CropPolicy | None = None
+    stored_interpolation: Filter | None = None
+    """How the pictures there had become squares; None where that is not known, or not one thing."""
+    fed_interpolation: Filter = "bilinear"
+    """With which stored squares are resized to `image_size`."""
+    content_hash: str = ""
+    pixels_hash: str = ""
+    """Of what they were trained on, and of that together with what readers made of it."""
+    step: int = 0
+    run_key: str = ""
+    """These four are of a run of ours; imported weights have none."""
+    origin: str = ""
+    """Of imported weights: the file that they were read from."""
+    timm_transform: dict[str, str | float] = Field(default_factory=dict)
+    """Of weights that were imported from timm: what its transform does (interpolation, crop_pct, crop_mode), for config.json."""
+
+    def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
+        """What to say where the squares of a dataset were made in another way than those that the weights were trained on."""
+        known, here = (self.stored_crop, self.stored_interpolation), (manifest.crop, manifest.interpolation)
+        if None in known or known == here:
+            return None
+        return (
+            f"{dataset}: its pictures became squares by {here[0]} and {here[1]}, those of the weights' source by {known[0]} and "
+            f"{known[1]}; unless all were squares of {manifest.image_size} px before, the model sees other pixels than there; "
+            f"build the dataset with crop={known[0]} interpolation={known[1]}"
+        )
+
+
+TIMM_ARCHITECTURE = "wide_mlps"
+"""What `pretrain.models.timm_names` registers for any spec."""
+
+TIMM_MIXERS = {
+    (32, 8, 512): "mixer_s32_224",
+    (16, 8, 512): "mixer_s16_224",
+    (32, 12, 768): "mixer_b32_224",
+    (16, 12, 768): "mixer_b16_224",
+    (32, 24, 1024): "mixer_l32_224",
+    (16, 24, 1024): "mixer_l16_224",
+}
+"""(patch size, blocks, channels) of the Mixers that timm has itself; it lets image size and hidden widths be chosen."""
+
+_TIMM_KEYS = (
+    "architecture",
+    "num_classes",
+    "num_features",
+    "global_pool",
+    "label_names",
+    "label_descriptions",
+    "model_args",
+    "pretrained_cfg",
+)
+
+
+def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
+    """(architecture, arguments) of the model that computes the same in timm without this package, where there is one."""
+    spec, size = card.model, card.image_size
+    if not isinstance(spec, MixerSpec) or spec.layers_per_mixing != 2 or spec.num_tokens or spec.permuted_blocks:
+        return None
+    name = TIMM_MIXERS.get((spec.patch_size, spec.depth, spec.num_channels))
+    if name is None or spec.activation != "gelu":
+        return None
+    hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=size))
+    # timm cuts ratio x channels down to a whole number; a half more keeps rounding from losing one
+    return name, {"img_size": size, "mlp_ratio": [(width + 0.5) / spec.num_channels for width in hidden]}
+
+
+def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any]:
+    """config.json: the card, and what `timm.create_model("local-dir:...")` or `"hf-hub:..."` asks for.
+
+    `for_plain_timm`: the weights beside it have the names of `timms_own`, and timm loads them without this package.
+    """
+    fields = card.model_dump(mode="json")
+    own = timms_own(card) if for_plain_timm else None
+    architecture, arguments = own or (TIMM_ARCHITECTURE, {"spec": fields["model"], "img_size": card.image_size})
+    pretrained_cfg = {
+        "architecture": architecture,
+        "input_size": [3, card.image_size, card.image_size],
+        "fixed_input_size": True,
+        "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
+        "crop_pct": 1.0,
+        "mean": fields["channel_mean"],
+        "std": fields["channel_std"],
+        "num_classes": len(card.classes),
+        "label_names": fields["classes"],
+        "classifier": "head",
+    }
+    if own:
+        pretrained_cfg["first_conv"] = "stem.proj"
+    timm = {
+        "architecture": architecture,
+        "num_classes": len(card.classes),
+        "model_args": arguments,
+        "pretrained_cfg": pretrained_cfg | card.timm_transform,
+    }
+    return fields | timm
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(checkpoints_dir(run_dir).glob("step-*"))
+
+
+def fault_of(path: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> str | None:
+    """What is wrong with the needed files of a published checkpoint, or None."""
+    try:
+        hashes: dict[str, str] = json.loads((path / HASHES).read_text())
+        for name in needed:
+            if sha256_of(path / name, gets_on=HEADWAY.touch) != hashes.get(name):
+                return f"{name} has changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def read_card(path: Path) -> ModelCard:
+    """The card of a checkpoint directory, or of the newest whole checkpoint of a run directory."""
+    return parse_card(resolve(path))
+
+
+def parse_card(directory: Path) -> ModelCard:
+    path = directory / CONFIG
+    try:
+        tree = json.loads(path.read_text())
+        if isinstance(tree, dict):
+            if "pretrained_cfg" in tree and "model" not in tree:
+                raise CheckpointError(
+                    f"{path}: is of a model of timm's own; pretrain import makes its weights usable here"
+                )
+            tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
+        return ModelCard.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise CheckpointError(f"{path}: cannot be read ({fault})") from None
+    except (ValueError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint directory that a user means by `path`; verified when it carries hashes."""
+    candidates = [path] if (path / MODEL).is_file() else list(reversed(list_checkpoints(path)))
+    if not candidates:
+        repetitions = [str(each) for each in sorted(path.glob("*/")) if list_checkpoints(each)]
+        if repetitions:
+            more = ", ..." if len(repetitions) > 3 else ""
+            raise CheckpointError(
+                f"{path}: holds no checkpoint itself, but its repetitions do; name one of them: {', '.join(repetitions[:3])}{more}"
+            )
+        raise CheckpointError(
+            f"{path}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
+        )
+    for directory in candidates:
+        fault = fault_of(directory, needed=(MODEL, CONFIG)) if (directory / HASHES).exists() else None
+        if fault is None:
+            return directory
+    raise CheckpointError(f"{path}: no checkpoint there is whole ({fault}); copy it again, or use another")
+
+
+def hash_of_weights(checkpoint: Path) -> str:
+    """The sha256 of a resolved checkpoint's weights."""
+    try:
+        return str(json.loads((checkpoint / HASHES).read_text())[MODEL])  # `resolve` has held the file to it
+    except FileNotFoundError:
+        return sha256_of(checkpoint / MODEL)

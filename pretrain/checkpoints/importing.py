@@ -1,0 +1,206 @@
+"""`pretrain import`: a file of foreign weights -> a folder that the later stages and timm take like a checkpoint of ours.
+
+Beside names and shapes (models/foreign.py) it needs what neither holds: normalisation, class names, activation. They come from the
+command line; else from the config that stands beside the file; else from a word in the file's name; else they are the family's.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+
+from data_prep.manifest import load_manifest
+from data_prep.publish import sha256_of
+from data_prep.settings import UserError, read_lines
+from pretrain.augment.augmentation import Normalisation
+from pretrain.checkpoints.card import CONFIG, ModelCard, parse_card, resolve
+from pretrain.checkpoints.folder import save_folder
+from pretrain.models.build import build_model
+from pretrain.models.cost import num_parameters
+from pretrain.models.foreign import Family, Flattening, Foreign, Reading, convert
+from pretrain.models.spec import Activation
+from pretrain.models.weights import Kind, read_weights
+
+IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR = Normalisation((0.49139968, 0.48215827, 0.44653124), (0.24703233, 0.24348505, 0.26158768))
+STL10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
+HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+NONE = Normalisation((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+NORMALISATIONS: dict[Family, dict[str, Normalisation]] = {
+    "scaling_mlps": {"cifar": CIFAR, "stl10": STL10, "": IMAGENET},
+    "timm": {"miil": NONE, "": HALF},
+}
+"""By the first word that the file's name contains, as the public data_stats.py and timm's default_cfgs have them."""
+SQUARES: dict[str, Any] = {"stored_crop": "longer_side", "stored_interpolation": "area", "fed_interpolation": "area"}
+"""How scaling_mlps has FFCV make and feed its pictures."""
+TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
+"""What timm says of how pictures become squares; its mixers' are bicubic (miil's bilinear), of which 0.875 is cropped."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The command line's."""
+
+    classes: str | None = None
+    """A text file with a name per line, a dataset whose classes they are, or their number."""
+    name: str | None = None
+    flattening: Flattening = "chw"
+    force_flattening: bool = False
+    activation: Activation | None = None
+    kind: Kind = "ema"
+    mean: tuple[float, float, float] | None = None
+    std: tuple[float, float, float] | None = None
+
+
+def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
+    """Writes the folder, once; the lines say what was found."""
+    if (wishes.mean is None) != (wishes.std is None):
+        raise UserError("--mean and --std: one is given without the other; give both")
+    for name, values in (("mean", wishes.mean), ("std", wishes.std)):
+        if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
+            raise UserError(
+                f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255"
+            )
+    stored, beside = read_weights(file, kind=wishes.kind), config_beside(file)
+    activation, learned_from = _activation(wishes, beside)
+    reading = Reading(wishes.flattening, not wishes.force_flattening, activation)
+    foreign = convert(stored.weights, source=file, reading=reading)
+    normalisation, reason = _normalisation(wishes, beside, foreign, file)
+    transform, transform_of = _transform(beside, foreign, file)
+    fed = {"fed_interpolation": "bicubic"} if transform.get("interpolation") == "bicubic" else {}
+    names, naming = _classes(wishes, beside, foreign)
+    card = ModelCard(
+        model=foreign.spec,
+        image_size=foreign.image_size,
+        classes=names,
+        channel_mean=normalisation.mean,
+        channel_std=normalisation.std,
+        dataset=wishes.name or file.stem,
+        origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, "
+        + (f"{_AVERAGE[wishes.kind]}, " if stored.average else "")
+        + f"read as {wishes.flattening}",
+        timm_transform=transform,
+        **(SQUARES if foreign.family == "scaling_mlps" else fed),
+    )
+    _write_once(out, card, foreign)
+    with torch.device("meta"):
+        count = num_parameters(build_model(card.model, num_classes=len(names), image_size=card.image_size))
+    lines = [
+        f"{out}: {card.model.label} of {foreign.family}, {card.image_size} px, {len(names):,} classes, {count:,} parameters",
+        f"  activation: {activation} ({learned_from})",
+        f"  normalisation: mean {_row(card.channel_mean)}, std {_row(card.channel_std)} ({reason})",
+        f"  classes: {names[0]} ... {names[-1]} ({naming})",
+    ]
+    if card.stored_crop:
+        crop, interpolation = card.stored_crop, card.stored_interpolation
+        lines.append(
+            f"  pictures: squares by {crop} and {interpolation}, fed with {card.fed_interpolation}, as {foreign.family} has it; "
+            f"datasets are built alike with crop={crop} interpolation={interpolation}"
+        )
+    if stored.average:
+        other: Kind = "raw" if wishes.kind == "ema" else "ema"
+        lines.append(
+            f"  weights: {_AVERAGE[wishes.kind]} (the file holds both, the average as {stored.average}; --weights {other} takes "
+            f"{_AVERAGE[other]})"
+        )
+    if transform:
+        words = ", ".join(f"{key} {value}" for key, value in transform.items())
+        lines.append(f"  timm's transform: {words} ({transform_of}; kept in {CONFIG} for timm)")
+    return lines
+
+
+def _write_once(out: Path, card: ModelCard, foreign: Foreign) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if (out / CONFIG).is_file() and parse_card(resolve(out)) == card:
+            return  # the same command, typed again
+        raise UserError(f"out: {out} exists and is something else; name another directory, or remove it")
+    save_folder(out, card=card, weights=foreign.weights)
+
+
+def config_beside(file: Path) -> dict[str, Any]:
+    """timm's config.json, or scaling_mlps' NAME_config beside NAME_weights or config.txt; {} where there is none."""
+    named = file.with_name(file.name.removesuffix("_weights") + "_config")
+    for path in (named, file.with_name("config.txt"), file.with_name("config.json")):
+        try:
+            tree = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(tree, dict) and "architecture" in tree:
+            return tree
+    return {}
+
+
+_AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the weights as trained"}
+
+
+def _activation(wishes: Wishes, beside: dict[str, Any]) -> tuple[Activation, str]:
+    given = wishes.activation or beside.get("act", "gelu")
+    if given not in get_args(Activation):
+        raise UserError(f"activation: {given!r} is not one of {', '.join(get_args(Activation))}")
+    guess = "the usual; weights do not tell, and with a wrong one the answers are wrong: --activation names another"
+    reason = "as given" if wishes.activation else "of the config beside the file" if "act" in beside else guess
+    return cast(Activation, given), reason
+
+
+def _transform(beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[dict[str, str | float], str]:
+    if foreign.family != "timm":
+        return {}, ""
+    timms = beside.get("pretrained_cfg", beside)
+    found = {key: timms[key] for key in TRANSFORM if key in timms} if isinstance(timms, dict) else {}
+    if found:
+        return found, "of the config beside the file"
+    return {
+        "interpolation": "bilinear" if "miil" in file.name.lower() else "bicubic",
+        "crop_pct": 0.875,
+    }, "the usual of timm"
+
+
+def _normalisation(wishes: Wishes, beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[Normalisation, str]:
+    if wishes.mean and wishes.std:
+        return Normalisation(wishes.mean, wishes.std), "as given"
+    timms = beside.get("pretrained_cfg", beside)
+    if foreign.family == "timm" and isinstance(timms, dict) and "mean" in timms and "std" in timms:
+        return Normalisation(_three(timms["mean"]), _three(timms["std"])), "of the config beside the file"
+    known = NORMALISATIONS[foreign.family]
+    text = file.name.lower()
+    words = [word for word in known if word and word in text]
+    if not words and foreign.family == "scaling_mlps":
+        words = [word for word in known if word and word in str(beside.get("dataset", ""))]
+    reason = f"those of {foreign.family} for {words[0]}" if words else f"the usual of {foreign.family}"
+    return known[words[0] if words else ""], f"{reason}; --mean and --std change them"
+
+
+def _three(values: object) -> tuple[float, float, float]:
+    if not (isinstance(values, list) and len(values) == 3 and all(isinstance(value, int | float) for value in values)):
+        raise UserError(
+            f"the config beside the file: {values!r} is no mean or std of three colours; give --mean and --std"
+        )
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
+def _classes(wishes: Wishes, beside: dict[str, Any], foreign: Foreign) -> tuple[tuple[str, ...], str]:
+    count, given = foreign.num_classes, wishes.classes
+    labels = (beside.get("pretrained_cfg") or {}).get("label_names") if foreign.family == "timm" else None
+    if given is None and isinstance(labels, list) and len(labels) == len(set(labels)) == count:
+        return tuple(map(str, labels)), "of the config beside the file"
+    if given is None or given.isdigit():
+        if given is not None and int(given) != count:
+            raise UserError(f"--classes: {given}, but the last layer has {count}")
+        unnamed = (
+            "their names are not in the file; --classes LIST.txt or --classes DATASET gives them, for finetune evaluate"
+        )
+        return tuple(f"class_{number:05d}" for number in range(count)), unnamed
+    names = load_manifest(given).classes if Path(given).is_dir() else tuple(read_lines("--classes", given))
+    if len(names) != count:
+        raise UserError(f"--classes: {given} names {len(names)}, but the last layer has {count}")
+    doubled = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < count else None
+    if doubled is not None:
+        raise UserError(f"--classes: {given} names {doubled!r} twice; every class needs a name of its own")
+    return names, f"of {given}"
+
+
+def _row(values: tuple[float, float, float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)

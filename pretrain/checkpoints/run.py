@@ -1,0 +1,196 @@
+"""A run directory: what is in it, whose it is, and whether there is anything left to do.
+
+RUN/config.yaml       the resolved settings
+RUN/checkpoints/      see checkpoint.py
+RUN/tracking/         see tracker.py
+RUN/micro_batch.json  see micro_batch.py; only with local_batch_size auto
+RUN/logs/             what DeepSpeed and Python warned of, one file per rank
+RUN/checked/          see first_read.py
+RUN/bad_samples/      see bad_samples.py; only where there are any
+RUN/skipped_steps/    see skipped_steps.py; only where there are any
+RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
+RUN/starts/           see starts.py
+RUN/result.json       written last; a run that has it is finished
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from data_prep.manifest import DatasetError, load_manifest
+from data_prep.publish import write_atomic, write_json
+from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.ranks.preemption import StopFlag
+from pretrain.ranks.starts import started
+
+RESULT, CONFIG_FILE = "result.json", "config.yaml"
+
+MAY_CHANGE = (
+    "resume",
+    "seeds",
+    "ranks",
+    "local_batch_size",
+    "feature_batch_size",
+    "features_dir",
+    "chunk_mb",
+    "tracking.enabled",
+    "tracking.peak_teraflops",
+    "engine.zero_stage",
+    "engine.offload",
+    "engine.activation_checkpointing",
+    "engine.compile",
+    "engine.timeout_s",
+    "engine.heartbeat_timeout_s",
+    "engine.hang_timeout_s",
+    "engine.lock_wait_s",
+    "checkpoint",
+    "data.cache_dir",
+    "data.cache_gb",
+    "data.check",
+    "data.max_bad_share",
+    "data.stage_dir",
+    "train.local_batch_size",
+    "train.log_every_steps",
+    "train.eval_every",
+    "train.loader_threads",
+    "train.max_skipped_steps",
+    "train.prefetch_batches",
+)
+"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
+with another number of ranks or, on CPUs, of threads; see threads.py)."""
+PLACES = ("dataset", "data.dataset", "data.also")
+"""They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
+
+
+def stacks_dir(run_dir: Path | str) -> Path:
+    return Path(run_dir) / "stacks"
+
+
+def finished_result(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        result: dict[str, Any] = json.loads((run_dir / RESULT).read_text())
+        return result
+    except FileNotFoundError:
+        return None
+
+
+def save_result(run_dir: Path, result: dict[str, Any]) -> None:
+    write_json(run_dir / RESULT, result)
+
+
+def owner_of(weights: Path) -> Path | None:
+    """The run that a run directory or one of its checkpoints belongs to; None for a bare folder of weights."""
+    place = weights.absolute()
+    run_dir = place.parent.parent if place.parent.name == "checkpoints" else place
+    return run_dir if (run_dir / CONFIG_FILE).is_file() and list_checkpoints(run_dir) else None
+
+
+def check_settings(run_dir: Path, settings: Settings) -> None:
+    """Refuses a directory that another config has begun to fill."""
+    path = run_dir / CONFIG_FILE
+    if not path.exists():
+        check_place(run_dir)
+        return
+    begun, new = _with_defaults(read_yaml(path), type(settings)), settings.model_dump(mode="json")
+    changes = differences(begun, new)
+    real = [
+        f"{key}: {_at(new, key)}, was {_at(begun, key)}"
+        for key in changes
+        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
+        and not (key in PLACES and _is_moved(_at(begun, key), _at(new, key)))
+    ]
+    if real:
+        raise SettingsError(
+            f"run_dir: {run_dir} belongs to a run with other settings ({'; '.join(real)}); name another run_dir, or remove it"
+        )
+
+
+def _is_moved(old: Any, new: Any) -> bool:
+    """Whether two places hold the same pictures, which readers see alike; of `data.also`, pair by pair."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(
+            a | {"dataset": ""} == b | {"dataset": ""} and _is_moved(a["dataset"], b["dataset"])
+            for a, b in zip(old, new, strict=True)
+        )
+    try:
+        return load_manifest(str(old)).pixels_hash == load_manifest(str(new)).pixels_hash
+    except DatasetError:  # one of them is gone: nothing tells that they are the same
+        return False
+
+
+def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
+    """Whether something can be put there: told before ranks are started."""
+    above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
+        raise SettingsError(
+            f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}"
+        )
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _with_defaults(begun: Any, schema: type[Settings]) -> Any:
+    """The settings of a run that was begun before some of today's existed: these had their defaults."""
+    try:
+        return validate(schema, begun).model_dump(mode="json")
+    except SettingsError:
+        return begun  # the differences will name what is no setting any more
+
+
+class Patience(Protocol):
+    @property
+    def lock_wait_s(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+@contextmanager
+def claim(
+    run_dir: Path, settings: Settings, *, is_first: bool, patience: Patience, stop: StopFlag | None = None
+) -> Iterator[None]:
+    """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
+    another start and `stop` is raised."""
+    if not is_first:
+        yield
+        return
+    with started(
+        run_dir, lock_wait_s=min(patience.lock_wait_s, patience.timeout_s / 2), stop=stop
+    ):  # the other ranks wait meanwhile
+        check_settings(run_dir, settings)
+        write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
+        yield
+
+
+def check_resume(run_dir: Path, resume: str) -> None:
+    has = bool(list_checkpoints(run_dir))
+    if resume == "must" and not has:
+        raise SettingsError(
+            f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to start from scratch"
+        )
+    if resume == "never" and has:
+        raise SettingsError(
+            f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on"
+        )
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """The dotted keys whose values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [key for name in keys for key in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
+    return [] if old == new else [prefix.rstrip(".")]
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value}: how a config is logged as parameters."""
+    if isinstance(tree, dict):
+        return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): tree}

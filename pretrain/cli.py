@@ -1,0 +1,314 @@
+"""Command line of the second floor: `pretrain train | preview | show | models | widths | plan | import | sync`.
+
+Heavy imports wait until the config is known to be good.
+"""
+
+import argparse
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.publish import Busy
+from data_prep.settings import UserError, dump, load_settings, parse_command_line
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.run import check_resume, check_settings, finished_result
+from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.engine.zero_cost import NUM_STATES
+from pretrain.ranks.launch import LAUNCHED_WITH, launch
+from pretrain.ranks.preemption import StopFlag
+from pretrain.ranks.world import World, read_world
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+BUSY = 75
+"""The run is held by another start: nobody's mistake. cluster/job.sh knows the number."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return guarded("pretrain", parse_command_line(_parser(), arguments))
+
+
+def guarded(program: str, options: argparse.Namespace) -> int:
+    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps its traceback."""
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Busy as error:
+        return _complain(program, str(error), alone=True, code=BUSY)
+    except ValueError as error:
+        if getattr(options, "started", False):
+            if not isinstance(error, UserError):
+                raise
+            return _complain(program, str(error), alone=not error.of_all_ranks, code=FAILED)
+        return _complain(program, str(error), alone=False, code=BAD_INPUT)
+    except OSError as error:
+        if error.errno not in _MENDABLE:
+            raise
+        return _complain(program, f"{error}; mend that, and the same command goes on", alone=True, code=FAILED)
+
+
+_MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _complain(program: str, message: str, *, alone: bool, code: int) -> int:
+    """Before the start every rank makes the same complaint, so the first one speaks; later a rank may be alone with its trouble."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
+    if rank == "0":
+        print(f"{program}: {message}", file=sys.stderr)
+    elif alone:
+        print(f"{program}, rank {rank}: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
+    )
+    # the `deepspeed` launcher says it unless told not to; the environment, which it sets as well, is what counts
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
+    train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
+    train.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
+    train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
+    train.set_defaults(run=_train)
+    preview = verbs.add_parser("preview", help="draw the pictures that a config feeds to the model")
+    preview.add_argument("config")
+    preview.add_argument("overrides", nargs="*")
+    preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
+    preview.add_argument("--count", type=int, default=64, help="how many pictures (default: 64)")
+    preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
+    preview.set_defaults(run=_preview)
+    show = verbs.add_parser("show", help="print the resolved config")
+    show.add_argument("config")
+    show.add_argument("overrides", nargs="*")
+    show.set_defaults(run=_show)
+    models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
+    models.add_argument(
+        "--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)"
+    )
+    models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
+    models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
+    models.set_defaults(run=_models)
+    widths = verbs.add_parser("widths", help="sizes of mixers and SW-MLPs that have a given number of connections")
+    widths.add_argument("--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8")
+    widths.add_argument("--gamma", type=float, default=1.0, help="hidden width as a multiple (default: 1, the S-Mixer)")
+    widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
+    widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
+    widths.set_defaults(run=_widths)
+    _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))
+    _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
+    sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
+    sync.add_argument("run_dir", type=Path)
+    sync.set_defaults(run=_sync)
+    return parser
+
+
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="a name that `pretrain models` lists")
+    verb.add_argument("--batch", type=positive, default=4096, help="global batch size (default: 4096)")
+    verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
+    verb.add_argument("--gpus", type=positive, default=4, help="of a node (default: 4)")
+    verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    verb.add_argument("--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion")
+    verb.add_argument("--classes", type=positive, help="of the head (default: what the model is meant for)")
+    verb.add_argument("--image-size", type=positive, help="in pixels (default: what the model is meant for)")
+    verb.add_argument("--gbit", type=positive, default=200, help="a second, of a node's network (default: 200)")
+    verb.add_argument("--teraflops", type=positive, default=300, help="that a GPU reaches (default: 300)")
+    verb.set_defaults(run=_plan)
+
+
+def _add_import(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*")
+    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
+    verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
+    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
+    verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
+    verb.add_argument("--force-flattening", action="store_true", help="even where the first layer looks otherwise")
+    verb.add_argument("--activation", help="weights do not tell it (default: of the config beside the file, or gelu)")
+    verb.add_argument(
+        "--weights",
+        choices=("ema", "raw"),
+        default="ema",
+        help="of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)",
+    )
+    for name in ("mean", "std"):
+        verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
+    verb.set_defaults(run=_import)
+
+
+def rank_count(text: str) -> int:
+    return positive(text, complaint="is not a number of ranks; give 1 or more")
+
+
+def positive(text: str, *, complaint: str = "will not do; give a whole number from 1 on") -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
+    return int(text)
+
+
+def world_of(options: argparse.Namespace) -> World:
+    """Of the ranks about to be started with --ranks, as their first one; else of this process."""
+    return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
+
+
+def _train(options: argparse.Namespace) -> int:
+    if not options.ranks:
+        StopFlag().install()  # before the long imports: what comes while they last counts
+    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    run_dir = Path(settings.run_dir)
+    world = world_of(options)
+    check_settings(run_dir, settings)
+    result = finished_result(run_dir)
+    if result is not None:
+        if world.is_first:
+            print(f"{run_dir}: finished before, at step {result['step']}; name another run_dir to train anew")
+        return OK
+    data = load_training_data(settings.data)
+    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    check_resume(run_dir, settings.resume)
+    check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
+        _announce(settings, num_ranks=world.num_ranks)
+    if options.ranks:
+        command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
+        return launch(command, num_ranks=options.ranks, heed_signals=True)
+    options.started = True
+    from pretrain.loop.train import train
+
+    return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+
+
+def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:
+    """Before the long imports, so that nobody wonders what is going on."""
+    engine = settings.engine
+    ranks = f"{num_ranks} rank" + ("s" if num_ranks > 1 else "")
+    print(
+        f"{settings.run_dir}: starting {settings.model.label} on {ranks}, ZeRO {engine.zero_stage}, {engine.precision}; loading "
+        "DeepSpeed takes some seconds",
+        flush=True,
+    )
+
+
+def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
+    """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would tell of a death. A stopped run exits with 0,
+    too: whoever started it sees from result.json whether to start it again."""
+    if is_first and run_dir is not None:
+        print(f"{run_dir}: {'finished' if finished else _stopped(run_dir)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+
+
+def _stopped(run_dir: Path) -> str:
+    if not list_checkpoints(run_dir):
+        return "stopped before its first checkpoint; the same command begins anew"
+    return "stopped with a checkpoint; the same command goes on from there"
+
+
+def _preview(options: argparse.Namespace) -> int:
+    from data_prep.images.sheet import check_out, save_sheet
+
+    check_out(options.out)
+    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    data = load_training_data(settings.data)  # before torch, for what it may complain of
+    from pretrain.loop.preview import preview
+
+    sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
+    save_sheet(sheet, options.out)
+    print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
+    return OK
+
+
+def _show(options: argparse.Namespace) -> int:
+    print(dump(load_settings(PretrainSettings, path=options.config, overrides=options.overrides)), end="")
+    return OK
+
+
+def console() -> "Console":
+    """As wide as the terminal, but never so narrow that a table would lose columns: there its lines wrap."""
+    from rich.console import Console
+
+    return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from pretrain.models.listing import list_models, print_models
+
+    listing = list_models(match=options.match, num_classes=options.classes, image_size=options.image_size)
+    print_models(listing, console())
+    return OK
+
+
+def _widths(options: argparse.Namespace) -> int:
+    from pretrain.models.listing import parse_channels, parse_densities, parse_power, print_widths
+
+    print_widths(
+        parse_power(options.omega),
+        gamma=options.gamma,
+        channels=parse_channels(options.channels) if options.channels else [],
+        densities=parse_densities(options.density) if options.density else [],
+        console=console(),
+    )
+    return OK
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from pretrain.engine.plan import Plan, print_plan
+    from pretrain.models.listing import parse_channels
+    from pretrain.models.presets import spec_of
+
+    spec_of(options.model)  # or a word on what is named like it
+    plan = Plan(
+        model=options.model,
+        global_batch_size=options.batch,
+        num_nodes=parse_channels(options.nodes, field="--nodes"),
+        gpus_per_node=options.gpus,
+        precision=options.precision,
+        num_states=NUM_STATES[options.optimizer],
+        gbit_per_s=options.gbit,
+        teraflops=options.teraflops,
+        num_classes=options.classes,
+        image_size=options.image_size,
+    )
+    wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
+    if wrong:
+        raise ValueError(
+            f"--batch: {plan.global_batch_size} does not split over {wrong[0]} x {plan.gpus_per_node} GPUs; choose another, "
+            "or other --nodes"
+        )
+    print_plan(plan, console())
+    return OK
+
+
+def _import(options: argparse.Namespace) -> int:
+    from pretrain.checkpoints.importing import Wishes, import_weights
+
+    wishes = Wishes(
+        classes=options.classes,
+        name=options.name,
+        flattening=options.flattening,
+        force_flattening=options.force_flattening,
+        activation=options.activation,
+        kind=options.weights,
+        mean=tuple(options.mean) if options.mean else None,
+        std=tuple(options.std) if options.std else None,
+    )
+    print("\n".join(import_weights(options.file, out=options.out, wishes=wishes)))
+    return OK
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from pretrain.tracking.delivery import sync
+
+    if not (options.run_dir / "tracking" / "identity.json").exists():
+        raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")
+    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the journal delivered")
+    return OK

@@ -1,0 +1,92 @@
+"""Samples that turn out unreadable while training: each has a stand-in and a line in the log, and too many of them end the run.
+
+A stand-in is a function of the sample alone, so every rank, world size and resume trains on the same pictures. Lines go to
+RUN/bad_samples/rank-R.jsonl (sample, shard, key, reason, stand-in), once per process for each sample.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from data_prep.manifest import DatasetError
+from data_prep.settings import UserError
+from pretrain.data.counter import hash64
+from pretrain.data.order import Ids
+from pretrain.data.shards import ShardReader, Unreadable
+
+MAX_ATTEMPTS = 16
+
+
+class TooManyBadSamples(UserError):  # noqa: N818
+    """More than the config allows."""
+
+    of_all_ranks = True
+
+
+class BadSamples:
+    """What one rank makes of the bad samples of one reader; used by its loader's threads."""
+
+    def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
+        """`chosen`: a fold, whose samples alone may stand in for each other."""
+        self._reader, self._log, self._chosen = reader, log, chosen
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+
+    def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
+        """Fills the bad places of the batch; returns `ids` with those of the stand-ins, which is whose labels count."""
+        shown = ids.copy()
+        for each in bad:
+            shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
+        return shown
+
+    def _stand_in(self, bad: Unreadable, place_1HWC: Tensor) -> int:
+        for attempt in range(MAX_ATTEMPTS):
+            candidate = self._candidate(bad.sample, attempt)
+            if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
+                self._note(bad, candidate)
+                return candidate
+        raise DatasetError(
+            f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it"
+        )
+
+    def _candidate(self, sample: int, attempt: int) -> int:
+        if self._chosen is None:
+            return self._reader.stand_in(sample, attempt)
+        return int(self._chosen[int(hash64(sample, attempt)) % len(self._chosen)])
+
+    def _note(self, bad: Unreadable, stand_in: int) -> None:
+        with self._lock:
+            if bad.sample in self._known:
+                return
+            self._known.add(bad.sample)
+            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
+            if self._log is not None:
+                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason}
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._log, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line | {"stand_in": stand_in}) + "\n")
+
+
+def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
+    """What evaluation does instead: nobody can stand in for a sample that is to be judged."""
+    kept = ids.copy()
+    for each in {each.sample: each for each in bad}.values():  # the last of a split pads a batch, many times over
+        print(f"bad sample: {each.shard}: {each.key}: {each.reason}; it is left out of the score", file=sys.stderr)
+    for each in bad:
+        kept[each.place] = -1
+        images_BHWC[each.place] = 0
+    return kept
+
+
+def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: float) -> None:
+    """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged against an epoch at least."""
+    if num_bad > max_share * max(num_seen, num_samples):
+        raise TooManyBadSamples(
+            f"{num_bad:,} of {num_seen:,} samples do not decode, more than data.max_bad_share={max_share:g} allows; their names "
+            "are in RUN/bad_samples/ (run data_prep verify on the dataset, then subset with an exclusion list, or raise the share)"
+        )

@@ -1,0 +1,277 @@
+"""What a run trains on: one split of one dataset, or the mixture of several, seen as one. No torch here.
+
+The classes of a mixture are those of its datasets in the order of their first mention; a class that several datasets name alike is
+one class. Its channel statistics are those of the pictures as they are drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.manifest import (
+    CropPolicy,
+    DatasetError,
+    Filter,
+    Manifest,
+    Shard,
+    Split,
+    load_annotation,
+    load_manifest,
+)
+from data_prep.publish import hash_of_json
+from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
+from pretrain.data.counter import hash64, hex_key
+from pretrain.data.mixture import Mixture, mixture_weights
+from pretrain.data.order import Chosen, Ids, Line, Order, epoch_length
+from pretrain.data.stage_area import StagedCopy
+from pretrain.models.spec import ModelSpec
+
+FOLDS = "folds"
+Statistic = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A split of a dataset, with the number that each of its classes has among those of the whole."""
+
+    directory: Path
+    manifest: Manifest
+    split: str
+    classes: tuple[int, ...] | None = None
+    """None: they keep their numbers."""
+    fold: int | None = None
+    """Trained on alone, of a split with the annotation `folds`."""
+    staged: StagedCopy | None = None
+    """Where shards and indices are read instead, if they were brought to this node's disk."""
+
+    @property
+    def num_samples(self) -> int:
+        """That are trained on."""
+        return self.content.num_samples if self.chosen is None else len(self.chosen)
+
+    @cached_property
+    def chosen(self) -> Ids | None:
+        """The fold's samples, by their number in the split; None: all."""
+        if self.fold is None:
+            return None
+        bits = load_annotation(self.directory, self.content, FOLDS)
+        return np.flatnonzero(bits[:, self.fold])
+
+    @property
+    def content(self) -> Split:
+        return self.manifest.splits[self.split]
+
+    def tar(self, shard: Shard) -> Path:
+        """Of a local shard."""
+        return self.directory / shard.file if self.staged is None else self.staged.tar(shard)
+
+    def index(self, shard: Shard) -> Path:
+        return self.directory / shard.index_file if self.staged is None else self.staged.index(shard)
+
+    def stored_size(self, image_size: int | None) -> int:
+        """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""
+        if self.manifest.encoding == "keep" and image_size is not None:
+            return image_size
+        return self.manifest.image_size
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    settings: DataSettings
+    parts: tuple[Part, ...]
+    weights: tuple[int, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(part.manifest.name for part in self.parts)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(part.num_samples for part in self.parts)
+
+    @property
+    def image_size(self) -> int:
+        """What the model is fed."""
+        return self.settings.image_size or self.parts[0].manifest.image_size
+
+    @property
+    def read_parts(self) -> tuple[Part, ...]:
+        """To train and to evaluate on."""
+        evaluated = self.eval_part()
+        return self.parts if evaluated is None else (*self.parts, evaluated)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Of the one dataset, or of all that makes up the mixture."""
+        return self._hash([part.manifest.content_hash for part in self.parts])
+
+    @cached_property
+    def pixels_hash(self) -> str:
+        """And of what readers make of it."""
+        return self._hash([part.manifest.pixels_hash for part in self.parts])
+
+    def _hash(self, hashes: list[str]) -> str:
+        if len(hashes) == 1:
+            return hashes[0]
+        splits = [part.split for part in self.parts]
+        return hash_of_json([*map(list, zip(hashes, splits, strict=True)), list(self.weights)])
+
+    @cached_property
+    def channel_statistics(self) -> tuple[Statistic, Statistic]:
+        """(mean, standard deviation) over the pictures in the shares in which they are drawn."""
+        if len(self.parts) == 1:
+            return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
+        shares = np.array(self.weights) / sum(self.weights)
+        means = np.array([part.manifest.channel_mean for part in self.parts])
+        squares = np.array([part.manifest.channel_std for part in self.parts]) ** 2 + means**2
+        mean = shares @ means
+        return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
+
+    @property
+    def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
+        """How the pictures became squares, where they all did alike."""
+        ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
+        return ways.pop() if len(ways) == 1 else (None, None)
+
+    def order(self, *, seed: int, global_batch_size: int) -> Line:
+        """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
+        orders = [self._order(number, seed=seed, batch=global_batch_size) for number in range(len(self.parts))]
+        if len(orders) > 1:
+            return Mixture(tuple(orders), self.weights)
+        chosen = self.parts[0].chosen
+        return orders[0] if chosen is None else Chosen(orders[0], chosen)
+
+    def epoch_size(self, *, global_batch_size: int) -> int:
+        """The positions of one epoch, by which durations are counted."""
+        return epoch_length(self.num_samples, global_batch_size=global_batch_size, last_batch=self.settings.last_batch)
+
+    def eval_part(self) -> Part | None:
+        """Of the first dataset, in the classes of the whole."""
+        first, split = self.parts[0], self.settings.eval_split
+        return (
+            None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
+        )
+
+    def _order(self, number: int, *, seed: int, batch: int) -> Order:
+        data, part = self.settings, self.parts[number]
+        num_samples = part.num_samples
+        differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
+        key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
+        length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
+        return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
+
+
+def load_training_data(data: DataSettings) -> TrainingData:
+    """Loads the manifests; raises what only they can tell."""
+    manifest = load_manifest(data.dataset)
+    _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
+    if data.eval_split is not None:
+        _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
+    found = [Part(Path(data.dataset), manifest, data.train_split, fold=data.fold)]
+    _check_fold(found[0])
+    for number, other in enumerate(data.also):
+        also = load_manifest(other.dataset)
+        _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
+        found.append(Part(Path(other.dataset), also, other.split))
+    _check_sizes(data, found)
+    _check_names(found)
+    weights = mixture_weights(
+        [data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found]
+    )
+    if len(found) == 1:
+        return TrainingData(data, tuple(found), weights, manifest.classes)
+    classes = tuple(dict.fromkeys(name for part in found for name in part.manifest.classes))
+    number_of = {name: number for number, name in enumerate(classes)}
+    parts = tuple(
+        Part(part.directory, part.manifest, part.split, tuple(number_of[name] for name in part.manifest.classes))
+        for part in found
+    )
+    return TrainingData(data, parts, weights, classes)
+
+
+def check_against_data(
+    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
+) -> int:
+    """The number of steps of the run; raises what only the datasets can tell."""
+    model.check(image_size=data.image_size)
+    size = {"global_batch_size": train.global_batch_size}
+    size["num_samples"] = data.epoch_size(**size)
+    if size["num_samples"] == 0:
+        raise ValueError(
+            f"data.last_batch: 'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size "
+            f"{train.global_batch_size:,}; make the batch smaller, or choose carry or pad"
+        )
+    steps = parse_length(train.duration).steps(**size)
+    if steps < 1:
+        raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
+    warmup = parse_length(schedule.warmup).steps(**size)
+    if warmup >= steps:
+        raise ValueError(
+            f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"
+        )
+    return steps
+
+
+def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:
+    try:
+        content = manifest.labelled_split(split, directory=directory)
+    except DatasetError as error:
+        raise ValueError(f"{field}: {error}") from None
+    if content.num_samples == 0:
+        raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
+
+
+def num_folds(part: Part) -> int:
+    """How many folds the split has."""
+    annotation = part.content.annotations.get(FOLDS)
+    return annotation.num_columns if annotation else 0
+
+
+def _check_fold(part: Part) -> None:
+    count = num_folds(part)
+    if part.fold is not None and part.fold >= count:
+        has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
+        raise ValueError(f"data.fold: {part.fold} will not do, split {part.split!r} of {part.directory} {has}")
+
+
+def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
+    keeping = [part for part in parts if part.manifest.encoding == "keep"]
+    if data.image_size is None and keeping:
+        raise ValueError(
+            f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so say what the model is fed, "
+            f"such as {next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
+        )
+    sizes = [part.stored_size(data.image_size) for part in parts]
+    stored = {part.manifest.image_size for part in parts if part not in keeping}
+    if keeping and stored - {data.image_size}:
+        raise ValueError(
+            f"data.image_size: {data.image_size} will not do with data.also, where some pictures are stored at {min(stored)} px, "
+            f"and {keeping[0].directory} must be read at the same size; set data.image_size={min(stored)}"
+        )
+    for part, size in zip(parts, sizes, strict=True):
+        if size != sizes[0]:
+            raise ValueError(
+                f"data.also: {part.directory} stores pictures of {size} px, {parts[0].directory} of {sizes[0]} px; build one of "
+                "them anew at the size of the other"
+            )
+
+
+def _check_names(parts: Sequence[Part]) -> None:
+    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is not 7 everywhere."""
+    unnamed = [part for part in parts if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))]
+    for part in unnamed[1:]:
+        mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
+        if mine != others:
+            raise ValueError(
+                f"data.also: the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and "
+                f"{others:,} of them, and can hardly mean the same; index them again with a classes_file each"
+            )
+
+
+def _triple(values: np.ndarray) -> Statistic:
+    red, green, blue = values.tolist()
+    return red, green, blue

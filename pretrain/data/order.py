@@ -1,0 +1,193 @@
+"""The order of training: pure integers -> which sample stands at which place, for any place, at no cost in memory.
+
+Training walks one endless line of positions: position p is place p mod E of epoch p div E. Global batch i is the positions
+[i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a resume is the number of samples consumed. So every rank
+has the same number of steps, and every world size sees the same batches.
+
+The length E of an epoch says what becomes of its last, incomplete batch (`epoch_length`). `carry`: E = N, every sample stands
+exactly once in every epoch, and a batch may reach over the end of one. `drop`: E = N rounded down to whole batches; what an epoch
+leaves out changes from epoch to epoch. `pad`: E = N rounded up; the last batch is filled with the epoch's first samples again.
+
+Within an epoch the order is a keyed permutation of 0..N-1, computed position by position with a Feistel network over Z_a x Z_b
+(a b >= N, walking on while the result is >= N), so that an epoch of any size needs no table and a resume no replay.
+
+`full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples within windows of several
+blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch. How well it mixes classes
+is measured by `benchmarks/order.py`. Mixtures of several datasets are in `mixture.py`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.config import LastBatch, Shuffle
+from pretrain.data.counter import U64, hash64
+
+Ids = NDArray[np.int64]
+
+_NUM_ROUNDS = 6
+
+
+def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
+    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names; a key each, or one for all."""
+    rows = int(np.ceil(np.sqrt(size)))
+    columns = -(-size // rows)
+    result = _feistel(positions, rows=rows, columns=columns, key=key)
+    outside = np.flatnonzero(result >= size)
+    while len(outside):
+        left_over = key if isinstance(key, int) else key[outside]
+        result[outside] = _feistel(result[outside], rows=rows, columns=columns, key=left_over)
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def _feistel(positions: Ids, *, rows: int, columns: int, key: int | U64) -> Ids:
+    left, right = np.divmod(positions, columns)
+    for number in range(_NUM_ROUNDS):
+        if number % 2 == 0:
+            left = (left + (hash64(key, number, right) % np.uint64(rows)).astype(np.int64)) % rows
+        else:
+            right = (right + (hash64(key, number, left) % np.uint64(columns)).astype(np.int64)) % columns
+    return left * columns + right
+
+
+class Line(Protocol):
+    """What is trained on, position by position."""
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(epoch, sample id) of positions on the endless line."""
+
+
+def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBatch) -> int:
+    """The positions of one epoch."""
+    if last_batch == "carry":
+        return num_samples
+    batches = num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size)
+    return batches * global_batch_size
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of one split; equal fields give an equal order on every machine."""
+
+    num_samples: int
+    key: int
+    """From the content's hash and the seed."""
+    shuffle: Shuffle = "full"
+    block_size: int = 1024
+    window_blocks: int = 16
+    length: int | None = None
+    """Positions of an epoch; None: as many as there are samples."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.length == 0:
+            raise ValueError("data: the split is empty; an order needs at least one sample")
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(epoch, sample id) of positions on the endless line."""
+        epochs, within = np.divmod(positions, self.length or self.num_samples)
+        within %= self.num_samples  # beyond all samples stands what pads the last batch
+        samples = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            rows = np.flatnonzero(epochs == epoch)
+            samples[rows] = self._epoch(within[rows], int(epoch))
+        return epochs, samples
+
+    def _epoch(self, within: Ids, epoch: int) -> Ids:
+        key = int(hash64(self.key, epoch))
+        if self.shuffle == "none":
+            return within
+        if self.shuffle == "full" or self.num_samples <= self.block_size:
+            return permute(within, size=self.num_samples, key=key)
+        return self._blockwise(within, key)
+
+    def _blockwise(self, within: Ids, key: int) -> Ids:
+        """Whole blocks first, in windows; the last, shorter block ends the epoch."""
+        num_blocks = self.num_samples // self.block_size
+        window_size = self.block_size * self.window_blocks
+        whole = num_blocks * self.block_size
+        last_window = (whole - 1) // window_size
+        samples, windows = within.copy(), within // window_size
+        last_size = whole - last_window * window_size
+        for rows, size in (
+            (np.flatnonzero(windows < last_window), window_size),
+            (np.flatnonzero((windows == last_window) & (within < whole)), last_size),
+        ):
+            starts = windows[rows] * window_size
+            inside = permute(within[rows] - starts, size=size, key=hash64(key, 1, windows[rows]))
+            slots, offsets = np.divmod(starts + inside, self.block_size)
+            blocks = permute(slots, size=num_blocks, key=int(hash64(key, 2)))
+            samples[rows] = blocks * self.block_size + offsets
+        tail = np.flatnonzero(within >= whole)
+        if len(tail):
+            samples[tail] = whole + permute(
+                within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3))
+            )
+        rotation = int(hash64(key, 4)) % self.num_samples
+        return (samples + rotation) % self.num_samples
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An order of some samples of a split: `of` orders their places among `samples`."""
+
+    of: Line
+    samples: Ids
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        epochs, places = self.of.locate(positions)
+        return epochs, self.samples[places]
+
+
+@dataclass(frozen=True)
+class InSequence:
+    """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the last sample."""
+
+    num_samples: int
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        return np.zeros_like(positions), np.minimum(positions, self.num_samples - 1)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each of `num_ranks` ranks."""
+
+    global_batch_size: int
+    local_batch_size: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % (self.local_batch_size * self.num_ranks) == 0, self
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self.global_batch_size // (self.local_batch_size * self.num_ranks)
+
+    def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
+        """The positions of one rank's micro-batch in the global batch that starts after `consumed` samples."""
+        start = consumed + (micro_step * self.num_ranks + rank) * self.local_batch_size
+        return np.arange(start, start + self.local_batch_size, dtype=np.int64)
+
+    def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
+        """The positions of all micro-batches of a rank from there on, without end."""
+        for start in itertools.count(consumed, self.global_batch_size):
+            for micro_step in range(self.accumulation_steps):
+                yield self.positions(consumed=start, micro_step=micro_step, rank=rank)
+
+
+def evaluation_slices(
+    *, num_samples: int, local_batch_size: int, num_ranks: int, rank: int
+) -> list[tuple[Ids, NDArray[np.bool_]]]:
+    """(positions, mask) of every batch of a rank: the same number of equal batches on each rank, padding masked out."""
+    num_batches = -(-num_samples // (local_batch_size * num_ranks))
+    slices = []
+    for batch in range(num_batches):
+        start = (batch * num_ranks + rank) * local_batch_size
+        ids = np.arange(start, start + local_batch_size, dtype=np.int64)
+        slices.append((ids, ids < num_samples))
+    return slices

@@ -1,0 +1,278 @@
+"""DeepSpeed behind the `Engine` contract. The only file that imports deepspeed.
+
+bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded optimizer; at stage 0, where DeepSpeed
+has neither sharding nor readable state for them, they are autocast over fp32 weights. Gradients are accumulated in fp32 where the
+stage can.
+
+A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes its gradients NaN, the reduction
+carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. DeepSpeed skips such a step at
+stages 1-3; at stage 0, where it would not, this file does. Both wait for the norm once before they update.
+
+State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and any stage.
+"""
+
+import datetime
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from data_prep.settings import SettingsError
+from pretrain.augment.augmentation import Prepared
+from pretrain.config import EngineSettings
+from pretrain.data.order import BatchPlan
+from pretrain.engine.deepspeed_config import LOSS_SCALE, deepspeed_config
+from pretrain.engine.ema import WeightAverage
+from pretrain.engine.sharded_state import ShardedState
+from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, loss_of
+from pretrain.models.cost import num_parameters
+from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
+from pretrain.optim import set_lr
+from pretrain.ranks.preemption import Interrupted
+from pretrain.ranks.world import World
+
+
+def _import_deepspeed() -> Any:
+    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds) and without its greetings."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+    hidden = sys.modules.get("mlflow")
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import deepspeed
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    finally:
+        if hidden is None:
+            del sys.modules["mlflow"]
+        else:
+            sys.modules["mlflow"] = hidden
+    return deepspeed
+
+
+deepspeed = _import_deepspeed()
+DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+
+
+def start_distributed(world: World, *, timeout_s: float) -> torch.device:
+    """Joins the ranks and returns this rank's device."""
+    on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
+    if on_gpu and world.local_rank >= num_gpus:
+        raise SettingsError(
+            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU"
+        )
+    device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:  # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # The shared-memory op is compiled on first use (35 s, and a stale lock file hangs it); gloo needs no help.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
+    c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+    c10d.default_pg_timeout = timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
+    return device
+
+
+SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""All that changes in a `DynamicLossScaler`."""
+
+
+class DeepSpeedEngine:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        settings: EngineSettings,
+        plan: BatchPlan,
+        label_smoothing: float,
+        device: torch.device,
+        world: World,
+        ema_decay: float | None = None,
+    ):
+        self.device, self.settings, self.plan, self.world = device, settings, plan, world
+        self.label_smoothing = label_smoothing
+        self._dtype = DTYPES[settings.precision]
+        self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
+        makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
+        self.input_dtype = torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
+        model = model.to(device)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
+        if settings.zero_stage == 0 and settings.precision != "fp32":
+            _autocast(model, device=device, dtype=self._dtype)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=make_optimizer(model),
+            config=deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda"),
+        )
+        self._state = ShardedState(
+            self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device
+        )
+        self._num_updates = 0
+        self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
+        self._average = WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
+        if hasattr(self._state.plain, "bind"):
+            self._state.plain.bind(self._state.my_segments())
+        if settings.compile:
+            self._engine.compile()
+
+    def _loss_scaler(self) -> Any:
+        """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of our own."""
+        if self.settings.zero_stage == 0:
+            return DynamicLossScaler(consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE)
+        scaler = self._optimizer.loss_scaler
+        scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the trainer's to say
+
+        def only_fall(overflow: bool) -> None:
+            """0.19.8 calls it in the middle of a step, and then divides the gradients by the new scale: `_update_sharded` counts
+            good steps, after which the scale may grow, when the step is over."""
+            if overflow:
+                DynamicLossScaler.update_scale(scaler, True)
+
+        scaler.update_scale = only_fall
+        return scaler
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
+        assert len(micro_batches) == self.plan.accumulation_steps, len(micro_batches)
+        self._engine.train()
+        set_lr(self._optimizer, lr)
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
+            assert logits.dtype == self._dtype, logits.dtype
+            loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
+            total += loss.detach() / len(micro_batches)
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)  # seen by all ranks in the norm
+            if self._scaler is not None and self.settings.zero_stage == 0:
+                loss = loss * self._scaler.loss_scale
+            self._engine.backward(loss)
+            if number < len(micro_batches):
+                self._engine.step()  # DeepSpeed counts the micro-batch
+        norm, applied = self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
+        if applied:
+            self._num_updates += 1
+            if self._average is not None:
+                self._average.update()
+        return StepResult(loss=total, gradient_norm=norm, applied=applied)
+
+    def _update_sharded(self) -> tuple[Tensor | float, bool]:
+        """DeepSpeed looks at the norm itself, on all ranks alike."""
+        self._engine.step()
+        applied = not self._optimizer.overflow
+        if not applied:
+            self._state.forget_gradients()
+        elif self._scaler is not None:
+            DynamicLossScaler.update_scale(self._scaler, False)
+        return self._engine.get_global_grad_norm(), applied
+
+    def _update_plain(self) -> tuple[Tensor, bool]:
+        """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm that is logged and clipped to."""
+        parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
+        gradients: list[Tensor] = [each.grad for each in parameters if each.grad is not None]
+        scale = self._scaler.loss_scale if self._scaler is not None else 1.0
+        norm = nn.utils.get_total_norm(gradients) / scale
+        applied = bool(norm.isfinite())  # the one wait; after the reduction all ranks see the same
+        if self._scaler is not None:
+            self._scaler.update_scale(not applied)
+        if not applied:
+            self._engine.zero_grad()
+            self._engine.micro_steps += 1
+            return norm, False
+        if scale != 1:
+            torch._foreach_mul_(gradients, 1 / scale)
+        if self.settings.gradient_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
+        self._engine.step()
+        return norm, True
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def logits(self, images: Tensor) -> Tensor:
+        if self._engine.module.training:
+            average_over_ranks(self._engine.module)
+        self._engine.eval()
+        with torch.no_grad():
+            logits: Tensor = self._engine(images.to(self._weight_dtype))
+        return logits.float()
+
+    def weight(self, name: str) -> Tensor | None:
+        parameter = self._engine.module.get_parameter(name)
+        if self.settings.zero_stage == 3:  # in shards, that all ranks put together
+            parameter = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return parameter.detach() if self.world.is_first else None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        if self._average is None:
+            yield
+            return
+        try:
+            with self._average.swapped():
+                self._state.refresh_working_weights()
+                yield
+        except Interrupted:
+            self._state.refresh_working_weights()
+            raise
+        # no `finally`: of any other error this rank may have been alone, and the others would not take part
+        self._state.refresh_working_weights()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def export_state(self) -> EngineState:
+        average_over_ranks(self._engine.module)
+        wanted = {"weight": self._state.weights()} | {kind: self._state.of_kind(kind) for kind in self._state.kinds()}
+        if self._average is not None:
+            wanted["average"] = self._average.shards
+        found = self._state.read(wanted)
+        if not self.world.is_first:
+            return EngineState()
+        weights = found.pop("average" if self._average is not None else "weight")
+        optimizer = {f"{kind}.{name}": value for kind, values in found.items() for name, value in values.items()}
+        scale = {name: float(getattr(self._scaler, name)) for name in SCALE_STATE} if self._scaler is not None else {}
+        return EngineState(weights | kept_buffers(self._engine.module), optimizer, self._num_updates, scale)
+
+    def import_state(self, state: EngineState) -> None:
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.optimizer.items():
+            kind, _, name = key.partition(".")
+            by_kind.setdefault(kind, {})[name] = value
+        raw = by_kind.pop("weight", state.weights)
+        self._num_updates = state.num_updates
+        self._state.create(sorted(by_kind), num_updates=state.num_updates)
+        self._state.write(self._state.weights(), raw)
+        for kind, tensors in by_kind.items():
+            self._state.write(self._state.of_kind(kind), tensors)
+        if self._average is not None:
+            self._state.write(self._average.shards, state.weights)
+        if self._scaler is not None:
+            for field, number in state.scale.items():
+                setattr(self._scaler, field, number if field == "cur_scale" else int(number))
+        restore_buffers(self._engine.module, state.weights)
+        self._state.refresh_working_weights()
+
+
+def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Around the model's own forward: DeepSpeed switches off an autocast outside, and its own marks the whole process."""
+    plain = model.forward
+
+    def forward(images_BCHW: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            logits: Tensor = plain(images_BCHW)
+        return logits
+
+    model.forward = forward

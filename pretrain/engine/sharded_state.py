@@ -1,0 +1,174 @@
+"""What DeepSpeed holds in shards - fp32 weights, optimizer state, averages - read and written whole, by parameter name.
+
+All that is known here of DeepSpeed's private layout is which flat tensors the wrapped optimizer steps and whose elements they are;
+the rest follows from that, for every stage and with or without offload. It needs no import of deepspeed: parameters and optimizers
+carry what is asked for. tests/distributed hold it for every stage and precision.
+
+Reading: the ranks' shards are gathered on the first rank, piece by piece, and copied from there straight into (pinned) host memory;
+the others pay for nothing else. Writing: each rank takes its own elements out of the whole tensors, without any communication.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretrain.optim import counts_steps
+from pretrain.optim.segments import Layout, Placed, Segment, cut_across, cut_each, whole
+from pretrain.ranks.world import World
+
+_GATHERED_ELEMENTS = 2**26
+"""Of all ranks together: what the first rank's device has to spare while it gathers."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    tensor: Tensor
+    layout: Layout
+
+
+class ShardedState:
+    def __init__(self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device):
+        """`optimizer`: what `deepspeed.initialize` returned."""
+        self.stage, self.world, self.device, self._optimizer = stage, world, device, optimizer
+        self.plain: Any = optimizer if stage == 0 else optimizer.optimizer
+        """The optimizer that the caller had made."""
+        named = list(module.named_parameters())
+        self._names = [name for name, _ in named]
+        self._shapes = [tuple(getattr(each, "ds_shape", each.shape)) for _, each in named]
+        numbers = {id(each): number for number, (_, each) in enumerate(named)}
+        self.flats = [Flat(tensor, layout) for tensor, layout in self._flats(numbers)]
+
+    # ---- the layout: private ---------------------------------------------------------------------------------------
+
+    def _flats(self, numbers: Mapping[int, int]) -> Iterator[tuple[Tensor, Layout]]:
+        ranks, zero = self.world.num_ranks, self._optimizer
+        if self.stage == 0:
+            for group in self.plain.param_groups:
+                for each in group["params"]:
+                    yield each, whole(numbers[id(each)], each.numel(), num_ranks=ranks)
+        elif self.stage == 3:
+            for tensor, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+                numels = [(numbers[id(each)], each.ds_numel) for each in parameters]
+                yield tensor, cut_each(numels, num_ranks=ranks)
+        else:
+            for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
+                in_order = zip(
+                    zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
+                )
+                placed = [Placed(numbers[id(each)], offset, each.numel()) for each, offset in in_order]
+                yield tensor, cut_across(placed, shard_size=tensor.numel(), num_ranks=ranks)
+
+    @torch.no_grad()
+    def refresh_working_weights(self) -> None:
+        """What the model computes with (low-precision, gathered) anew from the fp32 shards."""
+        zero = self._optimizer
+        if self.stage in (1, 2):
+            zero.update_lp_params()
+        elif self.stage == 3:
+            zero._partition_all_parameters()  # what was gathered before is out of date
+            for number in range(len(self.flats)):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            if len(zero.persistent_parameters) > 0:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def forget_gradients(self) -> None:
+        """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to gradients that are not finite."""
+        if self.stage in (1, 2):
+            sums = self._optimizer.averaged_gradients
+            sums.update(dict.fromkeys(sums))
+
+    def my_segments(self) -> dict[Tensor, list[Segment]]:
+        """This rank's part of every tensor that is stepped."""
+        return {flat.tensor: list(flat.layout[self.world.rank]) for flat in self.flats}
+
+    # ---- the optimizer's state -------------------------------------------------------------------------------------
+
+    def weights(self) -> list[Tensor]:
+        return [flat.tensor for flat in self.flats]
+
+    def kinds(self) -> list[str]:
+        """Names of the per-weight state tensors, the same on every rank."""
+        return sorted(
+            {
+                kind
+                for flat in self.flats
+                for kind, value in self.plain.state.get(flat.tensor, {}).items()
+                if torch.is_tensor(value) and value.shape == flat.tensor.shape
+            }
+        )
+
+    def of_kind(self, kind: str) -> list[Tensor]:
+        return [self.plain.state[flat.tensor][kind] for flat in self.flats]
+
+    def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
+        """What the optimizer's first steps would have made, so that there is something to fill."""
+        counts = counts_steps(self.plain)
+        for flat in self.flats:
+            state = self.plain.state[flat.tensor]
+            for kind in kinds:
+                state.setdefault(kind, torch.zeros_like(flat.tensor, requires_grad=False))
+            if counts and num_updates:
+                state["step"] = torch.tensor(float(num_updates), device=flat.tensor.device)
+
+    # ---- whole tensors ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """{kind: {name: a whole copy on the host}} on the first rank, which waits for its device once; nothing on the others."""
+        whole_of = {kind: self._read_one(shards) for kind, shards in kinds.items()}
+        if self.world.is_first and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return whole_of if self.world.is_first else {kind: {} for kind in kinds}
+
+    def _read_one(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        if not self.world.is_first:
+            for shard in shards if self.stage else ():
+                for piece in self._pieces(shard):
+                    dist.gather(piece, None, dst=0)
+            return {}
+        on_gpu = self.device.type == "cuda"
+        found = {
+            name: torch.empty(shape, pin_memory=on_gpu) for name, shape in zip(self._names, self._shapes, strict=True)
+        }
+        rows = [found[name].view(-1) for name in self._names]
+        for flat, shard in zip(self.flats, shards, strict=True):
+            offset = 0
+            for piece in self._pieces(shard) if self.stage else [shard.detach().view(-1)]:
+                for rank, held in enumerate(self._gathered(piece)):
+                    _copy_out(held, offset, flat.layout[rank], rows)
+                offset += piece.numel()
+        return found
+
+    def _pieces(self, shard: Tensor) -> Iterator[Tensor]:
+        """Contiguous fp32 pieces on the device, few enough elements that all ranks' fit beside each other."""
+        for piece in torch.split(shard.detach(), max(1, _GATHERED_ELEMENTS // self.world.num_ranks)):
+            yield piece.to(self.device, torch.float32, non_blocking=True)
+
+    def _gathered(self, piece: Tensor) -> list[Tensor]:
+        if self.stage == 0 or self.world.num_ranks == 1:
+            return [piece]
+        received = [torch.empty_like(piece) for _ in range(self.world.num_ranks)]
+        dist.gather(piece, received, dst=0)
+        return received
+
+    @torch.no_grad()
+    def write(self, shards: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> None:
+        for flat, shard in zip(self.flats, shards, strict=True):
+            row = shard.detach().view(-1)
+            for each in flat.layout[self.world.rank]:
+                source = tensors[self._names[each.parameter_number]].reshape(-1)
+                row.narrow(0, each.offset, each.length).copy_(source.narrow(0, each.start, each.length))
+
+
+def _copy_out(piece: Tensor, offset: int, segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
+    """Where a piece of a shard, which begins at `offset` in it, belongs in the flattened parameters."""
+    for each in segments:
+        low = max(each.offset, offset)
+        high = min(each.offset + each.length, offset + piece.numel())
+        if low < high:
+            target = rows[each.parameter_number].narrow(0, each.start + low - each.offset, high - low)
+            target.copy_(piece.narrow(0, low - offset, high - low), non_blocking=True)

@@ -1,0 +1,152 @@
+"""One run of a trainer, from its newest whole checkpoint to its true status.
+
+The status is said last: a run is FINISHED when its last checkpoint is on disk and result.json says so.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pretrain.checkpoints import checkpoint
+from pretrain.checkpoints.card import CheckpointError, checkpoints_dir, parse_card
+from pretrain.checkpoints.checkpoint import TrainerState
+from pretrain.checkpoints.retention import step_of
+from pretrain.checkpoints.run import save_result, stacks_dir
+from pretrain.data.threads import num_cpu_threads
+from pretrain.loop.saving import LOOK_S
+from pretrain.loop.trainer import Outcome, Trainer
+from pretrain.ranks.collectives import all_sum, any_rank, highest, same_on_all_ranks
+from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.preemption import LAST_WRITE_S
+from pretrain.ranks.world import World
+from pretrain.tracking.system_metrics import node_teller
+from pretrain.tracking.tracker import Status
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def watched(world: World, *, timeout_s: float, device: torch.device) -> Iterator[Heartbeat]:
+    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
+    heartbeat = Heartbeat(world, timeout_s=timeout_s)
+    heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
+    try:
+        yield heartbeat
+    except BaseException as error:
+        heartbeat.blame(error)
+        raise
+    heartbeat.stop()
+
+
+def supervise(
+    trainer: Trainer, heartbeat: Heartbeat, *, on_result: Callable[[dict[str, float]], None] | None = None
+) -> Outcome:
+    """Restores, fits, and closes the tracker with the status that is true. `on_result`: the first rank's, once it is saved."""
+    trainer.stop.is_alone = trainer.world.num_ranks == 1
+
+    def at_end(stopped: bool) -> None:
+        trainer.writer.wait(LAST_WRITE_S)
+        if stopped:
+            trainer.tracker.close("KILLED")
+
+    heartbeat.watch(stacks_dir(trainer.run_dir), hang_timeout_s=trainer.hang_timeout_s)
+    heartbeat.attend(
+        at_end=at_end,
+        waits_in_vain_s=trainer.stop.waits_in_vain_s,
+        tell=node_teller(trainer.world, trainer.run_dir),
+        heard=lambda _rank, said: trainer.tracker.system(said["values"], node=said["node"]),
+    )
+    try:
+        return _fitted(trainer, on_result or (lambda result: None))
+    except BaseException as error:
+        heartbeat.blame(error)  # before anything that takes its time
+        trainer.writer.wait(LAST_WRITE_S)
+        trainer.tracker.close("FAILED")
+        raise
+
+
+def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> Outcome:
+    threads = num_cpu_threads(trainer.engine.device)
+    if threads is not None:
+        trainer.tracker.params({"num_cpu_threads": threads})
+    HEADWAY.mark("reading the newest checkpoint")
+    outcome = trainer.fit(restore(trainer))
+    HEADWAY.mark("closing its journal")
+    if trainer.world.is_first and outcome.finished:
+        scores = outcome.scores
+        result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        if scores is not None:
+            result |= scores.metrics("eval")
+        save_result(trainer.run_dir, result)
+        on_result(result)
+    status: Status = "FINISHED" if outcome.finished else "KILLED"
+    patiently(lambda: trainer.tracker.close(status), device=trainer.engine.device)  # who goes sooner hears of no death
+    return outcome
+
+
+def restore(trainer: Trainer) -> TrainerState:
+    """Every rank reads the newest whole checkpoint itself."""
+    path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
+    if path is None:
+        return TrainerState(step=0, samples_consumed=0)
+    restored = patiently(lambda: checkpoint.load(path), device=trainer.engine.device)
+    if parse_card(restored.path).pixels_hash != trainer.card_at(0).pixels_hash:
+        raise CheckpointError(
+            f"{restored.path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
+        )
+    if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
+        raise CheckpointError(
+            f"{restored.path}: was made with another global batch size; set it back, or name another run_dir"
+        )
+    trainer.engine.import_state(restored.engine)
+    if trainer.world.is_first:
+        print(f"{trainer.title}: going on from {restored.path.name}")
+        _tell_of_threads(restored.trainer.num_cpu_threads, num_cpu_threads(trainer.engine.device))
+    return restored.trainer
+
+
+def _tell_of_threads(before: int | None, now: int | None) -> None:
+    if before is not None and now is not None and before != now:
+        print(
+            f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to {before} "
+            "for the same bits",
+            file=sys.stderr,
+        )
+
+
+def patiently(work: Callable[[], Result], *, device: torch.device) -> Result:
+    """What `work` finds on this rank, when all ranks are done with theirs: however slow a disk is, no collective waits long for it.
+    Long work says by itself that it gets on."""
+    threads = futures.ThreadPoolExecutor(1, thread_name_prefix="patient")
+    found = threads.submit(work)
+    threads.shutdown(wait=False)
+    while True:
+        futures.wait([found], timeout=LOOK_S)
+        if not any_rank(not found.done(), device=device):
+            return found.result()
+
+
+def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
+    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
+    same disks, and if they do not, their sha256.json differs."""
+    found, fault = None, None
+    try:
+        found = patiently(lambda: checkpoint.newest_whole(run_dir) if world.local_rank == 0 else None, device=device)
+    except CheckpointError as error:
+        fault = error
+    if any_rank(fault is not None, device=device):
+        raise fault or CheckpointError(f"{run_dir}: another rank finds no whole checkpoint; see its message")
+    step = highest(step_of(found) if found else -1, device=device)
+    path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
+    agrees = world.local_rank != 0 or found == path
+    if any_rank(not agrees, device=device) or not same_on_all_ranks(checkpoint.mark_of(path), device=device):
+        raise CheckpointError(
+            f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+        )
+    return path

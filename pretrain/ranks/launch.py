@@ -1,0 +1,129 @@
+"""Starts N local ranks of a command and fails fast: when one dies, the others end within seconds and its last words come first.
+
+The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and SIGTERM reach every rank, which
+finishes its step, writes a checkpoint and exits with 0.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+
+from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
+from pretrain.ranks.world import free_port
+
+_PR_SET_PDEATHSIG = 1
+LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
+"""The variable that tells ranks what stood on the command line besides: a run's page shows the whole of it."""
+LAST_WORDS_S = 5.0
+"""How long the other ranks may go on after one has died."""
+GRACE_S = LAST_WRITE_S + 10.0
+"""How long they may take after they were told to end: one of them may be writing a checkpoint. A rank that hangs is then killed."""
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    environment: Mapping[str, str] = os.environ,
+    timeout_s: float | None = None,
+    heed_signals: bool = False,
+) -> int:
+    """The exit code of the first rank that failed, or 0. Standard streams are inherited.
+
+    `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
+    """
+    shared = dict(environment) | {
+        LAUNCHED_WITH: f"--ranks {num_ranks}",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    cores = len(os.sched_getaffinity(0))
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    ranks: list[subprocess.Popen[bytes]] = []
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # ranks inherit it; what comes to us meanwhile is passed on afterwards
+    try:
+        for rank in range(num_ranks):
+            facts = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            prepare = partial(_prepare_rank, heed_signals=heed_signals)
+            ranks.append(subprocess.Popen(command, env=shared | facts, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
+        restore = _forward_signals(ranks, saves=heed_signals)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        return _watch(ranks, deadline_s=time.monotonic() + timeout_s if timeout_s else None)
+    finally:
+        _end(ranks)
+        restore()
+
+
+def _prepare_rank(*, heed_signals: bool) -> None:
+    """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and leaves instead of training on unseen."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not heed_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) -> int:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        # a signal first: the others may have ended already because of it
+        for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
+            if code not in (None, 0):
+                _wait(ranks, LAST_WORDS_S)
+                print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
+                return code if code and code > 0 else 128 - (code or 0)
+        if all(code == 0 for code in codes):
+            return 0
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            hung = [number for number, code in enumerate(codes) if code is None]
+            print(f"launch: ranks {hung} were still running at the time limit; ending them", file=sys.stderr)
+            return 124
+        time.sleep(0.05)
+
+
+def describe(code: int | None) -> str:
+    """How a process has ended."""
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only answered."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                rank.send_signal(number)
+
+    def answer(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, lambda number, frame: None)
+        words = b"stopping at the next step, with a checkpoint; Ctrl-C again ends it at once" if saves else b"stopping"
+        os.write(2, b"\nlaunch: " + words + b"\n")  # print may be interrupted in itself
+
+    handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for stop in (signal.SIGTERM, signal.SIGKILL):
+        alive = [rank for rank in ranks if rank.poll() is None]
+        for rank in alive:
+            rank.send_signal(stop)
+        _wait(alive, GRACE_S)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+        time.sleep(0.05)

@@ -1,0 +1,206 @@
+"""The starts of a run, numbered: only the newest one changes anything, even if an older one wakes up again.
+
+    RUN/starts/0003/           the desk of start 3: what is to appear in RUN is made here, what is to go is moved here (publish.py)
+    RUN/starts/0003/.lock      held while that start's first rank lives; says who that is
+
+A start begins so:
+1. Where the newest desk's lock is held, it waits for that (`lock_wait_s`). One that is held still belongs to a process that works
+   or is frozen. Where SLURM says that this holder's start is over (the job was requeued or has ended, or the node is down), the new
+   one goes on all the same; otherwise it ends, and names the holder.
+2. It makes a desk under a temporary name, takes its lock, and renames it to the next number. A rename onto a desk that is there
+   fails: of two starts one has the number, and the other begins at 1 again.
+3. The fence: it moves all older desks into its own and removes them. Whatever an older start publishes, it renames out of its desk;
+   whatever it takes away, it renames into it. Without the desk these renames fail, in the file system itself: so there is no moment
+   between a check and an act in which an older start could be frozen, and no reader has to know of numbers. The desk is removed,
+   not only moved, because a node that knows it by its NFS handle would find it anywhere.
+4. Only now it reads what there is: checkpoints, and the journal, which it goes on with in a copy (journal.py).
+
+So protected: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json, pictures and files of evaluations, the
+journal, and what the deliverer keeps and sends. That one asks for the fence after it has read lines, and before it says a status (a
+request that is on its way then may arrive late; figures that arrive twice stand once). Not protected: words for people, to which
+anybody may append (logs/, stacks/, bad_samples/, skipped_steps/, jobs/); the lines of checked/ (first_read.py), which are appended,
+and right for whoever reads them, since each names the file, the size and the time that it is about; and what is named by its
+content (cached features). All that is protected lies on one file system.
+"""
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import unquote
+from uuid import uuid4
+
+from data_prep.publish import (
+    LOCK,
+    REPLACED,
+    TEMPORARY_PREFIX,
+    Busy,
+    Holder,
+    is_held,
+    make_directory,
+    sole_writer,
+    unless_superseded,
+    withdraw,
+    work_through,
+)
+from data_prep.settings import UserError
+from pretrain.ranks.preemption import Interrupted, StopFlag
+
+_LOOK_S = 0.5
+_LIVE_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+def is_at_work(run_dir: Path) -> bool:
+    """Whether a start of it lives."""
+    return any(is_held(desk)[0] for desk in _desks(run_dir)[-1:])
+
+
+@contextmanager
+def started(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) -> Iterator[None]:
+    """While the block runs, this process is the run's newest start, and works through its desk. `stop` interrupts the wait."""
+    make_directory(run_dir / "starts")
+    while True:
+        before = _desks(run_dir)[-1:]
+        was_frozen = any(_outwaits(desk, run_dir, lock_wait_s=lock_wait_s, stop=stop) for desk in before)
+        made = run_dir / "starts" / f"{TEMPORARY_PREFIX}{uuid4().hex}"
+        desk = made.with_name(f"{1 + max((int(each.name) for each in before), default=0):04d}")
+        with ExitStack() as until_end:
+            try:
+                until_end.enter_context(sole_writer(made))
+            except FileNotFoundError:  # another start that has just begun has swept it away
+                continue
+            except UserError as error:  # no locks
+                shutil.rmtree(made, ignore_errors=True)
+                raise UserError(str(error).replace(str(made), str(run_dir))) from None
+            if not _renamed(made, desk) or _desks(run_dir)[-1] != desk:
+                shutil.rmtree(made, ignore_errors=True)
+                continue
+            work_through(desk, under=run_dir)
+            with unless_superseded(run_dir):  # it may have been frozen since it had its number
+                for older in _desks(run_dir):
+                    if int(older.name) < int(desk.name):
+                        _fence_off(older, behind=desk, run_dir=run_dir)
+                for leftover in desk.parent.glob(f"{TEMPORARY_PREFIX}*"):  # of a start that came no further
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _check_one_file_system(desk, run_dir)
+            if was_frozen and (run_dir / "tracking" / LOCK).exists():  # so may be its deliverer, who holds this one
+                withdraw(run_dir / "tracking" / LOCK)
+            yield
+            return
+
+
+def _desks(run_dir: Path) -> list[Path]:
+    """Oldest first."""
+    found = [path for path in (run_dir / "starts").glob("*") if path.name.isdigit()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _renamed(made: Path, desk: Path) -> bool:
+    try:
+        os.rename(made, desk)
+    except OSError:
+        if made.exists() and not desk.exists():
+            raise
+        return False
+    return True
+
+
+def _check_one_file_system(desk: Path, run_dir: Path) -> None:
+    """Told before training, not by its first checkpoint."""
+    probe = desk / f"{TEMPORARY_PREFIX}probe"
+    for place in (run_dir / "checkpoints", run_dir / "tracking"):
+        if not place.is_dir():
+            continue
+        probe.touch()
+        try:
+            os.rename(probe, place / probe.name)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            raise UserError(
+                f"{place}: lies on another file system than {desk.parent}, out of which its files are renamed; put all of "
+                f"{run_dir} on one file system, and let {run_dir} itself be the link"
+            ) from None
+        (place / probe.name).unlink()
+
+
+def _fence_off(older: Path, *, behind: Path, run_dir: Path) -> None:
+    moved = behind / f"{TEMPORARY_PREFIX}{older.name}"
+    os.rename(older, moved)
+    mark = TEMPORARY_PREFIX + REPLACED
+    # it died between the two renames that replace a directory; or one before it, and it before it had put that back
+    for replaced in [*moved.rglob(f"{mark}*")]:
+        place = run_dir / unquote(replaced.name.removeprefix(mark))
+        if not place.exists():
+            os.rename(replaced, place)
+    for _ in range(10):  # another node may be writing there
+        shutil.rmtree(moved, ignore_errors=True)
+        if not moved.exists():
+            break
+
+
+def _outwaits(desk: Path, run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None) -> bool:
+    """Waits for the desk's lock. True: it is held still, by a start that is over."""
+    deadline_s, held = time.monotonic() + lock_wait_s, is_held(desk)
+    if held[0]:
+        print(f"{run_dir}: {_words(desk, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
+    while held[0]:
+        if stop is not None and stop.raised_by is not None:
+            raise Interrupted
+        if time.monotonic() >= deadline_s:
+            break
+        time.sleep(min(_LOOK_S, lock_wait_s))
+        held = is_held(desk)
+    if not held[0]:
+        return False
+    if held[1] is None or not _is_over(held[1]):
+        raise Busy(
+            f"{run_dir}: {_words(desk, held[1])}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it"
+        )
+    print(
+        f"{run_dir}: {_words(desk, held[1])}; SLURM says that it is over, so this start takes over from it",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
+
+
+def _words(desk: Path, holder: Holder | None) -> str:
+    return f"start {int(desk.name)} of this run holds it ({holder or 'it has not said who it is'})"
+
+
+def _is_over(holder: Holder) -> bool:
+    """Whether SLURM says so of the holder's start. Within the same job the number of restarts does; of another job SLURM is asked,
+    where it can be (in a container it cannot)."""
+    if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
+        return False  # the SLURM that is asked here knows nothing of it
+    if holder.job == os.environ.get("SLURM_JOB_ID"):
+        return holder.restart < int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    job = _asked("job", holder.job)
+    if "Invalid job id" in job:
+        return True  # it has ended long ago
+    state, restarts = _field(job, "JobState"), _field(job, "Restarts")
+    if state and (state not in _LIVE_STATES or int(restarts or 0) > holder.restart):
+        return True
+    state = _field(_asked("node", holder.node), "State")
+    return re.split(r"[+*~#!%$@^-]", state)[0] == "DOWN"  # a node with a running job may be ALLOCATED+POWER_DOWN_ASAP
+
+
+def _asked(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["scontrol", "-o", "show", *words], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def _field(answer: str, name: str) -> str:
+    return next((word.partition("=")[2] for word in answer.split() if word.startswith(f"{name}=")), "")

@@ -1,0 +1,244 @@
+"""Carries a run's journal to the MLflow store, in a process of its own.
+
+Its imports, retries and stalls cost training nothing, and a dead server costs nothing but time: what was not delivered stays in the
+journal and goes out when the server is back, when the run is resumed, or when `pretrain sync RUN_DIR` is called.
+
+    RUN/tracking/delivered.json     the run's id in the store, how many bytes of the journal have arrived, and which files are owed
+
+Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands once, and the run is found by
+its key. A run that is resumed goes on in the same MLflow run; where the store has lost that, all of the journal is sent again.
+Files are sent after the figures and are owed until they arrive: a store for files that is out of order holds up no figure. The
+status is the journal's; where that has no end, and there is no trainer any more, the run has FAILED.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from data_prep.publish import Superseded, check_not_superseded, sole_writer, work_through, write_json
+from data_prep.settings import UserError
+from pretrain.ranks.preemption import SIGNALS
+from pretrain.ranks.starts import is_at_work
+from pretrain.tracking.journal import readable_events
+from pretrain.tracking.store import Store
+from pretrain.tracking.tracker import RunIdentity, Status
+
+POLL_S = 1.0
+_BATCH_EVENTS = 200
+_ATTEMPTS = 3
+_FILES = ("artifact", "image", "version")
+
+
+class Delivery:
+    """Carries the journal of one run to its store, from where the last delivery stopped."""
+
+    def __init__(self, run_dir: Path):
+        self.directory = run_dir / "tracking"
+        self.identity = RunIdentity.model_validate_json((self.directory / "identity.json").read_text())
+        self._position_path, self._journal_path = self.directory / "delivered.json", self.directory / "journal.jsonl"
+        position = json.loads(self._position_path.read_text()) if self._position_path.exists() else {}
+        self.run_id: str | None = position.get("run_id")
+        self.offset: int = position.get("offset", 0)
+        self.ended = _has_ended(self._journal_path, self.offset)
+        """Whether the journal, as far as it has arrived, says how the run ended."""
+        self.num_bytes_sent = 0
+        """Of the journal, by this delivery."""
+        self._owed: list[dict[str, Any]] = position.get("owed", [])
+        self._said: str | None = None
+        """The status that this delivery has given the run."""
+        self._store = Store(self.identity.uri)
+        self._is_known = self.run_id is None
+        """Whether the store has the run, as far as has been asked."""
+
+    def deliver(self) -> None:
+        """Sends all complete lines; raises what the store raises, having kept what arrived."""
+        if not self._journal_path.exists():
+            return
+        self._store.check_in_place()
+        if not self._is_known:
+            if not self._store.has_run(self.run_id or ""):
+                self._begin_again()
+            self._is_known = True
+        with open(self._journal_path, "rb") as journal:
+            journal.seek(self.offset)
+            while True:
+                lines = [line for line in (journal.readline() for _ in range(_BATCH_EVENTS)) if line.endswith(b"\n")]
+                if not lines:
+                    break
+                check_not_superseded(
+                    self.directory
+                )  # after the reading: what was said before the fence is in the next journal, too
+                events = readable_events(lines)
+                self._send(events)
+                self._owed += [event for event in events if event["event"] in _FILES]
+                self._owed.sort(key=lambda event: event["event"] == "version")  # a registry in trouble holds up no file
+                num_bytes = sum(len(line) for line in lines)
+                self.offset += num_bytes
+                self.num_bytes_sent += num_bytes
+                self._keep_position()
+                journal.seek(self.offset)
+        self._send_files()
+
+    def say(self, status: Status | str) -> None:
+        if self.run_id is not None and self._said != status:
+            check_not_superseded(self.directory)
+            self._store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
+            self._store.say(self.run_id, status)
+            self._said = status
+
+    def words_of(self, error: Exception) -> str:
+        return self._store.words_of(error)
+
+    def _begin_again(self) -> None:
+        """The store was made anew."""
+        self.run_id, self.offset, self.ended, self._owed, self._said = None, 0, False, [], None
+        self._keep_position()
+
+    def _keep_position(self) -> None:
+        position = {"run_id": self.run_id, "offset": self.offset, "owed": self._owed}
+        write_json(self._position_path, position)
+
+    def _send(self, events: list[dict[str, Any]]) -> None:
+        status = None
+        for event in events:
+            match event["event"]:
+                case "start":
+                    run_id = self._opened()
+                    self._store.log_params(run_id, event["params"], event["tags"])
+                    self._store.log_datasets(run_id, event.get("datasets", []))
+                    status = "RUNNING"
+                case "params":
+                    self._store.log_params(self._opened(), event["params"], {})
+                case "end":
+                    status = event["status"]
+        metrics = [event for event in events if event["event"] == "metrics"]
+        if metrics:
+            self._store.log_metrics(self._opened(), metrics)
+        if status is not None:
+            self.say(status)
+            self.ended = status != "RUNNING"
+
+    def _opened(self) -> str:
+        """The run's id, known from before, found in the store, or new."""
+        if self.run_id is None:
+            self.run_id = self._store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
+        return self.run_id
+
+    def _send_files(self) -> None:
+        """One that is gone by now (the run's folder was tidied) is owed no longer."""
+        while self._owed:
+            event = self._owed[0]
+            if Path(event["path"]).exists():
+                self._send_file(event, self._opened())
+            del self._owed[0]
+            self._keep_position()
+
+    def _send_file(self, event: dict[str, Any], run_id: str) -> None:
+        match event["event"]:
+            case "image":
+                self._store.log_image(run_id, event, run_key=self.identity.run_key)
+            case "version":
+                self._store.register(run_id, event)
+            case _:
+                self._store.log_file(run_id, Path(event["path"]), folder=event["folder"])
+
+
+def _has_ended(journal: Path, offset: int) -> bool:
+    """Whether the last that these first bytes say of a start or an end is an end."""
+    if not journal.exists():
+        return False
+    with open(journal, "rb") as file:
+        events = [event["event"] for event in readable_events(file.read(offset).splitlines())]
+    return [event for event in events if event in ("start", "end")][-1:] == ["end"]
+
+
+def sync(run_dir: Path) -> int:
+    """Delivers what an earlier delivery could not; returns the number of journal bytes that arrived."""
+    _limit_retries()
+    with sole_writer(run_dir / "tracking"):
+        delivery = Delivery(run_dir)
+        for attempt in range(_ATTEMPTS):
+            try:
+                delivery.deliver()
+                if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
+                    delivery.say("FAILED")
+            except UserError:
+                raise
+            except Exception as error:
+                if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+                    raise  # not of the store: a mistake of ours
+                if attempt == _ATTEMPTS - 1 or isinstance(error, OSError):
+                    raise UserError(
+                        f"{run_dir}: the store does not take it ({delivery.words_of(error)}); sync again later"
+                    ) from error
+                time.sleep(POLL_S)  # two that write at once may be in each other's way
+            else:
+                break
+        return delivery.num_bytes_sent
+
+
+def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
+    """The deliverer's whole life: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
+    _limit_retries()
+    with sole_writer(run_dir / "tracking", wait=True):  # for the deliverer of a trainer that was killed just now
+        return _deliver_until_closed(Delivery(run_dir), trainer, close_timeout_s=close_timeout_s)
+
+
+def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeout_s: float) -> int:
+    wait_s, closed_at_s, said = POLL_S, None, ""
+    while True:
+        if closed_at_s is not None:
+            time.sleep(min(wait_s, 4.0))
+        elif select.select([trainer], [], [], wait_s)[0]:  # end of file: the trainer is done, or dead
+            closed_at_s, wait_s = time.monotonic(), POLL_S
+        try:
+            delivery.deliver()
+            if not delivery.ended:
+                # also where nothing is new: the one before may have said FAILED, after this trainer had started
+                delivery.say("RUNNING" if closed_at_s is None else "FAILED")
+            if closed_at_s is not None:
+                return 0
+            wait_s, said = POLL_S, ""
+        except Superseded:
+            return 0
+        except Exception as error:  # noqa: BLE001
+            # whatever the store raises, the journal keeps the events, and the next round tries again
+            fault = delivery.words_of(error)
+            if fault != said:  # an outage of a day is one line
+                print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+            said = fault
+            wait_s = min(60.0, wait_s * 2)
+        if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
+            return 1
+
+
+def _limit_retries() -> None:
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+
+
+def _main() -> int:
+    os.nice(10)  # training comes first
+    for number in SIGNALS:  # SLURM sends a stop to every process of the step; this one goes on until the pipe closes
+        signal.signal(number, signal.SIG_IGN)
+    run_dir = Path(sys.argv[1])
+    log = open(run_dir / "tracking" / "delivery.log", "a", encoding="utf-8")
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    os.dup2(log.fileno(), sys.stdout.fileno())
+    if sys.argv[3:]:
+        work_through(Path(sys.argv[3]), under=run_dir)
+    with suppress(Superseded):
+        check_not_superseded(run_dir)  # started again by a trainer that has woken up, it does not even take the lock
+        return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

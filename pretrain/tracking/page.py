@@ -1,0 +1,166 @@
+"""What the page of a run says from its start: a note, tags, and the datasets as MLflow shows them. Pure but for `git_commit`."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.manifest import Manifest, load_index
+from pretrain.config import PretrainSettings
+from pretrain.data.datasets import Part, TrainingData
+from pretrain.ranks.launch import LAUNCHED_WITH
+
+LABEL_COLUMN = 2
+"""Of a shard's index."""
+DIGEST_LENGTH = 32
+"""Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the parameters."""
+
+
+def tags_of(
+    settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int
+) -> dict[str, str]:
+    return {
+        "mlflow.source.name": command,
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": commit,
+        "mlflow.note.content": note(settings, data, command=command, commit=commit, num_weights=num_weights),
+        "dataset": data.name,
+        "target": "+".join(target_of(part.manifest) for part in data.parts),
+        "model": settings.model.label,
+    } | slurm_tags()
+
+
+def slurm_tags() -> dict[str, str]:
+    """The job and the nodes of this start, where there is one."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    return {"slurm.job_id": job, "slurm.nodes": os.environ.get("SLURM_JOB_NODELIST", "")} if job else {}
+
+
+def on_slurm() -> str:
+    """For a note."""
+    tags = slurm_tags()
+    return f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}" if tags else ""
+
+
+KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
+"""Sources that are one dataset, whatever somebody names it."""
+
+
+def target_of(manifest: Manifest) -> str:
+    """cifar10, stl10, imagenet1k: the name that everybody knows; of a dataset of one's own its name."""
+    kind = manifest.source.get("kind")
+    if kind not in KNOWN:
+        return manifest.name
+    return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
+
+
+def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int) -> str:
+    """Markdown, which the page shows above everything else."""
+    engine, optimizer = settings.engine, settings.optimizer
+    shards = sum(len(part.content.shards) for part in data.parts)
+    lines = [
+        f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}** "
+        f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
+        f"{settings.train.duration} at a batch of {settings.train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
+        f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}; code {commit}",
+        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`{on_slurm()}",
+    ]
+    return "\n\n".join(lines)
+
+
+def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
+    """One for each part that is trained on, and one for what is evaluated on."""
+    used = [(part, "training") for part in data.parts]
+    evaluated = data.eval_part()
+    return tuple(
+        dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else [])
+    )
+
+
+def dataset_of(part: Part, context: str) -> dict[str, str]:
+    manifest = part.manifest
+    tensor = {"dtype": "uint8", "shape": [-1, 3, manifest.image_size, manifest.image_size]}
+    features = [{"name": "images", "type": "tensor", "tensor-spec": tensor}]
+    labels = [{"name": "labels", "type": "tensor", "tensor-spec": {"dtype": "int64", "shape": [-1]}}]
+    spec = {"features": json.dumps(features), "targets": json.dumps(labels)}
+    return {
+        "name": f"{manifest.name} {part.split}"[:500],
+        "digest": manifest.content_hash[:DIGEST_LENGTH],
+        "source_type": "local",
+        "source": json.dumps({"uri": str(part.directory.resolve())}),
+        "schema": json.dumps({"mlflow_tensorspec": spec}),
+        "profile": json.dumps(summary(part)),
+        "context": context,
+    }
+
+
+def summary(part: Part) -> dict[str, Any]:
+    """Of the manifest, for the split in use; pictures and classes are those of the fold, where one is trained on alone."""
+    manifest, split = part.manifest, part.content
+    counts = [count for count in _class_counts(part) if count]
+    return {
+        "split": part.split,
+        "num_samples": part.num_samples,
+        "num_classes": len(manifest.classes),
+        "fewest_per_class": min(counts, default=0),
+        "most_per_class": max(counts, default=0),
+        "num_shards": len(split.shards),
+        "num_bytes": sum(shard.num_bytes for shard in split.shards),
+        "encoding": manifest.encoding,
+        "image_size": manifest.image_size,
+        "channel_mean": [round(value, 4) for value in manifest.channel_mean],
+        "channel_std": [round(value, 4) for value in manifest.channel_std],
+        "num_rejected": manifest.num_rejected,
+        "content_hash": manifest.content_hash,
+    }
+
+
+def _class_counts(part: Part) -> Sequence[int]:
+    if part.chosen is None:
+        return part.content.class_counts
+    shards = [shard for shard in part.content.shards if shard.num_samples]
+    labels = np.concatenate([load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards])
+    counts: list[int] = np.bincount(labels[part.chosen]).tolist()
+    return counts
+
+
+def shown_command(words: list[str]) -> str:
+    """The command line as one would type it, without what only fsspec may know."""
+    program = Path(words[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", _given(word), flags=re.DOTALL) for word in words[1:]]
+    return shlex.join([name, *known, *os.environ.get(LAUNCHED_WITH, "").split()])
+
+
+def _given(word: str) -> str:
+    """A job reads the copy of a config that cluster/snapshot has kept: the file that it is a copy of."""
+    copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
+    if copy is None:
+        return word
+    root, is_whole, path = copy.groups()
+    return path if not is_whole else f"/{path}".removeprefix(f"{root}/")
+
+
+def git_commit() -> str:
+    """The commit of the code that runs, with a mark where it was changed since. A job's code is a snapshot that says it."""
+    here = Path(__file__).parents[1]
+    said = here.parent / "COMMIT"
+    try:
+        if said.exists():
+            return said.read_text().strip() or "unknown"
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,103 @@
+"""The pictures of a run: what the model is fed, and what its first layer looks at. Drawn from few numbers, in milliseconds.
+
+A neuron of the first layer is a filter over the whole image in an MLP (paper B shows that they become local), and over one patch
+in a Mixer or a SW-MLP. Other models have no such layer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from data_prep.images.sheet import PAPER, Cell, draw_sheet
+from pretrain.augment.augmentation import Normalisation, Prepared
+from pretrain.config import AugmentSettings
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
+
+FIRST_LAYER = "stem.weight"
+PANEL, MARGIN = 144, 6
+_RED_TO_BLUE = np.array([(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64)
+"""For -1, -1/2, 0, 1/2 and 1."""
+
+
+def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
+    """Height and width of the first layer's filters in pixels; None where there are none."""
+    if isinstance(spec, MlpSpec):
+        return image_size
+    return spec.patch_size if isinstance(spec, MixerSpec | SparseMlpSpec) else None
+
+
+def filters_of(weight_NF: Tensor, *, side: int) -> NDArray[np.float32]:
+    """(N, side, side): the maximum over the colours, which the models flatten before rows and columns."""
+    filters: NDArray[np.float32] = weight_NF.float().cpu().view(-1, 3, side, side).amax(dim=1).numpy()
+    return filters
+
+
+def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np.float32]:
+    """Of the (at most `count`) neurons with the largest weights, the largest first; only these leave the device."""
+    order = weight_NF.float().norm(dim=1).argsort(descending=True, stable=True)[:count]
+    return filters_of(weight_NF[order], side=side)
+
+
+def draw_filters(filters: NDArray[np.float32], *, columns: int) -> Image.Image:
+    """`columns` x `columns` panels, each in its own scale: blue is positive, red negative, white nothing."""
+    sheet = Image.new("RGB", (columns * PANEL, columns * PANEL), PAPER)
+    inside = PANEL - 2 * MARGIN
+    for number, values in enumerate(filters[: columns * columns]):
+        panel = Image.fromarray(coloured(values)).resize((inside, inside), Image.Resampling.NEAREST)
+        row, column = divmod(number, columns)
+        sheet.paste(panel, (column * PANEL + MARGIN, row * PANEL + MARGIN))
+    return sheet
+
+
+def coloured(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """(H, W, 3), the largest magnitude in the darkest colour."""
+    shares = values / max(float(np.abs(values).max()), 1e-30)
+    places = np.linspace(-1, 1, len(_RED_TO_BLUE))
+    channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
+    levels: NDArray[np.uint8] = np.stack(channels, axis=-1).round().astype(np.uint8)
+    return levels
+
+
+def fed_sheet(
+    prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str
+) -> Image.Image:
+    """What the model is fed, with the labels that go with it; only the normalisation is undone, which no eye could do."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
+    levels = ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
+    cells = [Cell(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
+    return draw_sheet(cells, title=title, facts=facts)
+
+
+def recipe(augment: AugmentSettings) -> str:
+    """What differs from no augmentation at all, in the words of the config."""
+    plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump()
+    changed = {name: value for name, value in augment.fed_as("bilinear").model_dump().items() if value != plain[name]}
+    shown = [f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in changed.items()]
+    return ", ".join(shown) or "no augmentation"
+
+
+def first_of(prepared: Prepared, *, count: int) -> Prepared:
+    """On the CPU, in memory of their own."""
+
+    def taken(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:count].to("cpu", copy=True)
+
+    images, labels = taken(prepared.images_BCHW), taken(prepared.labels_B)
+    assert images is not None and labels is not None
+    return Prepared(images, labels, taken(prepared.other_labels_B), taken(prepared.weight_B))
+
+
+def labels_of(prepared: Prepared, names: Sequence[str]) -> list[str]:
+    own = [names[label] for label in prepared.labels_B.tolist()]
+    if prepared.other_labels_B is None or prepared.weight_B is None:
+        return own
+    others = [names[label] for label in prepared.other_labels_B.tolist()]
+    return [
+        f"{weight:.0%} {mine}\n{1 - weight:.0%} {other}"
+        for mine, other, weight in zip(own, others, prepared.weight_B.tolist(), strict=True)
+    ]

@@ -1,0 +1,304 @@
+"""The MLflow store: the only file that imports mlflow. What is said twice stands once, for deliveries are repeated.
+
+A run is found by its key (`RunIdentity.run_key`), whatever process asks; a picture has a name made of its key and step; a model
+version is found by the hash of its weights. Every method raises what the store raises; `words_of` makes a line of it.
+"""
+
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid5
+
+from PIL import Image, features
+
+from data_prep.publish import Superseded
+from data_prep.settings import UserError
+from pretrain.tracking.embedded_store import EmbeddedStore, Schema
+from pretrain.tracking.stored_run import StoredRun
+from pretrain.tracking.tracker import RunIdentity
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
+_MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
+"""Errors of a store that is out of order, or not reached: the event is sent again later."""
+_LONGEST_WORDS = 300
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _RUNS_AT_ONCE, _THUMBNAIL = 1000, 100, 1000, 256
+
+
+class Store:
+    def __init__(self, uri: str):
+        self.uri = uri
+        self._embedded = EmbeddedStore.of(uri)
+
+    def check_in_place(self) -> None:
+        if self._embedded is not None:
+            self._embedded.check_in_place()
+
+    def has_run(self, run_id: str) -> bool:
+        """Not, where the store was lost and made anew."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
+
+    def words_of(self, error: Exception) -> str:
+        """One line for what a method has raised, with the remedy where one is known."""
+        if isinstance(error, UserError):
+            return str(error)
+        damage = self._embedded.words_of_damage(error) if self._embedded is not None else None
+        lines = str(error).strip().splitlines() or [""]
+        return damage or f"{type(error).__name__}: {lines[0]}"[:_LONGEST_WORDS]
+
+    def open_run(self, identity: RunIdentity, *, check: Callable[[], None] = lambda: None) -> str:
+        """The id of the run of this key, found or new. `check` raises `Superseded` in a deliverer that was frozen between looking
+        for the run and making one: the newer start has made its own meanwhile, and this second one is deleted again."""
+        client = self._client
+        experiment = client.get_experiment_by_name(identity.experiment)
+        experiment_id = experiment.experiment_id if experiment else self._create_experiment(identity.experiment)
+        run_id = self._find(experiment_id, identity.run_key)
+        if run_id is not None:
+            return run_id
+        tags = {RUN_KEY_TAG: identity.run_key}
+        if identity.parent_key:
+            tags[PARENT_KEY_TAG] = identity.parent_key
+        run_id = str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
+        try:
+            check()
+        except Superseded:
+            if len(client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{identity.run_key}'")) > 1:
+                client.delete_run(run_id)
+            raise
+        self.adopt(run_id, identity)
+        for child in self._client.search_runs([experiment_id], f"tags.`{PARENT_KEY_TAG}` = '{identity.run_key}'"):
+            self._client.set_tag(child.info.run_id, "mlflow.parentRunId", run_id)  # delivered sooner, and at its end
+        return run_id
+
+    def adopt(self, run_id: str, identity: RunIdentity) -> None:
+        """Puts a run under its parent, where that is in the experiment: it may be delivered later than its child."""
+        if not identity.parent_key:
+            return
+        parent = self._find(self._client.get_run(run_id).info.experiment_id, identity.parent_key)
+        if parent is not None:
+            self._client.set_tag(run_id, "mlflow.parentRunId", parent)
+
+    def say(self, run_id: str, status: str) -> None:
+        if status == "RUNNING":
+            self._client.update_run(run_id, status)
+        else:
+            self._client.set_terminated(run_id, status)
+
+    def log_metrics(self, run_id: str, events: Iterable[dict[str, Any]]) -> None:
+        """`metrics` events of a journal, with its times."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, event["time_ms"], event["step"])
+            for event in events
+            for name, value in event["values"].items()
+        ]
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+
+    def log_params(self, run_id: str, values: dict[str, Any], tags: dict[str, str]) -> None:
+        """What the store has under the same name stays: a parameter is set once."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(run_id).data.params
+        params = [Param(name, str(value)[:6000]) for name, value in values.items() if name not in known]
+        for start in range(0, len(params), _PARAMS_AT_ONCE):
+            self._client.log_batch(run_id, params=params[start : start + _PARAMS_AT_ONCE])
+        self._client.log_batch(run_id, tags=[RunTag(name, value[:5000]) for name, value in tags.items()])
+
+    def log_datasets(self, run_id: str, datasets: Sequence[dict[str, str]]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(**{name: value for name, value in dataset.items() if name != "context"}),
+                [InputTag("mlflow.data.context", dataset["context"])],
+            )
+            for dataset in datasets
+        ]
+        if inputs:
+            self._client.log_inputs(run_id, datasets=inputs)
+
+    def log_file(self, run_id: str, path: Path, *, folder: str) -> None:
+        self._client.log_artifact(run_id, str(path), folder or None)
+
+    def log_image(self, run_id: str, event: dict[str, Any], *, run_key: str) -> None:
+        """As MLflow's own `log_image` does, but under a name that is the same each time. A picture that is damaged would be so for
+        ever: it is left out."""
+        key, step, time_ms = event["key"].replace("/", "~"), event["step"], event["time_ms"]
+        unique = uuid5(UUID(run_key), f"{key} {step}")
+        try:
+            image = Image.open(BytesIO(Path(event["path"]).read_bytes()))
+            image.load()
+        except (OSError, SyntaxError, ValueError, struct.error) as error:
+            print(f"{event['path']}: is damaged ({error}); it is left out", file=sys.stderr, flush=True)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            stem = f"{key}+step+{step}+timestamp+{time_ms}+{unique}"
+            image.save(Path(folder) / f"{stem}.png")
+            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            # the name that MLflow's page looks for; browsers go by the bytes, and not every PIL can write WebP
+            format = "WEBP" if features.check("webp") else "PNG"
+            image.save(Path(folder) / f"{stem}+compressed.webp", format)
+            for file in sorted(Path(folder).iterdir()):
+                self._client.log_artifact(run_id, str(file), "images")
+        self._client.set_tag(run_id, "mlflow.loggedImages", "True")
+
+    def register(self, run_id: str, event: dict[str, Any]) -> None:
+        """A `version` event: the weights become a version of the model of that name, or are one; then it gets the event's tags.
+
+        Its source is the card among the artifacts of the run that made the weights, where that is in this store, else of `run_id`:
+        a server takes no path of another machine. The weights stay where they are; the tag `checkpoint` says where. What the store
+        will never take (it may have no registry) is left out.
+        """
+        from mlflow.exceptions import MlflowException
+
+        client, name = self._client, event["model"]
+        try:
+            version = self._version_of(name, event["weights_sha256"]) or self._new_version(run_id, event)
+            for tag, value in event["tags"].items():
+                client.set_model_version_tag(name, version, tag, value)
+            known = client.get_model_version(name, version).tags
+            client.update_model_version(name, version, _described(known))
+        except MlflowException as error:
+            if error.error_code in _MAY_PASS:
+                raise
+            print(
+                f"model {name!r}: the registry does not take it ({error}); it is left out", file=sys.stderr, flush=True
+            )
+
+    def _new_version(self, run_id: str, event: dict[str, Any]) -> str:
+        """Made, unless another process has made it just now."""
+        client, name, weights = self._client, event["model"], event["weights_sha256"]
+        maker = (self._anywhere(event["parent_key"]) if event["parent_key"] else None) or run_id
+        client.log_artifact(maker, event["path"], "checkpoint")
+        source = f"{client.get_run(maker).info.artifact_uri}/checkpoint"
+        tags = {WEIGHTS_TAG: weights, "checkpoint": event["checkpoint"]}
+        made = str(client.create_model_version(name, source, run_id=maker, tags=tags).version)
+        first = self._version_of(name, weights)
+        if first is not None and first != made:
+            client.delete_model_version(name, made)
+        return first or made
+
+    def runs(self) -> list[StoredRun]:
+        """Every run of ours in the store, oldest first."""
+        client, found, token = self._client, [], None
+        ids = [experiment.experiment_id for experiment in client.search_experiments()]
+        while True:
+            page = client.search_runs(
+                ids, f"tags.`{RUN_KEY_TAG}` != ''", max_results=_RUNS_AT_ONCE, order_by=["start_time"], page_token=token
+            )
+            found += list(page)
+            token = page.token
+            if not token:
+                break
+        return [
+            StoredRun(
+                run_key=run.data.tags[RUN_KEY_TAG],
+                name=run.info.run_name,
+                status=run.info.status,
+                parent_key=run.data.tags.get(PARENT_KEY_TAG),
+                params=run.data.params,
+                tags=run.data.tags,
+                metrics=run.data.metrics,
+            )
+            for run in found
+        ]
+
+    def _version_of(self, name: str, weights_sha256: str) -> str | None:
+        """The oldest, where there are several."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        same = [int(version.version) for version in versions if version.tags.get(WEIGHTS_TAG) == weights_sha256]
+        return str(min(same)) if same else None
+
+    def _create_experiment(self, name: str) -> str:
+        """Made, unless another process has made it just now."""
+        from mlflow.exceptions import MlflowException
+
+        location = self._artifacts if self._embedded is not None else None
+        # or the page opens on its views for language models
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        try:
+            return str(self._client.create_experiment(name, artifact_location=location, tags=kind))
+        except MlflowException as error:
+            first = self._client.get_experiment_by_name(name)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or first is None:
+                raise
+            return str(first.experiment_id)
+
+    def _find(self, experiment_id: str, run_key: str) -> str | None:
+        found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def _anywhere(self, run_key: str) -> str | None:
+        """As `_find`, in all experiments."""
+        ids = [experiment.experiment_id for experiment in self._client.search_experiments()]
+        found = self._client.search_runs(ids, f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    @cached_property
+    def _client(self) -> "MlflowClient":
+        import logging
+
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
+        if self._embedded is not None:
+            self._embedded.open(_schema(self._artifacts))
+        return MlflowClient(tracking_uri=self.uri)
+
+    @property
+    def _artifacts(self) -> str:
+        """Where an embedded store keeps files."""
+        assert self._embedded is not None
+        return (self._embedded.path.parent.absolute() / "mlartifacts").as_uri()
+
+
+def _schema(artifacts: str) -> Schema:
+    from alembic.script import ScriptDirectory
+    from mlflow.store.db.utils import _get_alembic_config
+
+    revisions = [each.revision for each in ScriptDirectory.from_config(_get_alembic_config("")).walk_revisions()]
+    return Schema(newest=revisions[0], known=revisions, make=partial(_make, artifacts=artifacts))
+
+
+def _make(path: Path, *, artifacts: str) -> None:
+    """With MLflow's own first experiment, which the first two that open a store would otherwise both make."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from sqlalchemy import event
+
+    uri = f"sqlite:///{path}"
+    engine = SqlAlchemyStore._get_or_create_engine(uri)
+    event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous = off"))
+    engine.dispose()  # the connection that has not heard it
+    SqlAlchemyStore(uri, artifacts)
+    engine.dispose()
+
+
+def _described(tags: Mapping[str, str]) -> str:
+    """Markdown: where a version's weights lie, and what was found out about them."""
+    results = "".join(f"| {tag} | {value} |\n" for tag, value in sorted(tags.items()) if "/" in tag)
+    return f"{tags.get('model', '')}: `{tags['checkpoint']}`\n\n| result | |\n|---|---|\n{results}"

@@ -1,0 +1,484 @@
+"""A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never loaded."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as save_tensors
+
+from data_prep import publish
+from data_prep.publish import work_through
+from pretrain.checkpoints import checkpoint
+from pretrain.checkpoints.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
+from pretrain.checkpoints.checkpoint import Snapshot, TrainerState
+from pretrain.checkpoints.checkpoint_writer import CheckpointWriter, Patience
+from pretrain.checkpoints.retention import Best, Retention, step_of
+from pretrain.checkpoints.tensor_file import read_tensors
+from pretrain.engine.step import EngineState
+from pretrain.loop.evaluate import Scores
+from pretrain.loop.saving import Saver, SavingPlan
+from pretrain.loop.supervision import agreed_checkpoint, patiently
+from pretrain.models.spec import MlpSpec
+from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.starts import started
+from pretrain.ranks.world import World
+from pretrain.tracking.tracker import Tracker
+from tests.moments import wait_until
+from tests.ranks import run_ranks
+
+CARD = ModelCard(
+    model=MlpSpec(kind="mlp", depth=1, width=4),
+    image_size=8,
+    classes=("a", "b"),
+    channel_mean=(0.5, 0.5, 0.5),
+    channel_std=(0.2, 0.2, 0.2),
+    dataset="shapes",
+    content_hash="0" * 64,
+    step=1,
+    run_key="",
+)
+
+
+def state(value: float) -> EngineState:
+    return EngineState({"w": torch.full((3,), value)}, {"exp_avg.w": torch.full((3,), -value)}, int(value))
+
+
+def save(run_dir: Path, step: int, *, keep_last: int = 2, best: Best | None = None) -> Path:
+    trainer = TrainerState(step=step, samples_consumed=step * 16, best=best)
+    return checkpoint.save(run_dir, engine=state(float(step)), trainer=trainer, card=CARD, keep_last=keep_last)
+
+
+def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    restored = checkpoint.restore(tmp_path)
+    assert restored is not None
+    assert restored.trainer == TrainerState(7, 112) and restored.engine.num_updates == 7
+    assert torch.equal(restored.engine.weights["w"], torch.full((3,), 7.0))
+    assert torch.equal(restored.engine.optimizer["exp_avg.w"], torch.full((3,), -7.0))
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep_last=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
+class Crash(BaseException):
+    """Stands for the end of the process: nothing may catch it and go on."""
+
+
+OPERATIONS = [
+    (publish.os, "rename"),
+    (publish.os, "replace"),
+    (publish.os, "fsync"),
+    (Path, "unlink"),
+    (shutil, "rmtree"),
+    (checkpoint, "write_tensors"),
+]
+
+
+def crashing(original: Any, tick: Callable[[], bool]) -> Any:
+    def wrapped(first: Any, *arguments: Any, **options: Any) -> Any:
+        if not tick():
+            return original(first, *arguments, **options)
+        if original is RMTREE and Path(first).is_dir():  # it dies amid the work
+            next(path for path in sorted(Path(first).rglob("*")) if path.is_file()).unlink()
+        if original is WRITE_TENSORS:
+            Path(first).write_bytes(b"half")
+        raise Crash
+
+    return wrapped
+
+
+RMTREE, WRITE_TENSORS = shutil.rmtree, checkpoint.write_tensors
+
+
+def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dies at the n-th operation, for every n, while a checkpoint is published that is the best, and the best before goes."""
+    for crash_at in range(200):
+        run_dir = tmp_path / str(crash_at)
+        save(run_dir, 1, best=Best(1, 0.5))
+        save(run_dir, 2, best=Best(1, 0.5))
+        desk = run_dir / "starts" / "0001"
+        desk.mkdir(parents=True)
+        calls, crashed = 0, False
+
+        def tick(crash_at: int = crash_at) -> bool:
+            nonlocal calls
+            calls += 1
+            return calls > crash_at
+
+        with monkeypatch.context() as patch:
+            for place, name in OPERATIONS:
+                patch.setattr(place, name, crashing(getattr(place, name), tick))
+            try:
+                work_through(desk, under=run_dir)
+                save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
+            except Crash:
+                crashed = True
+        published = [step_of(path) for path in list_checkpoints(run_dir)]
+        with started(run_dir, lock_wait_s=0):
+            pass
+        assert not list(run_dir.rglob(".tmp-*"))
+        restored = checkpoint.restore(run_dir)
+        assert restored is not None and restored.trainer.step == published[-1] and published[-1] in (2, 3)
+        assert float(restored.engine.weights["w"][0]) == restored.trainer.step
+        best = restored.trainer.best
+        assert best == (Best(1, 0.5) if restored.trainer.step == 2 else Best(3, 0.6))
+        assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}") is None
+        save(run_dir, 4, best=best, keep_last=1)
+        assert [step_of(path) for path in list_checkpoints(run_dir)] == [best.step, 4]
+        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {
+            "step": best.step,
+            "score": best.score,
+        }
+        if not crashed:
+            assert crash_at > 20 and restored.trainer.step == 3
+            return
+    raise AssertionError("the crash point never moved past the end")
+
+
+def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, Retention(keep_last=2, keep_every_steps=30))
+    bests = {10: Best(10, 0.1), 20: Best(20, 0.4), 90: Best(90, 0.5)}
+    best = None
+    for step in range(10, 101, 10):
+        best = bests.get(step, best)
+        assert writer.make_room(timeout_s=10)
+        writer.submit(Snapshot(state(step), TrainerState(step, step * 16, best), CARD))
+        if step == 80:
+            writer.finish(best)
+            assert [step_of(path) for path in list_checkpoints(tmp_path)] == [20, 30, 60, 70, 80]
+    writer.finish(best)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [30, 60, 90, 100]
+    assert writer.news()["checkpoint/gb"] > 0
+
+
+@dataclass
+class Rank:
+    """The one rank of a training that is judged and saved, with a disk that fails, or is slow, at chosen steps."""
+
+    run_dir: Path
+    monkeypatch: pytest.MonkeyPatch
+    refused: tuple[int, ...] = ()
+    slow: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.go_on, publish_really = threading.Event(), checkpoint.publish
+
+        def publish(run_dir: Path, snapshot: Snapshot) -> int:
+            if snapshot.trainer.step in self.refused:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if snapshot.trainer.step in self.slow:
+                self.go_on.wait(20)
+            return publish_really(run_dir, snapshot)
+
+        self.monkeypatch.setattr("pretrain.checkpoints.checkpoint_writer.publish", publish)
+        plan = SavingPlan(every=10, num_steps=999, keep_best=True, longest_wait_s=0.05)
+        engine = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
+        skipped = SimpleNamespace(total=5, in_a_row=2)
+        self.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), patience=Patience(first_pause_s=60))
+        tracker, card_at = Tracker(None, params={}, tags={}), lambda step: CARD
+        facts: Any = (engine, self.writer, plan, card_at, tracker, skipped, World(0, 0, 1), 16)
+        self.saver = Saver(*facts, saved_step=0)
+
+    def judge_and_save(self, step: int, score: float, *, waits: bool = True) -> None:
+        self.saver.judged(step, Scores(score, score, 1.0, 10))
+        self.saver.save(step)
+        if waits:
+            assert self.writer.make_room(timeout_s=20)
+
+    def ends_with(self, steps: list[int], best: Best) -> None:
+        self.saver.finish(999)
+        assert [step_of(path) for path in list_checkpoints(self.run_dir)] == steps
+        assert json.loads((self.run_dir / "checkpoints" / "best.json").read_text()) == asdict(best)
+        restored = checkpoint.restore(self.run_dir)
+        assert restored is not None and restored.trainer.best == best == self.saver.best
+        assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
+
+
+def test_the_best_that_was_never_written_costs_nothing_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 and 30 would have been better, and fail; 40 makes room by nothing but being saved."""
+    rank = Rank(tmp_path, monkeypatch, refused=(20, 30))
+    for step, score in ((10, 0.5), (20, 0.6), (30, 0.7), (40, 0.4)):
+        rank.judge_and_save(step, score)
+    rank.ends_with([10, 40], Best(10, 0.5))
+
+
+def test_the_best_of_those_that_are_there_follows_one_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch, refused=(20,))
+    for step, score in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.1)):
+        rank.judge_and_save(step, score)
+    rank.ends_with([30, 40], Best(30, 0.6))
+
+
+def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch, slow=(20,))
+    rank.judge_and_save(10, 0.5)
+    rank.judge_and_save(20, 0.6, waits=False)
+    rank.judge_and_save(30, 0.9, waits=False)
+    rank.go_on.set()
+    assert rank.writer.make_room(timeout_s=20)
+    rank.judge_and_save(40, 0.7)
+    rank.judge_and_save(50, 0.1)
+    rank.ends_with([40, 50], Best(40, 0.7))
+
+
+def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, monkeypatch)
+    rank.judge_and_save(10, 0.5)
+    rank.saver.data_is_right = lambda: False
+    rank.judge_and_save(20, 0.9)
+    assert rank.saver.saved_step == 10
+    rank.ends_with([10], Best(10, 0.5))
+
+
+def last_ones(world: World) -> list[str]:
+    """What `finish` says on this rank: of a disk that takes longer than any collective may, and of one that refuses."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    waits, plan = [0.5] * 8, SavingPlan(every=1, num_steps=1)
+
+    def slow(best: Best | None, *, timeout_s: float) -> bool:
+        time.sleep(waits.pop())
+        return not waits
+
+    def refuses(best: Best | None, *, timeout_s: float) -> bool:
+        raise CheckpointError("no space")
+
+    said = []
+    for finish in (slow, refuses):
+        writer = SimpleNamespace(finish=finish, news=dict)
+        facts: Any = (SimpleNamespace(device=torch.device("cpu")), writer, plan, None, None, None, world, 16)
+        try:
+            Saver(*facts, saved_step=1).finish(1)
+            said.append("done")
+        except CheckpointError as error:
+            said.append(f"{error}; of all ranks: {error.of_all_ranks}")
+    return said
+
+
+def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
+    first, second = run_ranks(last_ones, num_ranks=2)
+    assert first == ["done", "no space; of all ranks: False"]
+    lost = "the last checkpoint could not be written; see what the first rank says"
+    assert second == ["done", f"{lost}; of all ranks: True"]
+
+
+class SlowDisk:
+    """Takes what is written at once, and brings it to disk at 1,000 bytes/s of the clock that hangs are judged by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now_s, self.longest_stall_s, self._on_disk = 1000.0, 0.0, dict[int, int]()
+        monkeypatch.setattr("pretrain.ranks.headway.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self.flush)
+
+    def flush(self, descriptor: int) -> None:
+        file = os.fstat(descriptor)
+        if stat.S_ISREG(file.st_mode):
+            self.now_s += (file.st_size - self._on_disk.get(file.st_ino, 0)) / 1000
+            self._on_disk[file.st_ino] = file.st_size
+        self.longest_stall_s = max(self.longest_stall_s, HEADWAY.standing().stalled_s)
+
+
+def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr("pretrain.checkpoints.tensor_file.FLUSHED_BYTES", 16_000)
+    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 4_000)
+    HEADWAY.mark("making a checkpoint")
+    engine = EngineState({"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1)
+    checkpoint.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
+    assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
+
+
+def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors, each as long as ten pieces that are hashed, and as twenty that are loaded."""
+    path, touches = save(tmp_path, 1), list[str]()
+    tensors = {name: torch.arange(1000.0) for name in ("a", "b")}
+    (path / "model.safetensors").unlink()
+    digest = WRITE_TENSORS(path / "model.safetensors", tensors)
+    (path / "sha256.json").write_text(json.dumps({"model.safetensors": digest}))
+    monkeypatch.setattr("data_prep.publish.HASHED_BYTES", 400)
+    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 200)
+    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("hashing"))
+    assert fault_of(path, needed=("model.safetensors",)) is None and 20 <= len(touches) <= 22
+    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("loading"))
+    read = read_tensors(path / "model.safetensors")
+    assert touches.count("loading") >= 40
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors) and read.keys() == tensors.keys()
+
+
+def slow_reads(world: World, folder: str) -> list[Any]:
+    """What each rank finds when the first takes longer to verify, and the second to load, than any collective may."""
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
+    device, newest_whole = torch.device("cpu"), checkpoint.newest_whole
+
+    def slow(run_dir: Path) -> Path | None:
+        time.sleep(7)
+        return newest_whole(run_dir)
+
+    checkpoint.newest_whole = slow
+    path = agreed_checkpoint(Path(folder), world, device=device)
+    return [path and path.name, patiently(lambda: time.sleep(7 * world.rank) or world.rank, device=device)]
+
+
+def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    assert run_ranks(slow_reads, str(tmp_path), num_ranks=2) == [["step-00000007", 0], ["step-00000007", 1]]
+
+
+def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
+    save(tmp_path, 10, best=Best(10, 0.5))
+    save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
+    CheckpointWriter(tmp_path, Retention(1)).finish(Best(20, 0.6))
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [10, 30]
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
+
+
+def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory's place is taken by a file (which stops root, too), then given back."""
+    taken = tmp_path / "checkpoints"
+    taken.write_text("")
+    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, longest_pause_s=0.1))
+    for step in (1, 2):
+        assert writer.make_room(timeout_s=10)
+        writer.submit(Snapshot(state(step), TrainerState(step, step * 16), CARD))
+        wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
+    assert writer.news()["checkpoint/failures"] >= 2
+    assert writer.make_room(
+        timeout_s=10
+    )  # while the ranks make the next snapshot, nothing reads the memory of this one
+    taken.unlink()
+    time.sleep(0.3)
+    assert list_checkpoints(tmp_path) == []
+    writer.submit(Snapshot(state(3), TrainerState(3, 48), CARD))
+    writer.finish(None)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3]  # in place of 1 and 2
+
+
+def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, final_s=0.2))
+    assert writer.make_room(timeout_s=10)
+    writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
+    assert not writer.finish(None, timeout_s=0.0)  # who waits has other things to do meanwhile
+    with pytest.raises(
+        CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"
+    ):
+        writer.finish(None)
+
+
+def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, Retention(2))
+    assert writer.make_room(timeout_s=10)
+    odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
+    writer.submit(Snapshot(odd, TrainerState(1, 16), CARD))
+    with pytest.raises(KeyError):
+        writer.finish(None)
+
+
+def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+        go_on.wait(20)
+        return WRITE_TENSORS(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    writer = CheckpointWriter(tmp_path, Retention(2))
+    assert writer.make_room(timeout_s=10)
+    writer.submit(Snapshot(state(1), TrainerState(1, 16), CARD))
+    wait_until(lambda: list((tmp_path / "checkpoints").glob(".tmp-*")) != [])
+    assert not writer.make_room(timeout_s=0.05)
+    go_on.set()
+    assert writer.make_room(timeout_s=10)
+    writer.finish(None)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
+
+
+def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"ä.{n}": torch.rand(n, 5, generator=generator).to(kind) for n, kind in enumerate(KINDS)}
+    tensors |= {
+        "scalar": torch.tensor(3.0),
+        "turned": torch.rand(4, 6, generator=generator).T,
+        "flag": torch.ones(3) > 0,
+    }
+    expected = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
+    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 7)
+    digest = WRITE_TENSORS(tmp_path / "a", tensors)
+    assert (tmp_path / "a").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.uint8, torch.float16)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "no hashes"])
+def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    victim = newest / "model.safetensors"
+    data = bytearray(victim.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+        victim.write_bytes(data)
+    elif damage == "cut":
+        victim.write_bytes(data[:-1])
+    elif damage == "remove":
+        victim.unlink()
+    else:
+        (newest / "sha256.json").unlink()
+    assert fault_of(newest) is not None
+    restored = checkpoint.restore(tmp_path)
+    assert restored is not None and restored.trainer.step == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_training_never_silently_starts_over(tmp_path: Path) -> None:
+    assert checkpoint.restore(tmp_path) is None
+    path = save(tmp_path, 1)
+    (path / "trainer.json").write_text(json.dumps({}))
+    with pytest.raises(CheckpointError, match="never silently starts over"):
+        checkpoint.restore(tmp_path)
+    assert resolve(tmp_path) == path  # the weights are whole, and that is all that later stages need
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
+        resolve(tmp_path)
+
+
+def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> None:
+    """100 is good, 200 is damaged, training went on from 100: 150 must not fall victim to 200."""
+    save(tmp_path, 100)
+    (save(tmp_path, 200) / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 150, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000150"]

@@ -1,0 +1,194 @@
+"""`pretrain import`: the folder serves every later stage, and holds what the file and its surroundings say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.mlp_mixer import MlpMixer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, layer_norm
+
+import pretrain.models.timm_names  # noqa: F401  (registers the names)
+from analysis.filters import first_layer
+from data_prep.manifest import load_manifest
+from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.probe.config import ProbeSettings
+from finetune.probe.probe import probe
+from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.folder import load_folder
+from pretrain.cli import main
+from pretrain.config import TrackingSettings
+from pretrain.data.shards import open_split
+from pretrain.models.spec import MlpSpec
+from pretrain.ranks.world import World
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+
+
+def public_weights(*, width: int = 12, num_classes: int = 8, side: int = 16) -> dict[str, Tensor]:
+    """A BottleneckMLP of one block, by the public names."""
+    torch.manual_seed(0)
+    layers = {
+        "linear_in": nn.Linear(3 * side**2, width),
+        "layernorms.0": nn.LayerNorm(width),
+        "blocks.0.block.0": nn.Linear(width, 4 * width),
+        "blocks.0.block.2": nn.Linear(4 * width, width),
+        "linear_out": nn.Linear(width, num_classes),
+    }
+    named = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.state_dict().items()}
+    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in named.items()}
+
+
+def public_forward(w: dict[str, Tensor], images_BHWC: Tensor) -> Tensor:
+    """What their evaluation does to whole numbers from 0 to 255."""
+    normalised = (images_BHWC.float() - 255 * MEAN) / (255 * STD)
+    z = normalised.permute(0, 3, 1, 2).reshape(len(images_BHWC), -1) @ w["linear_in.weight"].T + w["linear_in.bias"]
+    normed = layer_norm(z, z.shape[-1:], w["layernorms.0.weight"], w["layernorms.0.bias"])
+    hidden = gelu(normed @ w["blocks.0.block.0.weight"].T + w["blocks.0.block.0.bias"])
+    z = z + hidden @ w["blocks.0.block.2.weight"].T + w["blocks.0.block.2.bias"]
+    return z @ w["linear_out.weight"].T + w["linear_out.bias"]
+
+
+def test_an_imported_folder_is_evaluated_probed_and_drawn(
+    shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, file, out = (
+        public_weights(),
+        tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights",
+        tmp_path / "folder",
+    )
+    torch.save({"state_dict": weights}, file)
+    words = ["import", str(file), "--out", str(out), "--classes", str(shapes), "--name", "imagenet21"]
+    for _ in range(2):  # typed again, it is done before
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert f"{out}: B-1/Wi-12 of scaling_mlps, 16 px, 8 classes, 10,568 parameters" in said
+        assert "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it" in said
+        assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
+    card = read_card(out)
+    assert card.dataset == "imagenet21" and card.fed_interpolation == "area"
+    assert (card.stored_crop, card.stored_interpolation) == ("longer_side", "area")
+
+    world = World(rank=0, local_rank=0, num_ranks=1)
+    silent = TrackingSettings(enabled=False)
+    scores = evaluate_checkpoint(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent), world)
+    assert scores is not None
+    reader = open_split(shapes, load_manifest(shapes), "val")
+    logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))
+    labels = torch.from_numpy(reader.labels).long()
+    assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
+    assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+
+    result = probe(
+        ProbeSettings(
+            run_dir=str(tmp_path / "probe"),
+            pretrained=str(out),
+            dataset=str(other_shapes),
+            tracking=silent,
+            epochs=(2,),
+        ),
+        world,
+    )
+    assert result is not None and 0 <= result["test_top1"] <= 1
+    card = read_card(tmp_path / "probe")
+    assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == ("center", "bicubic", "area")
+    assert np.allclose(first_layer(out), weights["linear_in.weight"].view(-1, 3, 16, 16).amax(dim=1).numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words", "expected"),
+    [
+        ("B-1_res_16_cifar10_epochs_20_weights", {}, [], (0.4914, 0.2470)),
+        ("w", {"architecture": "B_1", "dataset": "stl10"}, [], (0.4914, 0.2471)),
+        ("w", {}, ["--mean", "0.1", "0.2", "0.3", "--std", "0.4", "0.5", "0.6"], (0.1, 0.4)),
+    ],
+)
+def test_the_normalisation_is_of_the_command_line_the_name_or_the_config(
+    tmp_path: Path, name: str, config: dict[str, str], words: list[str], expected: tuple[float, float]
+) -> None:
+    torch.save(public_weights(), tmp_path / name)
+    (tmp_path / "config.txt").write_text(json.dumps(config | {"act": "relu"} if config else config))
+    assert main(["import", str(tmp_path / name), "--out", str(tmp_path / "out"), *words]) == 0
+    card = read_card(tmp_path / "out")
+    assert (card.channel_mean[0], card.channel_std[0]) == pytest.approx(expected, abs=1e-4)
+    assert card.classes[:2] == ("class_00000", "class_00001") and len(card.classes) == 8
+    assert isinstance(card.model, MlpSpec) and card.model.activation == ("relu" if config else "gelu")
+
+
+def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = MlpMixer(num_classes=2, img_size=16, patch_size=8, num_blocks=1, embed_dim=8).eval()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    words = ["import", str(tmp_path / "pytorch_model.bin"), "--out"]
+    assert main([*words, str(tmp_path / "plain")]) == 0
+    card = read_card(tmp_path / "plain")
+    assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == ((0.5, 0.5, 0.5), None, "bicubic")
+    said = capsys.readouterr().out
+    assert (
+        "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are wrong: --activa" in said
+    )
+    assert "timm's transform: interpolation bicubic, crop_pct 0.875 (the usual of timm; kept in config.json" in said
+    cfg = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0], "label_names": ["ant", "bee"]}
+    cfg |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_b16_224", "pretrained_cfg": cfg}))
+    assert main([*words, str(tmp_path / "hub")]) == 0
+    assert "of the config beside the file" in capsys.readouterr().out
+    card, ours = load_folder(tmp_path / "hub")
+    assert (card.channel_mean, card.channel_std, card.classes) == ((0.0,) * 3, (1.0,) * 3, ("ant", "bee"))
+    assert card.fed_interpolation == "bilinear"
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(ours.eval()(images), theirs(images))
+    for folder, transform in (("plain", ("bicubic", 0.875, "center")), ("hub", ("bilinear", 0.9, "squash"))):
+        timms = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
+        found = timm.data.resolve_model_data_config(timms)
+        assert (found["interpolation"], found["crop_pct"], found["crop_mode"]) == transform
+
+
+def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = public_weights()
+    average = {name: tensor / 2 for name, tensor in raw.items()}
+    torch.save({"state_dict": raw, "state_dict_ema": average}, tmp_path / "w")
+    for words, taken, said in (
+        ([], average, "--weights raw takes"),
+        (["--weights", "raw"], raw, "--weights ema takes"),
+    ):
+        out = tmp_path / f"out{len(words)}"
+        assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0
+        assert said in capsys.readouterr().out
+        card, model = load_folder(out)
+        assert torch.equal(model.state_dict()["head.weight"], taken["linear_out.weight"])
+        assert ("running average" in card.origin) == (not words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--classes", "9"], "--classes: 9, but the last layer has 8"),
+        (["--classes", "names.txt"], "--classes: names.txt names 'crane' twice"),
+        (["--classes", "short.txt"], "--classes: short.txt names 1, but the last layer has 8"),
+        (["--mean", "0.5", "0.5", "0.5"], "--mean and --std: one is given without the other"),
+        (["--mean", "124", "116", "104", "--std", "58", "57", "57"], "--mean: 124 116 104 is not on the scale 0..1"),
+        (["--mean", "0", "0", "0", "--std", "0", "1", "1"], "--std: 0 1 1 is not on the scale 0..1"),
+        (["--activation", "swish"], "activation: 'swish' is not one of gelu, relu"),
+        (["--out", "full"], "out: full exists and is something else; name another directory"),
+        (["--out", "weights"], "out: weights exists and is something else"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(public_weights(), "weights")
+    Path("names.txt").write_text("crane\n" * 8)
+    Path("short.txt").write_text("crane\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["import", "weights", "--out", "out", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"pretrain: {message}")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,182 @@
+"""A sample that turns out unreadable while training: stood in for alike by every world, named once, left out of scores; too many
+end the run, on all ranks at the same step.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.cli import main as data_prep
+from data_prep.manifest import DatasetError, load_index, load_manifest, load_paths
+from pretrain.data.bad_samples import BadSamples, TooManyBadSamples, check_share
+from pretrain.data.loader import Batch, as_stored, evaluation_batches, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import ShardReader, open_split
+from pretrain.ranks.world import World
+from tests.training import finish, start, write_config
+
+BAD = (3, 64, 130)
+
+
+@pytest.fixture(scope="module")
+def dataset(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 JPEGs in shards of 50, three of them overwritten after they were packed."""
+    out = tmp_path_factory.mktemp("bad") / "shapes"
+    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
+    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
+    for sample in BAD:
+        damage(out, sample)
+    return out
+
+
+def damage(directory: Path, sample: int, split: str = "train") -> None:
+    shard = load_manifest(directory).split(split).shards[sample // 50]
+    offset = int(load_index(directory, shard)[sample % 50, 0])
+    with open(directory / shard.file, "r+b") as file:
+        file.seek(offset)
+        file.write(b"no picture")
+
+
+@pytest.fixture
+def reader(dataset: Path) -> ShardReader:
+    return open_split(dataset, load_manifest(dataset), "train")
+
+
+def epoch_of(reader: ShardReader, *, ranks: int, log: Path | None = None) -> dict[int, tuple[torch.Tensor, int]]:
+    """(picture, label) that training saw in the place of each sample."""
+    plan, order = BatchPlan(60, 60 // ranks, ranks), Order(reader.num_samples, 2)
+    found, num_bad = {}, 0
+    for rank in range(ranks):
+        with training_batches(
+            reader,
+            order,
+            plan,
+            rank=rank,
+            consumed=0,
+            num_threads=2,
+            prefetch=2,
+            pin=False,
+            finish=as_stored,
+            bad_samples=BadSamples(reader, log=log),
+        ) as batches:
+            for _ in range(4):
+                batch: Batch = next(batches)
+                num_bad += batch.num_bad
+                for sample, picture, label in zip(batch.samples, batch.images_BHWC, batch.labels_B, strict=True):
+                    found[int(sample)] = (picture, int(label))
+    assert num_bad == len(BAD) and len(found) == 240
+    return found
+
+
+def test_every_world_trains_on_the_same_stand_ins_with_their_labels(reader: ShardReader) -> None:
+    one, four = epoch_of(reader, ranks=1), epoch_of(reader, ranks=4)
+    for sample in range(240):
+        assert torch.equal(one[sample][0], four[sample][0]) and one[sample][1] == four[sample][1]
+    good = [sample for sample in range(240) if sample not in BAD]
+    whole = dict(zip(good, reader.images(np.array(good)), strict=True))
+    for sample in good:
+        assert torch.equal(one[sample][0], whole[sample]) and one[sample][1] == reader.labels[sample]
+    for sample in BAD:
+        same = [other for other in good if torch.equal(whole[other], one[sample][0])]
+        assert len(same) == 1 and same[0] // 50 == sample // 50  # of the same shard
+        assert one[sample][1] == reader.labels[same[0]]
+
+
+def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
+    fold = np.array([BAD[0], 0, 60, 119, 200])
+    assert len(set(fold.tolist()) & set(BAD)) == 1
+    ids = np.full(1, BAD[0])
+    batch = reader.empty(1)
+    shown = BadSamples(reader, chosen=fold).replace(reader.read(reader.locate(ids), batch), ids, batch)
+    assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
+
+
+def test_each_is_logged_once_with_its_shard_and_key(
+    reader: ShardReader, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "bad" / "rank-0.jsonl"
+    epoch_of(reader, ranks=1, log=log)
+    lines = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["sample"])
+    assert [line["sample"] for line in lines] == list(BAD)
+    for line in lines:
+        shard = load_manifest(dataset).split("train").shards[line["sample"] // 50]
+        assert line["shard"] == shard.name
+        assert line["key"] == load_paths(dataset, shard)[line["sample"] % 50]
+        assert line["reason"].startswith("not_an_image")
+        assert line["stand_in"] not in BAD
+    assert capsys.readouterr().err.count("bad sample: ") == len(BAD)
+
+
+def test_evaluation_leaves_it_out_and_says_so(
+    dataset: Path, reader: ShardReader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ranks in (1, 3):
+        counted, num_bad = [], 0
+        for rank in range(ranks):
+            with evaluation_batches(reader, local_batch_size=37, world=World(rank, rank, ranks)) as batches:
+                for batch in batches:
+                    assert batch.mask_B is not None
+                    counted += batch.samples[batch.mask_B.numpy()].tolist()
+                    num_bad += batch.num_bad
+        assert sorted(counted) == [sample for sample in range(240) if sample not in BAD]
+        assert num_bad == len(BAD)
+    assert "it is left out of the score" in capsys.readouterr().err
+
+
+def test_a_bad_last_sample_is_named_once_however_often_it_pads(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shapes"
+    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
+    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
+    damage(out, 71, split="val")
+    reader = open_split(out, load_manifest(out), "val")
+    capsys.readouterr()
+    with evaluation_batches(reader, local_batch_size=100, world=World(0, 0, 1)) as batches:
+        (batch,) = batches
+    assert batch.mask_B is not None and int(batch.mask_B.sum()) == 71 and batch.num_bad == 1
+    assert capsys.readouterr().err.count("bad sample: ") == 1
+
+
+def test_whoever_asks_for_the_pictures_themselves_gets_an_error(reader: ShardReader) -> None:
+    with pytest.raises(DatasetError, match="does not decode"):
+        reader.images(np.array([2, 3]))
+
+
+def test_a_shard_without_one_good_picture_is_an_error(shapes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "shapes"
+    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
+    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
+    for sample in range(100, 150):
+        damage(out, sample)
+    reader = open_split(out, load_manifest(out), "train")
+    ids = np.array([120])
+    batch = reader.empty(1)
+    with pytest.raises(DatasetError, match="nor do others of that shard"):
+        BadSamples(reader).replace(reader.read(reader.locate(ids), batch), ids, batch)
+
+
+def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() -> None:
+    check_share(10, num_seen=50, num_samples=10_000, max_share=0.001)
+    check_share(30, num_seen=30_000, num_samples=10_000, max_share=0.001)
+    for num_bad, num_seen in [(11, 50), (31, 30_000)]:
+        with pytest.raises(TooManyBadSamples, match=r"more than data\.max_bad_share=0\.001 allows"):
+            check_share(num_bad, num_seen=num_seen, num_samples=10_000, max_share=0.001)
+
+
+def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(dataset: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, dataset=dataset)
+    words = ["train.duration=2 epochs", "train.eval_every=1000 steps", "data.check=none"]
+    output = finish(start(config, tmp_path / "few", "data.max_bad_share=0.02", *words))
+    assert output.count("bad sample: ") in range(3, 7) and "finished" in output
+    logs = sorted((tmp_path / "few" / "bad_samples").iterdir())
+    found = {json.loads(line)["sample"] for log in logs for line in log.read_text().splitlines()}
+    assert found == set(BAD)
+    process = start(config, tmp_path / "many", "data.max_bad_share=0.005", *words)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "2 of" in output and "more than data.max_bad_share=0.005 allows" in output
+    assert "Traceback" not in output

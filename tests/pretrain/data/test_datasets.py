@@ -1,0 +1,129 @@
+"""What a run trains on: several datasets as one, with one list of classes, one hash and one set of statistics."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.cli import main as data_prep
+from data_prep.manifest import load_manifest
+from pretrain.config import DataSettings, MixedDataset
+from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.order import BatchPlan
+from pretrain.data.shards import ShardReader, open_split
+from tests.data_prep.samples import write_classes
+from tests.training import finish, start, write_config
+
+
+def folder_dataset(root: Path, counts: dict[str, int], *, size: int = 16) -> Path:
+    source = write_classes(root / "source", counts)
+    words = [f"source.path={source}", f"out={root / 'packed'}", f"image_size={size}", "num_workers=1"]
+    assert data_prep(["build", "--source", "folder", *words]) == 0
+    return root / "packed"
+
+
+@pytest.fixture(scope="module")
+def animals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(ant, bee, cat) and (bee, dog): they share a class."""
+    root = tmp_path_factory.mktemp("animals")
+    return (
+        folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}),
+        folder_dataset(root / "two", {"bee": 5, "dog": 14}),
+    )
+
+
+def mixed(animals: tuple[Path, Path], *, weights: tuple[float, float] | None = None) -> TrainingData:
+    one, two = weights or (None, None)
+    also = (MixedDataset(dataset=str(animals[1]), weight=two),)
+    return load_training_data(DataSettings(dataset=str(animals[0]), eval_split=None, also=also, weight=one))
+
+
+def test_classes_of_the_same_name_are_one_class(animals: tuple[Path, Path]) -> None:
+    data = mixed(animals)
+    assert data.classes == ("ant", "bee", "cat", "dog")
+    reader = ShardReader(data.parts)
+    assert reader.num_samples == data.num_samples == 47
+    assert np.bincount(reader.labels).tolist() == [12, 14, 7, 14]
+    for first, directory in ((0, animals[0]), (28, animals[1])):
+        alone = open_split(directory, load_manifest(directory), "train")
+        ids = np.arange(alone.num_samples)
+        assert torch.equal(reader.images(first + ids), alone.images(ids))
+        names = load_manifest(directory).classes
+        assert [data.classes[label] for label in reader.locate(first + ids).labels] == [
+            names[label] for label in alone.labels
+        ]
+
+
+def test_without_weights_every_sample_comes_once_an_epoch(animals: tuple[Path, Path]) -> None:
+    data = mixed(animals)
+    line, length = data.order(seed=3, global_batch_size=8), data.epoch_size(global_batch_size=8)
+    for epoch in range(3):
+        _, samples = line.locate(np.arange(epoch * length, (epoch + 1) * length))
+        assert sorted(samples.tolist()) == list(range(47))
+
+
+def test_weights_are_shares_of_the_training(animals: tuple[Path, Path]) -> None:
+    data = mixed(animals, weights=(1.0, 3.0))
+    _, samples = data.order(seed=3, global_batch_size=8).locate(np.arange(4000))
+    assert (samples < 28).sum() == 1000
+
+
+def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[Path, Path]) -> None:
+    data = mixed(animals, weights=(1.0, 3.0))
+    pixels = []
+    for directory, times in zip(animals, (3 * 19, 28 * 3 * 3), strict=True):  # so often that the shares are 1 to 3
+        images = open_split(directory, load_manifest(directory), "train")
+        values = images.images(np.arange(images.num_samples)).double().view(-1, 3) / 255
+        pixels.append((values, times))
+    total = sum(len(values) * times for values, times in pixels)
+    mean = sum(values.sum(dim=0) * times for values, times in pixels) / total
+    square = sum((values**2).sum(dim=0) * times for values, times in pixels) / total
+    found_mean, found_std = data.channel_statistics
+    np.testing.assert_allclose(found_mean, mean, atol=1e-6)
+    np.testing.assert_allclose(found_std, (square - mean**2).sqrt(), atol=1e-5)
+
+
+def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) -> None:
+    alone = load_training_data(DataSettings(dataset=str(animals[0]), eval_split=None))
+    assert alone.content_hash == load_manifest(animals[0]).content_hash
+    assert alone.pixels_hash == load_manifest(animals[0]).pixels_hash
+    as_read = [{"crop": "squash"}, {"interpolation": "area"}, {"channel_mean": (0.0, 0.0, 0.0)}, {"image_size": 9}, {}]
+    manifests = [load_manifest(animals[0]).model_copy(update=change) for change in as_read]
+    assert len({manifest.pixels_hash for manifest in manifests}) == 5 and manifests[-1].pixels_hash == alone.pixels_hash
+    found = [alone, mixed(animals), mixed(animals, weights=(1.0, 1.0)), mixed((animals[1], animals[0]))]
+    assert len({data.content_hash for data in found} | {data.pixels_hash for data in found}) == 8
+
+
+def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:
+    small = folder_dataset(tmp_path, {"ant": 3}, size=8)
+    with pytest.raises(
+        ValueError, match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew"
+    ):
+        mixed((animals[0], small))
+
+
+def test_two_ranks_train_on_a_mixture_and_judge_the_first(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, dataset=shapes)
+    also = f"data.also=[{{dataset: {other_shapes}, weight: 1}}]"
+    words = [also, "data.weight=2", "train.duration=12 steps", "train.eval_every=12 steps"]
+    assert "finished" in finish(start(config, tmp_path / "run", *words))
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    classes = json.loads((newest / "config.json").read_text())["classes"]
+    assert len(classes) == 13 and classes[:8] == list(load_manifest(shapes).classes)
+
+
+def test_the_plan_of_batches_does_not_know_of_mixtures(animals: tuple[Path, Path]) -> None:
+    """Any world, resumed anywhere, sees the one line of the mixture."""
+    line = mixed(animals, weights=(2.0, 1.0)).order(seed=5, global_batch_size=12)
+    whole = line.locate(np.arange(12 * 9))[1].reshape(9, 12)
+    for ranks, local in ((1, 12), (2, 3), (3, 4), (6, 1)):
+        plan = BatchPlan(12, local, ranks)
+        for step in range(9):
+            positions = [
+                plan.positions(consumed=12 * step, micro_step=micro_step, rank=rank)
+                for micro_step in range(plan.accumulation_steps)
+                for rank in range(ranks)
+            ]
+            assert np.array_equal(line.locate(np.concatenate(positions))[1], whole[step])

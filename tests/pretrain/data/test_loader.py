@@ -1,0 +1,172 @@
+"""The loader gives each rank its slice of the one sequence, from any position, and leaves no thread behind."""
+
+import threading
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.manifest import DatasetError, load_manifest
+from pretrain.data.loader import LOOK_AHEAD, Batch, as_stored, evaluation_batches, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shards import Places, ShardReader, open_split
+from pretrain.ranks.world import World
+
+
+@pytest.fixture(scope="module")
+def reader(shapes: Path) -> ShardReader:
+    return open_split(shapes, load_manifest(shapes), "train")
+
+
+def samples_of(
+    reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
+) -> list[int]:
+    """The samples of `steps` global batches of 24, in the order of their positions."""
+    plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(ranks):
+        with training_batches(
+            reader,
+            order,
+            plan,
+            rank=rank,
+            consumed=consumed,
+            num_threads=threads,
+            prefetch=3,
+            pin=False,
+            finish=as_stored,
+        ) as batches:
+            for step in range(steps):
+                for micro_step in range(plan.accumulation_steps):
+                    batch = next(batches)
+                    assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
+                    rows[step, micro_step, rank] = batch.samples.tolist()
+    return [sample for key in sorted(rows) for sample in rows[key]]
+
+
+def test_every_world_and_thread_count_reads_the_same_sequence(reader: ShardReader) -> None:
+    straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
+    assert sorted(straight[:240]) == list(range(240))
+    for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
+        assert samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads) == straight
+
+
+def test_a_resume_at_another_world_size_continues_the_sequence(reader: ShardReader) -> None:
+    straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
+    assert samples_of(reader, ranks=3, local=8, consumed=24 * 7, steps=13) == straight[24 * 7 :]
+
+
+def test_closing_ends_all_threads(reader: ShardReader) -> None:
+    samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=4)
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+
+
+def test_an_error_while_loading_reaches_the_trainer(reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(ids: np.ndarray, batch: object) -> None:
+        raise DatasetError("shard 3: sample 7 does not decode")
+
+    monkeypatch.setattr(reader, "read", broken)
+    with pytest.raises(DatasetError, match="sample 7 does not decode"):
+        samples_of(reader, ranks=1, local=24, consumed=0, steps=1)
+
+
+def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader) -> None:
+    for ranks in (1, 2, 3, 7):
+        seen = []
+        for rank in range(ranks):
+            with evaluation_batches(reader, local_batch_size=11, world=World(rank, rank, ranks)) as batches:
+                for batch in batches:
+                    assert batch.mask_B is not None
+                    seen += batch.samples[batch.mask_B.numpy()].tolist()
+        assert sorted(seen) == list(range(240))
+
+
+class FarAway:
+    """Stands for a reader of remote shards; reads only what has been asked for last."""
+
+    is_remote, decodes = True, False
+
+    def __init__(self) -> None:
+        self.asked: list[np.ndarray] = []
+
+    def fetch_ahead(self, ids: np.ndarray) -> None:
+        self.asked.append(ids)
+
+    def locate(self, ids: np.ndarray) -> Places:
+        return Places(ids, *[np.zeros_like(ids)] * 4)
+
+    def empty(self, count: int, *, pin: bool) -> torch.Tensor:
+        return torch.empty(count, 1, 1, 3, dtype=torch.uint8, pin_memory=pin)
+
+    def read(self, places: Places, batch: torch.Tensor) -> list[object]:
+        batch.zero_()
+        assert np.isin(places.ids, self.asked[-1]).all(), places.ids
+        return []
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 16), (64, 16), (256, 256)])
+def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: int, local: int) -> None:
+    far, plan, steps = FarAway(), BatchPlan(ranks * local, local, ranks), 70
+    with training_batches(
+        cast(ShardReader, far),
+        Order(10**8, 3, "none"),
+        plan,
+        rank=ranks - 1,
+        consumed=0,
+        num_threads=1,
+        prefetch=1,
+        pin=False,
+        finish=as_stored,
+    ) as batches:
+        for _ in range(steps):
+            next(batches)
+    assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
+    assert len(far.asked[0]) >= 2 * plan.global_batch_size  # the next step is on its way, too
+
+
+def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
+    """Asked after torch has worked in the thread: it is then that a new thread takes the number of the process."""
+
+    def threads_of_torch(batch: Batch) -> int:
+        assert int(batch.images_BHWC.long().sum()) > 0
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with training_batches(
+            reader,
+            Order(reader.num_samples, 9),
+            BatchPlan(240, 240, 1),
+            rank=0,
+            consumed=0,
+            num_threads=2,
+            prefetch=3,
+            pin=False,
+            finish=threads_of_torch,
+        ) as batches:
+            assert [next(batches) for _ in range(8)] == [1] * 8
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_threads_that_cannot_begin_are_an_error_and_no_wait(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls = []
+    real = torch.set_num_threads
+
+    def refuse(number: int) -> None:
+        calls.append(number)
+        if len(calls) == failing:
+            raise RuntimeError("no such device")
+        real(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    with pytest.raises(RuntimeError, match="no such device"):
+        samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=2)
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())

@@ -1,0 +1,156 @@
+"""The order contract: every sample exactly once per epoch, the same global batches for every world, resume anywhere."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pretrain.config import LastBatch
+from pretrain.data.order import BatchPlan, Order, epoch_length, evaluation_slices, permute
+
+SIZES = [*range(1, 130), 255, 256, 257, 1000, 4099]
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**62])
+def test_permute_is_a_permutation_at_every_size(key: int) -> None:
+    for size in SIZES:
+        assert np.array_equal(np.sort(permute(np.arange(size), size=size, key=key)), np.arange(size)), size
+
+
+def test_keys_give_different_permutations_without_a_pattern() -> None:
+    """Over many keys every value comes to every place about equally often (chi-square against uniform, 8 x 8 cells)."""
+    size, keys = 8, 4000
+    counts = np.zeros((size, size))
+    for key in range(keys):
+        counts[np.arange(size), permute(np.arange(size), size=size, key=key)] += 1
+    expected = keys / size
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 120  # 49 degrees of freedom: mean 49, standard deviation 10
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_every_epoch_holds_every_sample_once(shuffle: str) -> None:
+    for size, (block_size, window_blocks) in itertools.product(SIZES, [(1, 1), (3, 2), (16, 4), (64, 100)]):
+        order = Order(size, 7, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
+        epochs, samples = order.locate(np.arange(3 * size))
+        for epoch in range(3):
+            assert np.array_equal(np.sort(samples[epochs == epoch]), np.arange(size)), (size, block_size, window_blocks)
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_epochs_and_seeds_differ(shuffle: str) -> None:
+    order = Order(500, 7, shuffle, 16, 4)  # type: ignore[arg-type]
+    _, samples = order.locate(np.arange(1000))
+    assert not np.array_equal(samples[:500], samples[500:])
+    _, others = Order(500, 8, shuffle, 16, 4).locate(np.arange(500))  # type: ignore[arg-type]
+    assert not np.array_equal(samples[:500], others)
+
+
+def test_a_position_does_not_depend_on_what_else_is_asked_for() -> None:
+    order = Order(301, 3, "block", 8, 3)
+    _, together = order.locate(np.arange(700))
+    one_by_one = [int(order.locate(np.array([place]))[1][0]) for place in range(700)]
+    assert together.tolist() == one_by_one
+
+
+def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
+    order = Order(6400, 1, "block", 64, 4)
+    _, samples = order.locate(np.arange(6400))
+    for window in np.split(samples, 25):
+        # 4 blocks of 64 neighbours, shifted as one: at most 5 aligned blocks each
+        assert len(np.unique(window // 64)) <= 8
+
+
+@pytest.mark.parametrize("global_batch", [24, 48])
+def test_all_worlds_see_the_same_global_batches(global_batch: int) -> None:
+    worlds = [
+        (ranks, local) for ranks in (1, 2, 3, 4, 6) for local in (1, 2, 4, 8) if global_batch % (ranks * local) == 0
+    ]
+    assert len(worlds) > 8
+    for ranks, local in worlds:
+        plan = BatchPlan(global_batch, local, ranks)
+        for consumed in (0, 7 * global_batch):
+            parts = [
+                plan.positions(consumed=consumed, micro_step=micro_step, rank=rank)
+                for micro_step in range(plan.accumulation_steps)
+                for rank in range(ranks)
+            ]
+            assert np.array_equal(np.concatenate(parts), np.arange(consumed, consumed + global_batch))
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "drop", "pad"])
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_every_small_world_resumed_anywhere_continues_the_one_sequence(last_batch: LastBatch, shuffle: str) -> None:
+    """All sizes up to 7, all batches up to 6, all worlds that divide them; cut after every sample, gone on with by all."""
+    for size, batch in itertools.product(range(1, 8), range(1, 7)):
+        length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)
+        if length == 0:
+            assert last_batch == "drop" and size < batch
+            continue
+        order = Order(size, 5, shuffle, 3, 2, length)  # type: ignore[arg-type]
+        steps = 2 * -(-length // batch) + 1
+        line = order.locate(np.arange(steps * batch))[1]
+        for ranks, local in worlds_of(batch):
+            plan = BatchPlan(batch, local, ranks)
+            for consumed in range(len(line) - batch + 1):
+                of_rank = [
+                    itertools.islice(plan.sequence(consumed=consumed, rank=rank), plan.accumulation_steps)
+                    for rank in range(ranks)
+                ]
+                positions = np.concatenate([part for parts in zip(*of_rank, strict=True) for part in parts])
+                seen = order.locate(positions)[1]
+                assert np.array_equal(seen, line[consumed : consumed + batch]), (size, batch, ranks, local, consumed)
+
+
+def worlds_of(batch: int) -> list[tuple[int, int]]:
+    """(ranks, local batch size) of every way to cut a global batch."""
+    cuts = range(1, batch + 1)
+    return [(ranks, local) for ranks, local in itertools.product(cuts, cuts) if batch % (ranks * local) == 0]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
+    for size, batch in itertools.product([5, 12, 37, 100], [1, 4, 9, 12]):
+        for last_batch, expected in (
+            ("carry", size),
+            ("drop", size // batch * batch),
+            ("pad", -(-size // batch) * batch),
+        ):
+            length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)  # type: ignore[arg-type]
+            assert length == expected
+            if length == 0:
+                continue
+            epochs, samples = Order(size, 3, shuffle, 8, 2, length).locate(np.arange(3 * length))  # type: ignore[arg-type]
+            for epoch in range(3):
+                here = samples[epochs == epoch]
+                assert len(here) == length
+                assert len(np.unique(here[:size])) == min(size, length)  # none twice before all have come
+                assert here[size:].tolist() == np.resize(here[:size], max(0, length - size)).tolist()
+
+
+def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
+    epochs, samples = Order(37, 3, "full", length=36).locate(np.arange(36 * 60))
+    left_out = {int((set(range(37)) - set(samples[epochs == epoch].tolist())).pop()) for epoch in range(60)}
+    assert len(left_out) > 20
+
+
+def test_evaluation_covers_every_sample_once_with_equal_steps() -> None:
+    for samples, local, ranks in itertools.product([1, 2, 7, 64, 65], [1, 3, 8], [1, 2, 3, 5]):
+        of_rank = [
+            evaluation_slices(num_samples=samples, local_batch_size=local, num_ranks=ranks, rank=rank)
+            for rank in range(ranks)
+        ]
+        assert len({len(slices) for slices in of_rank}) == 1
+        assert all(len(ids) == local for slices in of_rank for ids, _ in slices)
+        seen = np.concatenate([ids[mask] for slices in of_rank for ids, mask in slices])
+        assert np.array_equal(np.sort(seen), np.arange(samples))
+
+
+def test_the_order_of_this_version_is_this_order() -> None:
+    """A literal: a checkpoint made today must find the same order tomorrow."""
+    assert permute(np.arange(10), size=10, key=1).tolist() == LITERAL_FULL
+    assert Order(10, 1, "block", 3, 2).locate(np.arange(10))[1].tolist() == LITERAL_BLOCK
+
+
+LITERAL_FULL = [5, 2, 1, 8, 9, 7, 6, 4, 3, 0]
+LITERAL_BLOCK = [5, 0, 1, 2, 3, 4, 9, 8, 7, 6]

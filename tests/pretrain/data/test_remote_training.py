@@ -1,0 +1,210 @@
+"""Stock WebDatasets behind a network, trained on after `data_prep index`: what is read is what a local copy would give, within the
+bound of the cache, and credentials are written nowhere.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.manifest import load_manifest
+from data_prep.settings import UserError
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.config import DataSettings
+from pretrain.data.loader import as_stored, training_batches
+from pretrain.data.order import BatchPlan, Order
+from pretrain.data.shard_cache import ShardCache
+from pretrain.data.shard_cache.fetching import Patience
+from pretrain.data.shards import ShardReader, open_split
+from pretrain.tracking.page import shown_command
+from tests.data_prep.samples import encoded, files_of, picture
+from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
+from tests.training import finish, start, write_config
+
+NUM_SHARDS, PER_SHARD = 8, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As stock WebDataset writers leave them: JPEGs and labels, in tars of about the same size."""
+    root = tmp_path_factory.mktemp("stock")
+    for number in range(NUM_SHARDS):
+        samples = [
+            {"__key__": f"{number}-{row}", "jpg": encoded(picture(seed=100 * number + row)), "cls": (number + row) % 4}
+            for row in range(PER_SHARD)
+        ]
+        write_stock(root / f"s-{number:03d}.tar", samples)
+    return root
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Web]]:
+    forget_credentials(monkeypatch)
+    with web(folder) as found:
+        yield found
+
+
+def pattern(address: str) -> str:
+    return f"{address}/s-{{000..{NUM_SHARDS - 1:03d}}}.tar"
+
+
+def shard_bytes(dataset: Path) -> int:
+    return max(shard.num_bytes for shard in load_manifest(dataset).splits["train"].shards)
+
+
+@pytest.fixture
+def remote(server: tuple[str, Web], tmp_path: Path) -> Path:
+    assert index(tmp_path / "remote", pattern(server[0])) == 0
+    server[1].gets.clear()
+    return tmp_path / "remote"
+
+
+def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
+    folder: Path, remote: Path, server: tuple[str, Web], tmp_path: Path
+) -> None:
+    assert index(tmp_path / "local", f"{folder}/s-*.tar") == 0
+    local = open_split(tmp_path / "local", load_manifest(tmp_path / "local"), "train", image_size=16)
+    whole = local.images(np.arange(local.num_samples))
+    room = 3 * shard_bytes(remote)
+    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={})) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        for _ in range(2):
+            for start_id in range(0, reader.num_samples, PER_SHARD):
+                ids = np.arange(start_id, start_id + PER_SHARD)
+                reader.fetch_ahead(ids)
+                assert torch.equal(reader.images(ids), whole[ids])
+                assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")) <= room
+        reader.close()
+    assert min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS  # some came twice: evicted
+
+
+def batches_of(reader: ShardReader, order: Order, *, steps: int) -> list[list[int]]:
+    plan = BatchPlan(12, 12, 1)
+    with training_batches(
+        reader, order, plan, rank=0, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
+    ) as batches:
+        return [next(batches).samples.tolist() for _ in range(steps)]
+
+
+def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
+    with closing(ShardCache(tmp_path / "cache", max_bytes=10**9, storage={})) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        found = batches_of(reader, Order(reader.num_samples, 3), steps=16)
+        reader.close()
+    assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
+    assert list(server[1].gets.values()) == [1] * NUM_SHARDS
+
+
+def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
+    monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
+    room, quick = 4 * shard_bytes(remote), Patience(wait_s=3)
+    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=quick)) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        order, plan = Order(reader.num_samples, 3, "none"), BatchPlan(12, 6, 2)
+        with training_batches(
+            reader, order, plan, rank=1, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
+        ) as batches:
+            found = [next(batches).samples.tolist() for _ in range(2 * NUM_SHARDS)]
+        reader.close()
+    assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
+
+
+def test_training_and_evaluation_share_a_cache_that_holds_either(remote: Path, tmp_path: Path) -> None:
+    """What one reader keeps for later makes room for what the other needs now."""
+    quick = Patience(wait_s=3)
+    with closing(
+        ShardCache(tmp_path / "cache", max_bytes=4 * shard_bytes(remote), storage={}, patience=quick)
+    ) as cache:
+        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache) for _ in range(2)]
+        ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
+        found = []
+        for _ in range(2):
+            for reader, mine in zip(readers, ids, strict=True):
+                reader.fetch_ahead(mine)
+                found.append([reader.images(part) for part in np.split(mine, 3)])
+        assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
+        for reader in readers:
+            reader.close()
+
+
+def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
+    with closing(ShardCache(tmp_path / "cache", max_bytes=3 * shard_bytes(remote), storage={})) as cache:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+        with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
+            batches_of(reader, Order(reader.num_samples, 3), steps=1)
+
+
+def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
+    folder: Path, remote: Path, tmp_path: Path
+) -> None:
+    """The order was keyed by the manifest's hash, which covers addresses: the same shards on disk trained otherwise, and the run
+    refused them."""
+    local = tmp_path / "local"
+    assert index(local, f"{folder}/s-00*.tar", "name=of-the-disk") == 0
+    assert load_manifest(local).pixels_hash == load_manifest(remote).pixels_hash
+    config, run_dir = write_config(tmp_path, dataset=remote), tmp_path / "run"
+    words = [
+        "data.eval_split=train",
+        "data.image_size=16",
+        "train.duration=12 steps",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    words.append("checkpoint={every: 6 steps, keep_last: 2}")
+    finish(start(config, run_dir, *words, ranks=1))
+    whole = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
+    for dataset in (local, remote):
+        shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before the last one
+        (run_dir / "result.json").unlink()
+        assert "going on from step-00000006" in finish(
+            start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1)
+        )
+        again = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
+        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_two_ranks_train_from_a_server_that_fails_now_and_then(
+    remote: Path, server: tuple[str, Web], tmp_path: Path
+) -> None:
+    server[1].faults = {"s-001.tar": [503, "cut"], "s-004.tar": ["wrong"]}
+    config = write_config(tmp_path, dataset=remote)
+    words = ["data.eval_split=train", "data.image_size=16", "train.duration=3 epochs", "train.eval_every=1 epochs"]
+    output = finish(start(config, tmp_path / "run", *words, f"data.cache_dir={tmp_path / 'cache'}"))
+    assert "finished" in output and "bad sample" not in output
+    assert server[1].gets == {f"s-{n:03d}.tar": {1: 3, 4: 2}.get(n, 1) for n in range(NUM_SHARDS)}
+    assert len(list((tmp_path / "cache").glob("*.tar"))) == NUM_SHARDS
+
+
+def test_s3_needs_its_options_and_keeps_them_to_itself(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_credentials(monkeypatch)
+    with s3_server(folder) as storage:
+        assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={storage}") == 0
+        config = write_config(tmp_path, dataset=tmp_path / "s3")
+        words = ["data.eval_split=train", "data.image_size=16", "train.duration=5 steps", f"data.storage={storage}"]
+        cache = f"data.cache_dir={tmp_path / 'cache'}"
+        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1))
+    assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_settings_and_command_lines_are_shown_without_secrets() -> None:
+    data = DataSettings(dataset="x", storage={"secret": "secret-word"})
+    assert "secret-word" not in data.model_dump_json()
+    words = [
+        "pretrain",
+        "train",
+        "c.yaml",
+        'data.storage={"key": "me",\n"secret": "w"}',
+        "data.storage.secret=w",
+        "a=b",
+    ]
+    assert shown_command(words) == "pretrain train c.yaml data.storage=... data.storage.secret=... a=b"

@@ -1,0 +1,79 @@
+"""What a device can do: from its data sheet where its very name is there, else measured, or as the user says."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretrain.loop.evaluate import Scores
+from pretrain.loop.meter import Meter, in_words
+from pretrain.loop.peak import Peak, find_peak, listed_teraflops
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "tf32", 156),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA RTX A5000", "fp32", 27.8),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+    ],
+)
+def test_a_data_sheet_counts_for_its_very_device_alone(name: str, precision: str, teraflops: float | None) -> None:
+    assert listed_teraflops(name, precision=precision) == teraflops
+
+
+def test_what_the_user_says_counts_first() -> None:
+    assert find_peak(CPU, precision="fp32", given=1.5) == Peak(1.5, "tracking.peak_teraflops")
+
+
+def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 2 x 1024^3 operations that take 9 (the warm-up), 4, 2 and 5 s of a clock that they turn."""
+    clock, durations_s = SimpleNamespace(now_s=0.0), [9.0, 4.0, 2.0, 5.0]
+
+    def product(_left: torch.Tensor, _right: torch.Tensor, *, out: torch.Tensor) -> None:
+        clock.now_s += durations_s.pop(0)
+
+    monkeypatch.setattr(torch, "mm", product)
+    now = SimpleNamespace(monotonic=lambda: clock.now_s, perf_counter=lambda: clock.now_s)
+    monkeypatch.setattr("pretrain.loop.peak.time", now)
+    monkeypatch.setattr("pretrain.loop.peak.MEASURE_S", 10.0)
+    peak = find_peak(CPU, precision="fp32", given=None)
+    assert durations_s == [] and peak.teraflops == pytest.approx(2 * 1024**3 / 2.0 / 1e12)
+    assert str(peak) == "0.001074 per rank (measured, product of 1024 x 1024)"
+
+
+def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.loop.meter.time", SimpleNamespace(monotonic=lambda: 110.0))
+    meter = Meter(
+        global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.768, device=CPU, _wait_s=2.5, _started_s=100.0
+    )
+    for _ in range(20):
+        meter.count()
+    reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()
+    # 20 batches of 64 in 10 s are 128 images/s, of 1 + 2 billion operations each
+    assert reading["speed/images_per_s"] == 128 and reading["speed/teraflops"] == pytest.approx(0.384)
+    assert reading["speed/mfu"] == pytest.approx(0.5) and reading["speed/data_wait_share"] == 0.25
+    assert 0.01 < reading["memory/peak_rss_gb"] < 1000
+    scores = Scores(top1=0.412, top5=0.7, loss=2.1, num_samples=10)
+    assert in_words(reading, scores) == "epoch 3.1  loss 2.000  top-1 41.2 %  128 images/s  MFU 50 %"
+    assert in_words({}, None) == ""
+
+
+def test_a_rate_that_was_reached_is_the_least_that_the_peak_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.loop.meter.time", SimpleNamespace(monotonic=lambda: 110.0))
+    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.1, device=CPU, _started_s=100.0)
+    for _ in range(20):
+        meter.count()
+    assert meter.reading()["speed/mfu"] == 1

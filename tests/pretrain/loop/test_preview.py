@@ -1,0 +1,95 @@
+"""The preview shows the very pictures and labels that a run is fed."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_prep.images.sheet import CELL, HEAD, MARGIN
+from data_prep.manifest import load_manifest
+from data_prep.settings import load_settings
+from pretrain.augment.augmentation import Prepared
+from pretrain.cli import main
+from pretrain.config import AugmentSettings, DataSettings, PretrainSettings
+from pretrain.data.datasets import load_training_data
+from pretrain.data.shards import open_split
+from pretrain.loop.preview import preview
+from pretrain.tracking.pictures import labels_of, recipe
+from tests.training import write_config
+
+PLAIN = ("augment={flip_probability: 0}", "run_dir=runs/tiny")
+
+
+def test_without_augmentation_it_shows_the_stored_pictures_in_the_order_of_the_epoch(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = write_config(tmp_path, dataset=shapes), tmp_path / "sheet.png"
+    assert main(["preview", str(config), *PLAIN, "--count", "4", "--epoch", "2", "--out", str(out)]) == 0
+    assert f"{out}: 4 pictures" in capsys.readouterr().out
+    sheet = np.asarray(Image.open(out))
+    side = 16 * -(-CELL // 16)
+    cell = sheet[MARGIN + HEAD : MARGIN + HEAD + side, MARGIN : MARGIN + side]
+    shown = torch.from_numpy(cell[:: side // 16, :: side // 16].copy())
+
+    data = load_training_data(DataSettings(dataset=str(shapes)))
+    _, samples = data.order(seed=0, global_batch_size=16).locate(np.array([2 * 240]))
+    stored = open_split(shapes, load_manifest(shapes), "train").images(samples)[0]
+    assert torch.equal(shown, stored)
+
+
+def test_mixed_labels_stand_with_their_shares() -> None:
+    labels, others = torch.tensor([0, 1]), torch.tensor([1, 0])
+    prepared = Prepared(torch.zeros(2, 3, 4, 4), labels, others, torch.tensor([0.7, 0.25]))
+    assert labels_of(prepared, ("cat", "dog")) == ["70% cat\n30% dog", "25% dog\n75% cat"]
+    assert labels_of(Prepared(torch.zeros(2, 3, 4, 4), labels), ("cat", "dog")) == ["cat", "dog"]
+
+
+def test_the_recipe_is_said_in_the_words_of_the_config() -> None:
+    assert recipe(AugmentSettings(flip_probability=0)) == "no augmentation"
+    settings = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
+    assert recipe(settings) == "crop_scale [0.4, 1.0], flip_probability 0.5, mixup_alpha 0.8"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--count", "3"], "count: 3; choose an even number"),
+        (["--out", "sheet.jpg"], "out: sheet.jpg does not end in .png"),
+        (["data.train_split=nothing"], "data.train_split:"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    config = write_config(tmp_path, dataset=shapes)
+    assert main(["preview", str(config), "run_dir=runs/tiny", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"pretrain: {message}")
+
+
+def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Ctrl-C would take effect when what is on its way has come, or failed."""
+    ended = []
+
+    class Batches:
+        def __enter__(self) -> "Batches":
+            return self
+
+        def __exit__(self, *unused: object) -> None:
+            ended.append("threads")
+
+        def __next__(self) -> None:
+            raise KeyboardInterrupt
+
+    reader = SimpleNamespace(end_waits=lambda: ended.append("downloads"))
+    monkeypatch.setattr("pretrain.loop.preview.reading", lambda *unused, **more: nullcontext(reader))
+    monkeypatch.setattr("pretrain.loop.preview.training_batches", lambda *unused, **more: Batches())
+    settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
+    with pytest.raises(KeyboardInterrupt):
+        preview(settings, load_training_data(settings.data), count=8, epoch=0, num_threads=1)
+    assert ended == ["downloads", "threads"]

@@ -1,0 +1,243 @@
+"""Optimizers against plain references, and the learning rate as a function of the step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pretrain.config import OptimizerSettings, parse_length
+from pretrain.models.build import build, build_model
+from pretrain.models.spec import MlpSpec
+from pretrain.optim import Lamb, Lion, build_optimizer, lion, parameter_groups, set_lr
+from pretrain.optim.schedule import Schedule
+from pretrain.optim.segments import Segment
+
+SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
+
+
+def trained(optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int = 6) -> list[Tensor]:
+    """Weights and momenta after some steps; whole rows have no gradient, as below a head that starts at zero."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in SHAPES]
+    optimizer = optimizer_of(weights)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            weight.grad[:2] = 0
+        optimizer.step()
+    return [tensor.detach() for weight in weights for tensor in (weight, optimizer.state[weight]["exp_avg"])]
+
+
+class PlainLion(Optimizer):
+    """The formula, weight by weight."""
+
+    def __init__(self, params: list[dict[str, Any]]):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            for w in group["params"]:
+                m = self.state[w].setdefault("exp_avg", torch.zeros_like(w))
+                u = (m * beta1).add(w.grad, alpha=1 - beta1)
+                sign = torch.where(u > 0, 1.0, torch.where(u < 0, -1.0, 0.0))
+                w.copy_((w * (1 - lr * decay)).add(sign, alpha=-lr))
+                m.copy_((m * beta2).add(w.grad, alpha=1 - beta2))
+
+
+def lion_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+    first = {"params": weights[::2], "lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    return [first, {"params": weights[1::2], "lr": 1e-2, "betas": (0.95, 0.98), "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_lion_is_its_formula_to_the_bit(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both implementations, for several groups, on one thread and on several."""
+    if not in_one_pass:
+        monkeypatch.setattr(lion, "lion_on_cpu", None)
+    plain = trained(lambda weights: PlainLion(lion_groups(weights)))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            ours = trained(lambda weights: Lion(lion_groups(weights), lr=1.0))
+            assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_lion_equals_timms_to_the_bit() -> None:
+    settings: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    ours = trained(lambda weights: Lion(weights, **settings))
+    theirs = trained(lambda weights: timm.optim.Lion(weights, **settings, foreach=False))
+    # of weights; timm rounds its momentum otherwise (lerp)
+    assert all(torch.equal(a, b) for a, b in zip(ours[::2], theirs[::2], strict=True))
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_lion_moves_nothing_without_gradient_and_hides_no_nan(
+    in_one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_one_pass:
+        monkeypatch.setattr(lion, "lion_on_cpu", None)
+    weight = nn.Parameter(torch.ones(6))
+    optimizer = Lion([weight], lr=0.1)
+    weight.grad = torch.tensor([0.0, 1.0, -1.0, math.nan, math.inf, -0.0])
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([1.0, 0.9, 1.1, math.nan, math.nan, 1.0], nan_ok=True)
+
+
+def one_matrix(*values: float) -> nn.Module:
+    holder = nn.Module()
+    holder.matrix = nn.Parameter(torch.tensor([values]))
+    return holder
+
+
+GRADIENTS = ([0.3, 0.1], [-0.2, 0.4], [0.0, 1.0])
+
+
+def test_decoupled_sgd_is_nesterov_beside_a_plain_shrinking() -> None:
+    holder = one_matrix(1.0, -2.0)
+    optimizer = build_optimizer(holder, OptimizerSettings(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    value, momentum = [1.0, -2.0], [0.0, 0.0]
+    for gradient in GRADIENTS:
+        holder.matrix.grad = torch.tensor([gradient])
+        optimizer.step()
+        momentum = [0.9 * m + g for m, g in zip(momentum, gradient, strict=True)]
+        value = [v * (1 - 0.1 * 0.5) - 0.1 * (g + 0.9 * m) for v, g, m in zip(value, gradient, momentum, strict=True)]
+        assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
+
+
+def adams_directions(gradients: list[list[float]], *, beta1: float, beta2: float, eps: float) -> list[list[float]]:
+    """Of every step, in Python's own numbers."""
+    size = len(gradients[0])
+    m, v, found = [0.0] * size, [0.0] * size, []
+    for step, gradient in enumerate(gradients, start=1):
+        m = [beta1 * a + (1 - beta1) * g for a, g in zip(m, gradient, strict=True)]
+        v = [beta2 * a + (1 - beta2) * g * g for a, g in zip(v, gradient, strict=True)]
+        corrected = [(a / (1 - beta1**step), b / (1 - beta2**step)) for a, b in zip(m, v, strict=True)]
+        found.append([a / (math.sqrt(b) + eps) for a, b in corrected])
+    return found
+
+
+def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
+    holder = one_matrix(1.0, -2.0)
+    optimizer = build_optimizer(holder, OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95)))
+    value = [1.0, -2.0]
+    for gradient, direction in zip(
+        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True
+    ):
+        holder.matrix.grad = torch.tensor([gradient])
+        optimizer.step()
+        value = [v * (1 - 0.1 * 0.5) - 0.1 * d for v, d in zip(value, direction, strict=True)]
+        assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_lamb_is_its_formula_and_scales_matrices_alone(decay: float) -> None:
+    holder = one_matrix(1.0, -2.0)
+    holder.bias = nn.Parameter(torch.tensor([0.5, 0.25]))
+    optimizer = build_optimizer(holder, OptimizerSettings(name="lamb", lr=0.1, weight_decay=decay, betas=(0.8, 0.95)))
+    matrix, bias = [1.0, -2.0], [0.5, 0.25]
+    for gradient, direction in zip(
+        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True
+    ):
+        holder.matrix.grad, holder.bias.grad = torch.tensor([gradient]), torch.tensor(gradient)
+        optimizer.step()
+        whole = [d + decay * w for d, w in zip(direction, matrix, strict=True)]
+        ratio = math.hypot(*matrix) / math.hypot(*whole)
+        matrix = [w - 0.1 * ratio * d for w, d in zip(matrix, whole, strict=True)]
+        bias = [w - 0.1 * d for w, d in zip(bias, direction, strict=True)]
+        assert holder.matrix.flatten().tolist() == pytest.approx(matrix, rel=1e-5)
+        assert holder.bias.tolist() == pytest.approx(bias, rel=1e-5)
+
+
+def test_lamb_takes_the_whole_step_where_a_norm_is_zero() -> None:
+    fresh, settled = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    optimizer = Lamb([fresh, settled], lr=0.1)
+    fresh.grad, settled.grad = torch.ones(3), torch.zeros(3)
+    optimizer.step()
+    assert fresh.tolist() == pytest.approx([-0.1] * 3) and settled.tolist() == [1.0] * 3
+
+
+def test_lamb_on_shards_is_lamb_on_parameters() -> None:
+    """Two flat tensors, as of two ranks, between which the second of three parameters is cut; zeros fill the last."""
+    sizes, decay = (5, 8, 3), 0.1
+    generator = torch.Generator().manual_seed(1)
+    whole = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    joined = torch.cat([*(weight.detach() for weight in whole), torch.zeros(4)])
+    flats = [nn.Parameter(part.clone()) for part in joined.split(10)]
+    plain, sharded = Lamb(whole, lr=0.1, weight_decay=decay), Lamb(flats, lr=0.1, weight_decay=decay)
+    sharded.bind({flats[0]: [Segment(0, 0, 5), Segment(1, 5, 5)], flats[1]: [Segment(1, 0, 3), Segment(2, 3, 3)]})
+    for _ in range(4):
+        for weight in whole:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        gradients = torch.cat([*(weight.grad for weight in whole if weight.grad is not None), torch.zeros(4)])
+        for flat, gradient in zip(flats, gradients.split(10), strict=True):
+            flat.grad = gradient.clone()
+        plain.step()
+        sharded.step()
+    assert torch.allclose(torch.cat(flats)[:16], torch.cat(whole), rtol=1e-6) and not torch.cat(flats)[16:].any()
+
+
+def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
+    model = build_model(MlpSpec(kind="mlp", depth=1, width=4), num_classes=3, image_size=8)
+    groups = parameter_groups(model, OptimizerSettings(weight_decay=0.1, head_lr_scale=10.0))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    listed = {(g["weight_decay"], g["lr_scale"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
+    assert listed[0.1, 10.0] == ["head.weight"] and listed[0.0, 10.0] == ["head.bias"]
+    assert listed[0.1, 1.0] == ["blocks.0.contract.weight", "blocks.0.expand.weight", "stem.weight"]
+    assert sum(len(found) for found in listed.values()) == len(names)
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    set_lr(optimizer, 0.01)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01, 0.1}
+
+
+def test_schedules_warm_up_and_fall_to_their_end() -> None:
+    for name, halfway in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
+        schedule = Schedule(name, base_lr=1.0, final_lr=0.1, warmup_steps=4, num_steps=104)  # type: ignore[arg-type]
+        assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+        assert schedule.lr(54) == pytest.approx(halfway)
+        assert schedule.lr(104) == schedule.lr(200) == pytest.approx(1.0 if name == "constant" else 0.1)
+        assert all(schedule.lr(step) >= schedule.lr(step + 1) for step in range(4, 104))
+    assert Schedule("linear", 1.0, 0.0, 0, 100).lr(25) == pytest.approx(0.75)
+    assert Schedule("cosine", 1.0, 0.0, 0, 100).lr(25) == pytest.approx(0.5 + math.sqrt(0.125))
+    assert Schedule("constant", 1.0, 0.0, 0, 10).lr(0) == 1.0
+
+
+def test_a_warm_up_begins_where_it_is_told_to() -> None:
+    """Paper A's ImageNet-1k recipe, in steps of 313 an epoch."""
+    schedule = Schedule("cosine", 1e-3, 1e-5, warmup_steps=5 * 313, num_steps=300 * 313, warmup_from=1e-6)
+    assert schedule.lr(0) == 1e-6 and schedule.lr(313) == pytest.approx(1e-6 + 0.2 * (1e-3 - 1e-6))
+    assert schedule.lr(5 * 313) == 1e-3 and schedule.lr(300 * 313) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("5000 steps", 5000),
+        ("1 step", 1),
+        ("2 epochs", 20),
+        ("1.5 epochs", 15),
+        ("1_000 samples", 10),
+        ("1001 samples", 11),
+    ],
+)
+def test_durations_become_steps(text: str, steps: int) -> None:
+    assert parse_length(text).steps(global_batch_size=100, num_samples=1000) == steps
+
+
+def test_what_a_model_excepts_is_not_decayed() -> None:
+    with torch.device("meta"):
+        model = build("vit_b_4")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, OptimizerSettings(weight_decay=0.1))
+    free = {names[parameter] for group in groups if not group["weight_decay"] for parameter in group["params"]}
+    assert free >= {"body.cls_token", "body.pos_embed", "body.blocks.0.attn.qkv.bias"}
+    assert "body.blocks.0.attn.qkv.weight" not in free

@@ -1,0 +1,289 @@
+"""Whoever is gone, frozen or failing is noticed by all and named once; strangers, goodbyes and busy ranks are no alarm."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+
+from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.heartbeat_wire import LONGEST_LINE, Message, Peer, Wire, encoded, listen
+from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.world import World, read_world
+from tests.forked import begin, environments, wait
+
+LATE_S = 120
+
+
+def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
+    """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for it to do."""
+    world, place = read_world(), Path(folder)
+
+    def announce(numbers: list[int]) -> list[int]:
+        if world.is_first:
+            (place / "tmp").write_text(json.dumps(numbers))
+            (place / "tmp").rename(place / "facts")
+        while not (place / "facts").exists():
+            time.sleep(0.01)
+        return list(json.loads((place / "facts").read_text()))
+
+    heard: dict[int, dict[str, int]] = {}
+    waits = plans.get(str(world.rank)) == "waits"
+    heartbeat = Heartbeat(
+        world,
+        timeout_s=timeout_s,
+        at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
+        waits_in_vain_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
+        tell=lambda: {"load": world.rank * 10},
+        heard=lambda rank, said: heard.update({rank: said}),
+    ).start(announce)
+    deadline_s = time.monotonic() + LATE_S
+    if world.is_first:
+        while len(heard) < world.num_ranks:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert heard == {rank: {"load": rank * 10} for rank in range(world.num_ranks)}
+    (place / f"ready-{world.rank}").write_text(str(os.getpid()))
+    while not (place / "go").exists():
+        time.sleep(0.01)
+    match plans.get(str(world.rank), "hangs"):
+        case "ends":
+            heartbeat.stop()
+            os._exit(0)
+        case "fails":
+            heartbeat.blame(ValueError("rank two gives up\nfor many reasons"))
+            os._exit(3)
+        case "has a broken collective":
+            heartbeat.blame(RuntimeError("Connection closed by peer"))
+            print("a traceback that nobody wants to see", flush=True)
+            os._exit(1)
+        case "holds Python's lock":
+            ctypes.PyDLL(None).usleep(2_500_000)
+            heartbeat.stop()
+            os._exit(0)
+        case "ends when told":
+            while not (place / "end").exists():
+                time.sleep(0.01)
+            heartbeat.stop()
+            os._exit(0)
+    time.sleep(LATE_S)
+
+
+def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, **plans: str) -> list[ForkServerProcess]:
+    """Ranks that have all been heard of, and now do what `plans` (rank_N=...) say."""
+    chosen = {name.removeprefix("rank_"): plan for name, plan in plans.items()}
+    words = ("tests.pretrain.ranks.test_heartbeat:rank", str(folder), timeout_s, chosen)
+    ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
+    deadline_s = time.monotonic() + LATE_S
+    while len(list(folder.glob("ready-*"))) < num_ranks:
+        assert time.monotonic() < deadline_s and all(rank.exitcode is None for rank in ranks), said(folder)
+        time.sleep(0.01)
+    (folder / "go").write_text("")
+    return ranks
+
+
+def said(folder: Path) -> list[str]:
+    """The lines, with the facts of this machine taken out."""
+    text = re.sub(rf"\(node {re.escape(socket.gethostname())}, pid \d+\)", "(NODE)", (folder / "output").read_text())
+    return sorted(text.splitlines())
+
+
+GOES_ON = "the run stops; the same command goes on with it"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_named_once_and_ends_all(tmp_path: Path, victim: int) -> None:
+    ranks = started(tmp_path, 3, rank_1="has a broken collective")
+    ranks[victim].kill()
+    codes = wait(ranks, timeout_s=LATE_S)
+    assert codes == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
+    ends = [f"rank {rank} ends, stopped False" for rank in range(3) if rank != victim]
+    assert said(tmp_path) == sorted([f"rank {victim} (NODE) is gone; {GOES_ON}", *ends])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_given_up_after_the_timeout(tmp_path: Path, victim: int) -> None:
+    ranks = started(tmp_path, 2, timeout_s=1)
+    os.kill(ranks[victim].pid or 0, signal.SIGSTOP)
+    try:
+        ranks[1 - victim].join(LATE_S)
+        assert ranks[1 - victim].exitcode == 1
+    finally:
+        ranks[victim].kill()
+    assert f"rank {victim} (NODE) was not heard of for 1 s (frozen, or its node is lost); {GOES_ON}" in said(tmp_path)
+
+
+def test_a_rank_that_fails_says_so_before_it_goes(tmp_path: Path) -> None:
+    codes = wait(started(tmp_path, 3, rank_2="fails"), timeout_s=LATE_S)
+    assert codes == [1, 1, 3]
+    ends = [f"rank {rank} ends, stopped False" for rank in (0, 1)]
+    assert said(tmp_path) == sorted([f"rank 2 (NODE) has failed (ValueError: rank two gives up); {GOES_ON}", *ends])
+
+
+def test_ranks_that_fail_alike_end_in_their_own_way(tmp_path: Path) -> None:
+    codes = wait(started(tmp_path, 2, rank_0="fails", rank_1="fails"), timeout_s=LATE_S)
+    assert codes == [3, 3] and said(tmp_path) == []
+
+
+def test_goodbyes_are_no_alarm_and_neither_is_a_rank_that_computes(tmp_path: Path) -> None:
+    plans = {"rank_0": "holds Python's lock", "rank_1": "ends", "rank_2": "holds Python's lock"}
+    assert wait(started(tmp_path, 3, timeout_s=10, **plans), timeout_s=LATE_S) == [0, 0, 0]
+    assert said(tmp_path) == []
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody listened."""
+    ranks = started(tmp_path, 2, timeout_s=4, rank_0="ends when told", rank_1="ends when told")
+    for number, pause_s in ((signal.SIGSTOP, 5), (signal.SIGCONT, 1)):
+        for each in ranks:
+            os.kill(each.pid or 0, number)
+        time.sleep(pause_s)
+    (tmp_path / "end").write_text("")
+    assert wait(ranks, timeout_s=LATE_S) == [0, 0] and said(tmp_path) == []
+
+
+def test_a_stop_that_cannot_wait_for_data_ends_all_with_nothing_to_mend(tmp_path: Path) -> None:
+    assert wait(started(tmp_path, 2, rank_1="waits"), timeout_s=LATE_S) == [0, 0]
+    ends = [f"rank {rank} ends, stopped True" for rank in range(2)]
+    stopped = f"rank 1 (NODE) waits for data, and all were told to stop; {GOES_ON}"
+    assert said(tmp_path) == sorted([stopped, *ends])
+
+
+def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began long before the stop: whoever gets data a second later saves."""
+    stop, clock = StopFlag(), [100.0]
+    monkeypatch.setattr("pretrain.ranks.preemption.time.monotonic", lambda: clock[0])
+    with stop.waiting():
+        clock[0] = 500.0
+        assert stop.waits_in_vain_s() == 0
+        stop._raise(signal.SIGTERM, None)
+        clock[0] = 507.0
+        stop._raise(signal.SIGUSR2, None)  # a second one changes nothing
+        clock[0] = 510.0
+        assert stop.waits_in_vain_s() == 10
+    assert stop.waits_in_vain_s() == 0
+    with stop.waiting():
+        clock[0] = 512.0
+        assert stop.waits_in_vain_s() == 2
+
+
+def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_no_end_of_ours() -> None:
+    stop, never, late = StopFlag(), Future[int](), Future[int]()
+    threading.Timer(0.3, lambda: late.set_exception(TimeoutError("of the store"))).start()
+    with stop.waiting(), pytest.raises(TimeoutError, match="of the store"):
+        stop.result(late)
+    stop.is_alone = True
+    threading.Timer(0.3, lambda: stop._raise(signal.SIGTERM, None)).start()
+    with pytest.raises(Interrupted), stop.waiting():
+        stop.result(never)
+
+
+def test_strangers_are_ignored(tmp_path: Path) -> None:
+    ranks = started(tmp_path, 2)
+    port = json.loads((tmp_path / "facts").read_text())[0]
+    hello = json.dumps(Peer(1, "x", 1).as_message() | {"token": "0-0"}).encode() + b"\n"
+    for words in (hello, b'{"verdict": "gone"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 3 * LONGEST_LINE):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(words)
+            stranger.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # it hangs up
+    assert [rank.exitcode for rank in ranks] == [None, None] and said(tmp_path) == []
+    for rank in ranks:
+        rank.kill()
+
+
+def test_a_line_that_comes_in_pieces_is_one_message() -> None:
+    with listen("127.0.0.1", is_one_node=True) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        ours, _ = listener.accept()
+        wire = Wire(ours)
+        theirs.sendall(b'{"beat": {"a"')
+        assert list(wire.receive()) == []
+        theirs.sendall(b': 1}}\n{"bye": true}\n{"be')
+        assert list(wire.receive()) == [{"beat": {"a": 1}}, {"bye": True}] and wire.is_open
+        theirs.close()
+        assert list(wire.receive()) == [] and not wire.is_open
+        wire.close()
+
+
+def hangs_up(theirs: socket.socket) -> bool:
+    while theirs.recv(LONGEST_LINE):
+        pass
+    return True
+
+
+def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who has sent something is read; and who comes after a goodbye may get the same descriptor."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
+    heartbeat = Heartbeat(World(0, 0, 21), timeout_s=60, heard=lambda rank, said: heard.append(rank))
+
+    def announce(numbers: list[int]) -> list[int]:
+        facts.extend(numbers)
+        return numbers
+
+    def counted(wire: Wire) -> Iterator[Message]:
+        reads.append(wire)
+        return receive(wire)
+
+    heartbeat.start(announce)
+
+    def joined(rank: int) -> socket.socket:
+        theirs = socket.create_connection(("127.0.0.1", facts[0]))
+        theirs.sendall(encoded(Peer(rank, "x", rank).as_message() | {"token": "-".join(map(str, facts[1:]))}))
+        theirs.settimeout(20)
+        assert b"token" in theirs.recv(LONGEST_LINE)
+        return theirs
+
+    def say(theirs: socket.socket) -> None:
+        number = len(heard)
+        theirs.sendall(encoded({"beat": {"load": 1}}))
+        deadline_s = time.monotonic() + LATE_S
+        while len(heard) == number:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+
+    others = list[socket.socket]()
+    try:
+        others += [joined(rank) for rank in range(1, 21)]
+        monkeypatch.setattr(Wire, "receive", counted)
+        for theirs in others * 2:
+            say(theirs)
+        assert heard == [*range(1, 21)] * 2 and len(reads) == 40
+        for rank in (1, 2):
+            with others.pop(0) as leaving:
+                leaving.sendall(encoded({"bye": True}))
+                assert hangs_up(leaving)
+            others.append(joined(rank))
+            say(others[-1])
+        assert heard[40:] == [1, 2]
+    finally:
+        heartbeat.stop()  # or its verdict would end the tests
+    for theirs in others:
+        assert hangs_up(theirs)
+        theirs.close()
+
+
+def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None:
+    with listen("localhost", is_one_node=True) as here, listen("localhost", is_one_node=False) as everywhere:
+        assert here.getsockname()[0] in ("127.0.0.1", "::1") and everywhere.getsockname()[0] == "0.0.0.0"
+    with listen("a-name-that-does-not-exist.invalid", is_one_node=False) as anywhere:
+        assert anywhere.getsockname()[0] == "0.0.0.0"
+
+
+def test_a_world_of_one_starts_nothing() -> None:
+    before = threading.active_count()
+    heartbeat = Heartbeat(read_world({}), timeout_s=60).start(lambda numbers: numbers)
+    assert threading.active_count() == before
+    heartbeat.blame(ValueError("x"))
+    heartbeat.stop()

@@ -1,0 +1,171 @@
+"""Starting local ranks: the environment they get, and that nobody waits for a dead one."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.ranks import launch
+from pretrain.ranks.preemption import LAST_WRITE_S
+from pretrain.ranks.world import World, read_world
+from tests.ranks import REPOSITORY, run_ranks
+
+START = "import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))"
+
+
+def start(program: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", START, textwrap.dedent(program)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ranks_get_what_torchrun_would_give_them() -> None:
+    program = """
+        import os
+        line = " ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        os.write(1, f"{line}\\n".encode())  # print writes in pieces where Python is unbuffered, and ranks share the pipe
+    """
+    done = start(program)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {rank} 3 127.0.0.1" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
+)
+def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str) -> None:
+    done = start(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
+    assert done.returncode == code
+    assert f"rank 1 ended with {words}; ending the others" in done.stderr
+
+
+def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
+    assert launch.GRACE_S > LAST_WRITE_S
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    tell = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os.write(1, b'written'), os._exit(0)))"
+    rank = f"import os, signal, sys, time\nrank = os.environ['RANK']\nif rank == '0': {tell}\nif rank == '2': {deaf}\n"
+    rank += "open(f'{PLACE}/{rank}', 'w').close()\nwhile len(os.listdir(PLACE)) < 3: time.sleep(0.01)\n"
+    rank += "if rank == '1': sys.exit(7)\ntime.sleep(50)"
+    short = "import pretrain.ranks.launch as launch; launch.LAST_WORDS_S = 0.1; launch.GRACE_S = 8; "
+    words = [sys.executable, "-c", short + START, f"PLACE = {str(tmp_path)!r}\n{rank}"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=40, check=False)
+    assert done.returncode == 7 and done.stdout == "written"
+
+
+def sum_of_ranks(world: World, offset: int) -> float:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    value = torch.tensor(float(world.rank + offset))
+    torch.distributed.all_reduce(value)
+    return float(value)
+
+
+def test_the_distributed_helper_really_starts_ranks_that_talk() -> None:
+    assert run_ranks(sum_of_ranks, 10, num_ranks=3) == [33.0, 33.0, 33.0]
+
+
+def failing_rank(world: World) -> None:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    if world.rank == 1:
+        raise RuntimeError("rank one gives up")
+    torch.distributed.barrier()
+
+
+def test_the_distributed_helper_fails_fast_and_shows_why() -> None:
+    with pytest.raises(AssertionError, match="rank one gives up"):
+        run_ranks(failing_rank, num_ranks=2)
+
+
+def test_one_process_is_a_world_of_its_own() -> None:
+    environment: dict[str, str] = {}
+    assert read_world(environment) == World(0, 0, 1, num_cores=len(os.sched_getaffinity(0)))
+    assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
+
+
+def test_srun_is_understood() -> None:
+    facts = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "12345",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    assert read_world(dict(facts)) == World(5, 1, 8, num_cores=1, num_local_ranks=8)
+    two_nodes = read_world(facts | {"SLURM_NTASKS_PER_NODE": "4"})
+    assert two_nodes.num_local_ranks == 4 and not two_nodes.is_one_node
+    read_world(facts)
+    assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1"}, 7),
+        (
+            {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"},
+            5,
+        ),  # the job's, not the step's
+        ({"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"}, 7),  # 8 is but a limit
+        ({"SLURM_STEP_TASKS_PER_NODE": "what is this", "SLURM_NODEID": "1"}, 14),
+    ],
+)
+def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: int) -> None:
+    facts = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "14", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    world = read_world(facts | more)
+    assert world.num_local_ranks == expected and world.is_one_node == (expected == 14)
+
+
+def test_half_an_environment_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
+        read_world({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("slurm", "world_size", "local_world_size", "cores"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 8),  # srun started each rank
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"}, 4, 4, 8),  # --ranks 4 or torchrun in one task
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"}, 8, 4, 8),  # torchrun on each of two nodes
+        ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 8),
+        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 1),
+        ({}, 4, 4, 16),
+    ],
+)
+def test_ranks_of_one_task_share_its_cores(
+    slurm: dict[str, str], world_size: int, local_world_size: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
+    assert read_world(facts | sizes | slurm).num_cores == cores
+
+
+def test_ctrl_c_is_answered_at_once_and_once() -> None:
+    """A step may take long, above all one that waits for data: this rank ends when it is let go."""
+    rank = "import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True); sys.stdin.read()"
+    code = f"import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
+    code += "num_ranks=1, heed_signals=True))"
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    assert [process.stderr.readline() for _ in range(2)] == [
+        "\n",
+        "launch: stopping at the next step, with a checkpoint; Ctrl-C again ends it at once\n",
+    ]
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0 and said == ""

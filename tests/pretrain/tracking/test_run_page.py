@@ -1,0 +1,126 @@
+"""What a run tells of itself: one real training at ZeRO 3, where the weights lie in shards, and its journal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from data_prep.manifest import load_manifest
+from pretrain.checkpoints.card import list_checkpoints
+from pretrain.config import DataSettings
+from pretrain.data.datasets import load_training_data
+from pretrain.tracking.page import datasets_of, on_slurm, shown_command, slurm_tags
+from pretrain.tracking.pictures import draw_filters, strongest_filters
+from tests.training import finish, start, write_config
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
+    """Six steps on two ranks."""
+    folder = tmp_path_factory.mktemp("page")
+    words = ["engine.zero_stage=3", "train.duration=6 steps", "train.eval_every=3 steps", "train.log_every_steps=2"]
+    tracking = "tracking={enabled: true, peak_teraflops: 0.5}"
+    finish(start(write_config(folder, dataset=shapes), folder / "tiny", *words, tracking), timeout_s=170)
+    return folder / "tiny"
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
+    lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
+    (begun,) = events(run_dir, "start")
+    params, tags = begun["params"], begun["tags"]
+    assert isinstance(params, dict) and isinstance(tags, dict)
+    assert params["optimizer.lr"] == 1e-3 and params["num_ranks"] == 2
+    assert tags["mlflow.source.git.commit"] and "the same command goes on" in tags["mlflow.note.content"]
+    assert {"num_cpu_threads": 1} in [event["params"] for event in events(run_dir, "params")]
+    assert [event["path"] for event in events(run_dir, "artifact")] == [str(run_dir / "config.yaml")]
+    assert events(run_dir, "params")[0]["params"] == {"peak_teraflops": "0.5 per rank (tracking.peak_teraflops)"}
+    told: dict[str, list[object]] = {}
+    for event in events(run_dir, "metrics"):
+        assert isinstance(event["values"], dict)
+        for name in event["values"]:
+            told.setdefault(name, []).append(event["step"])
+    for name in ("loss", "gradient_norm", "lr", "samples", "bad_samples"):
+        assert told[f"train/{name}"] == [2, 4, 6], name
+    for name in ("speed/images_per_s", "speed/mfu", "speed/data_wait_share", "memory/peak_rss_gb"):
+        assert told[name] == [2, 4, 6], name
+    assert told["eval/top1"] == told["eval/top5"] == told["eval/loss"] == [3, 6]
+    assert [event["status"] for event in events(run_dir, "end")] == ["FINISHED"]
+
+
+def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> None:
+    told = sorted((str(event["key"]), event["step"]) for event in events(run_dir, "image"))
+    assert told == [("pictures/fed", 0), *(("pictures/first_layer", step) for step in (0, 3, 6))]
+    (last,) = [event for event in events(run_dir, "image") if event["step"] == 6]
+    stem = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")["stem.weight"]
+    expected = draw_filters(strongest_filters(stem, side=16, count=25), columns=5)
+    with Image.open(str(last["path"])) as drawn:
+        np.testing.assert_array_equal(np.asarray(drawn), np.asarray(expected))
+
+
+def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
+    weight = torch.zeros(3, 3 * 2 * 2)
+    weight[0, 0] = -1.0  # a colour at the upper left; the other colours have 0 there
+    weight[1, :] = 2.0
+    weight[2, 11] = 3.0
+    filters = strongest_filters(weight, side=2, count=2)
+    np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, 3]]])
+    sheet = np.asarray(draw_filters(filters, columns=2))
+    assert sheet.shape == (288, 288, 3)
+    blue, white = [5, 48, 97], [247, 247, 247]
+    assert sheet[72, 72].tolist() == blue and sheet[130, 270].tolist() == blue and sheet[20, 160].tolist() == white
+    assert sheet[200:, :].min() == 255  # two panels of four
+
+
+def test_the_command_is_shown_as_it_can_be_typed() -> None:
+    words = [
+        "/somewhere/pretrain/__main__.py",
+        "train",
+        "a.yaml",
+        "train.duration=2 epochs",
+        "data.storage={key: secret}",
+    ]
+    assert shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        ("/home/me/wm/jobs/snapshots/0a1b/configs/pretrain/x.yaml", "configs/pretrain/x.yaml"),
+        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/wm/mine.yaml", "mine.yaml"),
+        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/other.yaml", "/home/me/other.yaml"),
+        ("note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml", "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml"),
+    ],
+)
+def test_a_jobs_command_names_the_config_that_was_given(kept: str, given: str) -> None:
+    assert shown_command(["/x/pretrain/__main__.py", "train", kept, "a=b"]) == f"pretrain train {given} a=b"
+
+
+def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert slurm_tags() == {} and on_slurm() == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert slurm_tags() == {"slurm.job_id": "17", "slurm.nodes": "n[1-2]"}
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert on_slurm() == "; on SLURM: job 15_3 on n[1-2]"
+
+
+def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:
+    train, val = datasets_of(load_training_data(DataSettings(dataset=str(shapes))))
+    whole = load_manifest(shapes).content_hash
+    assert (train["context"], val["context"]) == ("training", "evaluation")
+    assert train["digest"] == whole[:32] and len(train["digest"]) <= 36
+    assert json.loads(train["source"]) == {"uri": str(shapes)}
+    profile = json.loads(train["profile"])
+    assert (profile["num_samples"], profile["num_classes"], profile["fewest_per_class"]) == (240, 8, 30)
+    assert profile["content_hash"] == whole

@@ -1,0 +1,457 @@
+"""Tracking against a real SQLite store: nothing lost, nothing doubled, a truthful status, and training never waits."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+
+from data_prep.publish import Superseded, work_through
+from data_prep.settings import UserError
+from pretrain.ranks.starts import started
+from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
+from pretrain.tracking.journal import Journal
+from pretrain.tracking.store import Store
+from pretrain.tracking.tracker import RunIdentity, Tracker
+from tests.moments import wait_until
+from tests.ranks import REPOSITORY
+
+MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
+"""More than a store takes at once."""
+DATASET = {
+    "name": "animals train",
+    "digest": "0123456789abcdef0123456789abcdef",
+    "source_type": "local",
+    "source": "{}",
+    "schema": "{}",
+    "profile": "{}",
+    "context": "training",
+}
+
+
+@pytest.fixture(autouse=True)
+def store(new_store: Path, tmp_path: Path) -> Path:
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    return tmp_path / "mlflow.db"
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No deliverer is started (it costs seconds): the test calls `sync`."""
+    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
+
+
+def identity(run_dir: Path, *, uri: str | None = None, parent_key: str | None = None) -> RunIdentity:
+    return RunIdentity.of(run_dir, experiment="tests", uri=uri, parent_key=parent_key)
+
+
+def tracker(run_dir: Path, *, close_timeout_s: float = 60) -> Tracker:
+    return Tracker(
+        run_dir,
+        params={"optimizer.lr": 0.1} | MANY_PARAMS,
+        tags={"task": "pretrain"},
+        datasets=(DATASET,),
+        close_timeout_s=close_timeout_s,
+    )
+
+
+def runs_in(store: Path) -> list[Any]:
+    client = MlflowClient(tracking_uri=f"sqlite:///{store}")
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id]))
+
+
+def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
+    client = MlflowClient(tracking_uri=f"sqlite:///{store}")
+    return sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric))
+
+
+def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_hand: None) -> None:
+    run_dir, store = tmp_path / "run", tmp_path / "mlflow.db"
+    identity(run_dir)
+    first = tracker(run_dir)
+    for step in range(1, 6):
+        first.metrics({"loss": 1 / step}, step=step)
+    first.close("KILLED")
+    sync(run_dir)
+    assert [run.info.status for run in runs_in(store)] == ["KILLED"]
+    second = tracker(run_dir)
+    for step in range(4, 9):  # resumed from the checkpoint at step 3: 4 and 5 are walked again
+        second.metrics({"loss": 1 / step}, step=step)
+    note = tmp_path / "note.txt"
+    note.write_text("hello")
+    second.artifact(note, folder="notes")
+    second.close("FINISHED")
+    sync(run_dir)
+    (run,) = runs_in(store)
+    assert run.info.status == "FINISHED" and len(run.data.params) == 121 and run.data.params["optimizer.lr"] == "0.1"
+    (dataset,) = run.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == (DATASET["name"], DATASET["digest"])
+    assert [(tag.key, tag.value) for tag in dataset.tags] == [("mlflow.data.context", "training")]
+    assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
+    artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(run.info.run_id, "notes")
+    assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
+
+
+def test_a_child_run_hangs_under_its_parent(tmp_path: Path, by_hand: None) -> None:
+    parent = identity(tmp_path / "parent")
+    tracker(tmp_path / "parent").close("FINISHED")
+    sync(tmp_path / "parent")
+    identity(tmp_path / "child", parent_key=parent.run_key)
+    tracker(tmp_path / "child").close("FINISHED")
+    sync(tmp_path / "child")
+    runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
+    assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
+
+
+def test_a_child_that_is_delivered_before_its_parent_hangs_under_it_in_the_end(tmp_path: Path, by_hand: None) -> None:
+    parent = identity(tmp_path / "parent")
+    identity(tmp_path / "child", parent_key=parent.run_key)
+    child = tracker(tmp_path / "child")
+    child.metrics({"loss": 1.0}, step=1)
+    wait_for_journal(tmp_path / "child", b"loss")
+    delivery = Delivery(tmp_path / "child")
+    delivery.deliver()
+    tracker(tmp_path / "parent").close("FINISHED")
+    sync(tmp_path / "parent")
+    child.close("FINISHED")
+    sync(tmp_path / "child")
+    runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
+    assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
+
+
+def wait_for_journal(run_dir: Path, word: bytes) -> None:
+    journal = run_dir / "tracking" / "journal.jsonl"
+    wait_until(lambda: journal.exists() and word in journal.read_bytes())
+
+
+def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's directory is a file while the run lasts, so that every delivery fails."""
+    run_dir, blocked = tmp_path / "run", tmp_path / "store"
+    blocked.write_text("in the way")
+    identity(run_dir, uri=f"sqlite:///{blocked}/mlflow.db")
+    dead = tracker(run_dir, close_timeout_s=3)
+    dead.metrics({"loss": 0.5}, step=1)
+    dead.close("FINISHED")
+    assert "pretrain sync" in capsys.readouterr().err
+    blocked.unlink()
+    blocked.mkdir()
+    assert sync(run_dir) > 0
+    assert sync(run_dir) == 0
+    (run,) = runs_in(blocked / "mlflow.db")
+    assert run.info.status == "FINISHED" and points(blocked / "mlflow.db", run, "loss") == [(1, 0.5)]
+
+
+def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    program = (
+        "import sys, time; from pathlib import Path; from pretrain.tracking.tracker import Tracker\n"
+        "t = Tracker(Path(sys.argv[1]), params={}, tags={})\n"
+        "t.metrics({'loss': 1.0}, step=1); print('up', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    wait_for_journal(run_dir, b"loss")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    state = run_dir / "tracking" / "delivered.json"
+    wait_until(lambda: state.exists() and runs_in(tmp_path / "mlflow.db")[0].info.status != "RUNNING")
+    (run,) = runs_in(tmp_path / "mlflow.db")
+    assert run.info.status == "FAILED" and points(tmp_path / "mlflow.db", run, "loss") == [(1, 1.0)]
+
+
+def test_a_deliverer_that_is_killed_is_started_again_and_every_point_stands_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: Path
+) -> None:
+    monkeypatch.setattr("pretrain.tracking.tracker.RESTART_S", 0.0)
+    run_dir, position, step = tmp_path / "run", tmp_path / "run/tracking/delivered.json", 0
+    identity(run_dir)
+    run = tracker(run_dir)
+
+    def delivered() -> int:
+        return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
+
+    for _ in range(2):
+        before, step = delivered(), step + 1
+        run.metrics({"loss": 1 / step}, step=step)
+        wait_until(lambda: delivered() > before)  # noqa: B023
+        run._deliverer.kill()
+        wait_until(lambda: run._deliverer.poll() is not None)
+    for step in (3, 4):
+        run.metrics({"loss": 1 / step}, step=step)
+    run.close("FINISHED")
+    said = capsys.readouterr().err
+    assert said == (
+        f"tracking: what delivers to MLflow has ended (SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, "
+        "at most once a minute\n"
+    )
+    (found,) = runs_in(store)
+    assert found.info.status == "FINISHED"
+    assert points(store, found, "loss") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3, 4)]
+
+
+def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies, now_s = tmp_path / "dies", [1000.0]
+    dies.write_text(
+        f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word >>$3/tracking/delivery.log\nkill -9 $$\n"
+    )
+    dies.chmod(0o755)
+    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(dies))
+    monkeypatch.setattr("pretrain.tracking.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    (run_dir / "tracking/delivery.log").write_text("of yesterday\n")
+    run = tracker(run_dir)
+    for step in range(1, 200):  # a second each
+        run._deliverer.wait()
+        now_s[0] += 1
+        run.metrics({"loss": 1.0}, step=step)
+        run._join()
+    run.close("FINISHED")
+    assert (tmp_path / "births").read_text() == "born\n" * 4
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and said[1] == (
+        f"tracking: MLflow has not got everything yet ({run_dir}/tracking/delivery.log: delivery ended with SIGKILL; "
+        f"its last word); later: pretrain sync {run_dir}"
+    )
+
+
+def test_other_ranks_and_untracked_runs_write_nothing(tmp_path: Path) -> None:
+    silent = Tracker(None, params={}, tags={})
+    silent.metrics({"loss": 1.0}, step=1)
+    silent.close("FINISHED")
+    silent.system({"cpu_utilization_percentage": 1.0})
+    silent.sample_system(dict)
+    silent.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+# ---- a journal written by hand, delivered in this process -------------------------------------------------------------
+
+
+def write_journal(run_dir: Path, *events: dict[str, Any]) -> None:
+    identity(run_dir)
+    journal = Journal(run_dir / "tracking" / "journal.jsonl")
+    for event in events:
+        journal.append(event)
+    assert journal.close(timeout_s=30)
+
+
+START: dict[str, Any] = {"event": "start", "params": {}, "tags": {}, "datasets": [DATASET]}
+
+
+def loss(step: int) -> dict[str, Any]:
+    return {"event": "metrics", "step": step, "values": {"loss": 1 / step}}
+
+
+def end(status: str) -> dict[str, Any]:
+    return {"event": "end", "status": status}
+
+
+def picture(run_dir: Path, *, step: int) -> dict[str, Any]:
+    path = run_dir.parent / f"{step}.png"
+    Image.new("RGB", (300, 600), (200, 0, 0)).save(path)
+    return {"event": "image", "path": str(path), "key": "pictures/first", "step": step}
+
+
+def files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file())
+
+
+def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_path: Path, store: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1))
+    with started(run_dir, lock_wait_s=0):
+        sync(run_dir)
+        assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
+    sync(run_dir)
+    assert [run.info.status for run in runs_in(store)] == ["FAILED"]
+
+
+def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, store: Path) -> None:
+    """The deliverer of a trainer that was killed has delivered all that the next trainer had to say, too."""
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1), START, loss(2), end("FINISHED"))
+    sync(run_dir)
+    reader, writer = os.pipe()
+    os.close(writer)
+    with open(reader, "rb") as pipe:  # the next trainer's deliverer, whose trainer is gone by now, too
+        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
+
+
+def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, store: Path) -> None:
+    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    desk.mkdir(parents=True)
+    write_journal(run_dir, START, loss(1))
+    work_through(desk, under=run_dir)
+    delivery = Delivery(run_dir)
+    delivery.deliver()
+    desk.rmdir()
+    with open(run_dir / "tracking" / "journal.jsonl", "a") as journal:
+        journal.write(json.dumps(loss(2) | {"time_ms": 2}) + "\n")
+    with pytest.raises(Superseded):
+        delivery.deliver()
+    reader, writer = os.pipe()
+    os.close(writer)  # its trainer has woken up, too, and ended
+    with open(reader, "rb") as pipe:
+        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    (run,) = runs_in(store)
+    assert run.info.status == "RUNNING" and run.data.metrics == {"loss": 1.0}
+
+
+def test_a_deliverer_that_was_frozen_while_it_made_the_mlflow_run_leaves_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    """CI had two runs of one key: the older deliverer was frozen after it had looked for the run, and woke up to make one."""
+    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    desk.mkdir(parents=True)
+    write_journal(run_dir, START, loss(1))
+    work_through(desk, under=run_dir)
+    real = MlflowClient.create_run
+
+    def create_run(client: MlflowClient, *args: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(MlflowClient, "create_run", real)
+        desk.rmdir()  # a newer start takes over,
+        Store(frozen.identity.uri).open_run(frozen.identity)  # and its deliverer makes the run
+        return real(client, *args, **settings)
+
+    frozen = Delivery(run_dir)
+    monkeypatch.setattr(MlflowClient, "create_run", create_run)
+    with pytest.raises(Superseded):
+        frozen.deliver()
+    assert len(runs_in(store)) == 1
+
+
+def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    said = []
+    real = MlflowClient.update_run
+
+    def update_run(client: MlflowClient, run_id: str, status: str) -> None:
+        said.append(status)
+        real(client, run_id, status)
+
+    monkeypatch.setattr(MlflowClient, "update_run", update_run)
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1), end("KILLED"))
+    sync(run_dir)
+    assert said == []  # a run is made running
+    write_journal(run_dir, START, loss(2))
+    delivery = Delivery(run_dir)
+    for _ in range(3):
+        delivery.deliver()
+        delivery.say("RUNNING")
+    assert said == ["RUNNING"]
+    assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
+
+
+def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, picture(run_dir, step=1), loss(1))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("no credentials")
+
+        patch.setattr(MlflowClient, "log_artifact", refuse)
+        with pytest.raises(UserError, match="no credentials"):
+            sync(run_dir)
+        write_journal(run_dir, loss(2), end("FINISHED"))
+        with pytest.raises(UserError, match="no credentials"):
+            sync(run_dir)
+    (run,) = runs_in(store)
+    assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [1, 2]
+    assert files(tmp_path) == []
+    sync(run_dir)
+    assert len(files(tmp_path)) == 2
+
+
+def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path, store: Path) -> None:
+    """Where it stood was lost, so everything goes out again; MLflow's image chart goes by the files' names."""
+    run_dir = tmp_path / "run"
+    first, second = picture(run_dir, step=0), picture(run_dir, step=20)
+    write_journal(run_dir, START, first, loss(1), second, loss(2), end("FINISHED"))
+    sync(run_dir)
+    before = files(tmp_path)
+    (run_dir / "tracking" / "delivered.json").unlink()
+    sync(run_dir)
+    (run,) = runs_in(store)
+    assert points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
+    assert files(tmp_path) == before and run.data.tags["mlflow.loggedImages"] == "True"
+    shapes = [re.fullmatch(r"(.*)\+step\+(\d+)\+timestamp\+\d+\+[0-9a-f-]{36}(.*)", name) for name in before]
+    assert [shape.groups() for shape in shapes if shape] == [
+        ("pictures~first", "0", "+compressed.webp"),
+        ("pictures~first", "0", ".png"),
+        ("pictures~first", "20", "+compressed.webp"),
+        ("pictures~first", "20", ".png"),
+    ]
+    small = next((tmp_path / "mlartifacts").rglob("*step+20+*.webp"))
+    with Image.open(small) as image:
+        assert image.size == (128, 256)
+
+
+def test_pictures_do_without_a_pil_that_writes_webp(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, picture(run_dir, step=0), end("FINISHED"))
+    monkeypatch.setattr("pretrain.tracking.store.features.check", lambda feature: False)
+    sync(run_dir)
+    small = next((tmp_path / "mlartifacts").rglob("*+compressed.webp"))
+    with Image.open(small) as image:
+        assert (image.format, image.size) == ("PNG", (128, 256))
+
+
+def test_a_damaged_picture_holds_up_no_file_behind_it(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    cut, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
+    data = Path(whole["path"]).read_bytes()
+    Path(cut["path"]).write_bytes(data[: len(data) // 2])
+    Path(torn["path"]).write_bytes(b"no picture")
+    write_journal(run_dir, START, cut, torn, whole)
+    assert sync(run_dir) > 0 and sync(run_dir) == 0
+    assert json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+    said = capsys.readouterr().err
+    assert all(f"{event['path']}: is damaged" in said for event in (cut, torn)) and whole["path"] not in said
+    assert len(list(tmp_path.rglob("pictures~first+step+20+*"))) == 2
+    assert not list(tmp_path.rglob("pictures~first+step+10+*"))
+
+
+def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, {"event": "metrics", "step": 6, "values": {"system/cpu": 1.0}}, end("KILLED"))
+    live = tracker(run_dir)
+    for value in (2.0, 3.0):
+        live.system({"cpu": value})
+    live.system({"cpu": 9.0}, node="node-3")
+    live.close("FINISHED")
+    lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
+    told = [(event["step"], event["values"]) for event in map(json.loads, lines) if event["event"] == "metrics"]
+    assert told == [
+        (6, {"system/cpu": 1.0}),
+        (7, {"system/cpu": 2.0}),
+        (8, {"system/cpu": 3.0}),
+        (0, {"system/node-3/cpu": 9.0}),
+    ]
