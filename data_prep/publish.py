@@ -9,8 +9,9 @@ The protocol, for a file and for a directory alike:
 
 A crash before 3 leaves only a temporary name, which the next writer of the same name removes.
 
-A process that works through a desk has its temporary names there: what appears is renamed out of it, what goes is renamed into
-it. Whoever removes the desk has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system itself.
+A process that uses a workspace has its temporary names there: what appears is renamed out of it, what is removed is renamed into
+it. Whoever removes the workspace has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system
+itself.
 """
 
 import errno
@@ -36,42 +37,42 @@ REPLACED = "replaced-"
 """After the prefix: a directory that another is about to take the place of."""
 HASHED_BYTES = 4 << 20
 """How much of a file is read at once, to be hashed."""
-_DESKS: dict[Path, Path] = {}
+_WORKSPACES: dict[Path, Path] = {}
 """Of this process: directory -> where what appears under it is made."""
 
 
 class Superseded(UserError):  # noqa: N818
-    """This process may not change the place any more: its desk is gone."""
+    """This process may not change the place any more: its workspace is gone."""
 
 
-def work_through(desk: Path, *, under: Path) -> None:
-    """All threads of this process do, on the same file system, on what is under the directory; for good, as one may come late."""
-    _DESKS[under.absolute()] = desk.absolute()
+def use_workspace(workspace: Path, *, under: Path) -> None:
+    """From now on, in all threads: what appears under the directory is made in the workspace, on the same file system."""
+    _WORKSPACES[under.absolute()] = workspace.absolute()
 
 
-def desk_of(path: Path) -> Path | None:
-    """The desk through which this process works on it."""
-    found = _desk_of(path)
+def workspace_of(path: Path) -> Path | None:
+    """The workspace that this process uses for it."""
+    found = _workspace_above(path)
     return found[1] if found else None
 
 
-def _desk_of(path: Path) -> tuple[Path, Path] | None:
-    whole, desks = path.absolute(), _DESKS.copy()  # another thread may add one
-    if any(whole.is_relative_to(desk) for desk in desks.values()):
-        return None  # what lies on a desk is not to be seen yet
-    return max((each for each in desks.items() if whole.is_relative_to(each[0])), default=None)
+def _workspace_above(path: Path) -> tuple[Path, Path] | None:
+    whole, workspaces = path.absolute(), _WORKSPACES.copy()  # another thread may add one
+    if any(whole.is_relative_to(workspace) for workspace in workspaces.values()):
+        return None  # what lies in a workspace is not published yet
+    return max((each for each in workspaces.items() if whole.is_relative_to(each[0])), default=None)
 
 
 def check_not_superseded(path: Path) -> None:
-    """The desk's time is set, not read: the server of a network file system is asked, whatever this node remembers."""
-    desk = desk_of(path)
+    """The workspace's time is set, not read: the server of a network file system is asked, whatever this node remembers."""
+    workspace = workspace_of(path)
     try:
-        if desk is not None:
-            os.utime(desk)
+        if workspace is not None:
+            os.utime(workspace)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             raise Superseded(
-                f"{path}: a newer start has taken over ({desk} is gone); this one changes nothing"
+                f"{path}: a newer start has taken over ({workspace} is gone); this one changes nothing"
             ) from error
 
 
@@ -85,11 +86,11 @@ def unless_superseded(path: Path) -> Iterator[None]:
 
 
 def _temporary_of(path: Path, kind: str = "") -> Path:
-    found = _desk_of(path)
+    found = _workspace_above(path)
     if found is None:
         return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
-    root, desk = found
-    return desk / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
+    root, workspace = found
+    return workspace / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
 
 
 def _name(error: BaseException, path: Path) -> None:

@@ -15,8 +15,8 @@ Publishing, by the first rank alone (in the background: see checkpoint_writer.py
 3. `latest`; 4. `best.json`, if this checkpoint knows a better one;
 5. what no rule keeps is renamed, then removed.
 A crash anywhere leaves the newest published checkpoint whole; what is half written or half removed has a temporary name, on the
-start's desk, which the next start removes (starts.py). Restoring verifies the hashes and falls back to the newest checkpoint that
-is whole.
+start's workspace, which the next start removes (starts.py). Restoring verifies the hashes and falls back to the newest checkpoint
+that is whole.
 """
 
 import hashlib

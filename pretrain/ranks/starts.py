@@ -1,26 +1,26 @@
 """The starts of a run, numbered: only the newest one changes anything, even if an older one wakes up again.
 
-    RUN/starts/0003/           the desk of start 3: what is to appear in RUN is made here, what is to go is moved here (publish.py)
-    RUN/starts/0003/.lock      held while that start's first rank lives; says who that is
+    RUN/starts/0003/           the workspace of start 3: what is to appear in RUN is made here, what goes is moved here (publish.py)
+    RUN/starts/0003/.lock      held while that start's first rank is alive; says who that is
 
 A start begins so:
-1. Where the newest desk's lock is held, it waits for that (`lock_wait_s`). One that is held still belongs to a process that works
-   or is frozen. Where SLURM says that this holder's start is over (the job was requeued or has ended, or the node is down), the new
-   one goes on all the same; otherwise it ends, and names the holder.
-2. It makes a desk under a temporary name, takes its lock, and renames it to the next number. A rename onto a desk that is there
-   fails: of two starts one has the number, and the other begins at 1 again.
-3. The fence: it moves all older desks into its own and removes them. Whatever an older start publishes, it renames out of its desk;
-   whatever it takes away, it renames into it. Without the desk these renames fail, in the file system itself: so there is no moment
-   between a check and an act in which an older start could be frozen, and no reader has to know of numbers. The desk is removed,
-   not only moved, because a node that knows it by its NFS handle would find it anywhere.
-4. Only now it reads what there is: checkpoints, and the journal, which it goes on with in a copy (journal.py).
+1. If the newest workspace's lock is held, it waits for that lock (`lock_wait_s`). If the lock is still held then, its holder works
+   or is frozen. If SLURM reports that the holder's start is over (the job was requeued or has ended, or the node is down), the new
+   start goes on all the same; otherwise it ends, and names the holder.
+2. It makes a workspace under a temporary name, takes its lock, and renames it to the next number. A rename onto an existing
+   workspace fails: of two starts one gets the number, and the other begins at 1 again.
+3. The fence: it moves all older workspaces into its own and removes them. Whatever an older start publishes, it renames out of its
+   workspace; whatever it removes, it renames into it. Without the workspace these renames fail, in the file system itself: so there
+   is no moment between a check and an act in which an older start could be frozen, and no reader has to know of numbers. The
+   workspace is removed, not only moved, because a node that knows it by its NFS handle would find it anywhere.
+4. Only now it reads what there is: checkpoints, and the journal, which it continues in a copy (journal.py).
 
-So protected: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json, pictures and files of evaluations, the
-journal, and what the deliverer keeps and sends. That one asks for the fence after it has read lines, and before it says a status (a
-request that is on its way then may arrive late; figures that arrive twice stand once). Not protected: words for people, to which
-anybody may append (logs/, stacks/, bad_samples/, skipped_steps/, jobs/); the lines of checked/ (first_read.py), which are appended,
-and right for whoever reads them, since each names the file, the size and the time that it is about; and what is named by its
-content (cached features). All that is protected lies on one file system.
+Protected in this way: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json, pictures and files of
+evaluations, the journal, and what the deliverer keeps and sends. The deliverer checks the fence after it has read lines, and before
+it sends a status (a request that is on its way then may arrive late; figures that arrive twice are stored once). Not protected:
+text for people, to which anybody may append (logs/, stacks/, bad_samples/, skipped_steps/, jobs/); the lines of checked/
+(first_read.py), which are appended and right for every reader, since each names the file, its size and its time; and what is named
+by its content (cached features). All that is protected is on one file system.
 """
 
 import errno
@@ -46,8 +46,8 @@ from data_prep.publish import (
     make_directory,
     sole_writer,
     unless_superseded,
+    use_workspace,
     withdraw,
-    work_through,
 )
 from data_prep.settings import UserError
 from pretrain.ranks.preemption import Interrupted, StopFlag
@@ -57,19 +57,19 @@ _LIVE_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", 
 
 
 def is_at_work(run_dir: Path) -> bool:
-    """Whether a start of it lives."""
-    return any(is_held(desk)[0] for desk in _desks(run_dir)[-1:])
+    """Whether a start of it is alive."""
+    return any(is_held(workspace)[0] for workspace in _workspaces(run_dir)[-1:])
 
 
 @contextmanager
 def started(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) -> Iterator[None]:
-    """While the block runs, this process is the run's newest start, and works through its desk. `stop` interrupts the wait."""
+    """While the block runs, this process is the run's newest start, and uses its workspace. `stop` interrupts the wait."""
     make_directory(run_dir / "starts")
     while True:
-        before = _desks(run_dir)[-1:]
-        was_frozen = any(_outwaits(desk, run_dir, lock_wait_s=lock_wait_s, stop=stop) for desk in before)
+        before = _workspaces(run_dir)[-1:]
+        was_frozen = any(_outwaits(workspace, run_dir, lock_wait_s=lock_wait_s, stop=stop) for workspace in before)
         made = run_dir / "starts" / f"{TEMPORARY_PREFIX}{uuid4().hex}"
-        desk = made.with_name(f"{1 + max((int(each.name) for each in before), default=0):04d}")
+        workspace = made.with_name(f"{1 + max((int(each.name) for each in before), default=0):04d}")
         with ExitStack() as until_end:
             try:
                 until_end.enter_context(sole_writer(made))
@@ -78,42 +78,42 @@ def started(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) 
             except UserError as error:  # no locks
                 shutil.rmtree(made, ignore_errors=True)
                 raise UserError(str(error).replace(str(made), str(run_dir))) from None
-            if not _renamed(made, desk) or _desks(run_dir)[-1] != desk:
+            if not _renamed(made, workspace) or _workspaces(run_dir)[-1] != workspace:
                 shutil.rmtree(made, ignore_errors=True)
                 continue
-            work_through(desk, under=run_dir)
+            use_workspace(workspace, under=run_dir)
             with unless_superseded(run_dir):  # it may have been frozen since it had its number
-                for older in _desks(run_dir):
-                    if int(older.name) < int(desk.name):
-                        _fence_off(older, behind=desk, run_dir=run_dir)
-                for leftover in desk.parent.glob(f"{TEMPORARY_PREFIX}*"):  # of a start that came no further
+                for older in _workspaces(run_dir):
+                    if int(older.name) < int(workspace.name):
+                        _fence_off(older, behind=workspace, run_dir=run_dir)
+                for leftover in workspace.parent.glob(f"{TEMPORARY_PREFIX}*"):  # of a start that came no further
                     shutil.rmtree(leftover, ignore_errors=True)
-                _check_one_file_system(desk, run_dir)
+                _check_one_file_system(workspace, run_dir)
             if was_frozen and (run_dir / "tracking" / LOCK).exists():  # so may be its deliverer, who holds this one
                 withdraw(run_dir / "tracking" / LOCK)
             yield
             return
 
 
-def _desks(run_dir: Path) -> list[Path]:
+def _workspaces(run_dir: Path) -> list[Path]:
     """Oldest first."""
     found = [path for path in (run_dir / "starts").glob("*") if path.name.isdigit()]
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _renamed(made: Path, desk: Path) -> bool:
+def _renamed(made: Path, workspace: Path) -> bool:
     try:
-        os.rename(made, desk)
+        os.rename(made, workspace)
     except OSError:
-        if made.exists() and not desk.exists():
+        if made.exists() and not workspace.exists():
             raise
         return False
     return True
 
 
-def _check_one_file_system(desk: Path, run_dir: Path) -> None:
+def _check_one_file_system(workspace: Path, run_dir: Path) -> None:
     """Told before training, not by its first checkpoint."""
-    probe = desk / f"{TEMPORARY_PREFIX}probe"
+    probe = workspace / f"{TEMPORARY_PREFIX}probe"
     for place in (run_dir / "checkpoints", run_dir / "tracking"):
         if not place.is_dir():
             continue
@@ -124,7 +124,7 @@ def _check_one_file_system(desk: Path, run_dir: Path) -> None:
             if error.errno != errno.EXDEV:
                 raise
             raise UserError(
-                f"{place}: lies on another file system than {desk.parent}, out of which its files are renamed; put all of "
+                f"{place}: lies on another file system than {workspace.parent}, out of which its files are renamed; put all of "
                 f"{run_dir} on one file system, and let {run_dir} itself be the link"
             ) from None
         (place / probe.name).unlink()
@@ -145,34 +145,36 @@ def _fence_off(older: Path, *, behind: Path, run_dir: Path) -> None:
             break
 
 
-def _outwaits(desk: Path, run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None) -> bool:
-    """Waits for the desk's lock. True: it is held still, by a start that is over."""
-    deadline_s, held = time.monotonic() + lock_wait_s, is_held(desk)
+def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None) -> bool:
+    """Waits for the workspace's lock. True: it is held still, by a start that is over."""
+    deadline_s, held = time.monotonic() + lock_wait_s, is_held(workspace)
     if held[0]:
-        print(f"{run_dir}: {_words(desk, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{run_dir}: {_words(workspace, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True
+        )
     while held[0]:
         if stop is not None and stop.raised_by is not None:
             raise Interrupted
         if time.monotonic() >= deadline_s:
             break
         time.sleep(min(_LOOK_S, lock_wait_s))
-        held = is_held(desk)
+        held = is_held(workspace)
     if not held[0]:
         return False
     if held[1] is None or not _is_over(held[1]):
         raise Busy(
-            f"{run_dir}: {_words(desk, held[1])}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it"
+            f"{run_dir}: {_words(workspace, held[1])}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it"
         )
     print(
-        f"{run_dir}: {_words(desk, held[1])}; SLURM says that it is over, so this start takes over from it",
+        f"{run_dir}: {_words(workspace, held[1])}; SLURM says that it is over, so this start takes over from it",
         file=sys.stderr,
         flush=True,
     )
     return True
 
 
-def _words(desk: Path, holder: Holder | None) -> str:
-    return f"start {int(desk.name)} of this run holds it ({holder or 'it has not said who it is'})"
+def _words(workspace: Path, holder: Holder | None) -> str:
+    return f"start {int(workspace.name)} of this run holds it ({holder or 'it has not said who it is'})"
 
 
 def _is_over(holder: Holder) -> bool:

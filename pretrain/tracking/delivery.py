@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.publish import Superseded, check_not_superseded, sole_writer, work_through, write_json
+from data_prep.publish import Superseded, check_not_superseded, sole_writer, use_workspace, write_json
 from data_prep.settings import UserError
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
@@ -233,7 +233,7 @@ def _main() -> int:
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
     if sys.argv[3:]:
-        work_through(Path(sys.argv[3]), under=run_dir)
+        use_workspace(Path(sys.argv[3]), under=run_dir)
     with suppress(Superseded):
         check_not_superseded(run_dir)  # started again by a trainer that has woken up, it does not even take the lock
         return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))

@@ -25,7 +25,7 @@ from uuid import uuid4
 from PIL import Image
 
 from data_prep.images.sheet import save_sheet
-from data_prep.publish import desk_of, write_json
+from data_prep.publish import workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
 from pretrain.ranks.launch import describe
@@ -207,9 +207,16 @@ class Tracker:
     def _new_deliverer(self) -> tuple[subprocess.Popen[bytes], int]:
         """And where its words begin in its log."""
         log_start = self._log.stat().st_size if self._log.exists() else 0
-        desk = [str(found)] if (found := desk_of(self.run_dir)) else []
+        workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
         return subprocess.Popen(
-            [sys.executable, "-m", "pretrain.tracking.delivery", str(self.run_dir), str(self._close_timeout_s), *desk],
+            [
+                sys.executable,
+                "-m",
+                "pretrain.tracking.delivery",
+                str(self.run_dir),
+                str(self._close_timeout_s),
+                *workspace,
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from data_prep import publish
-from data_prep.publish import work_through
+from data_prep.publish import use_workspace
 from pretrain.checkpoints import checkpoint
 from pretrain.checkpoints.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
 from pretrain.checkpoints.checkpoint import Snapshot, TrainerState
@@ -115,8 +115,8 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
         save(run_dir, 2, best=Best(1, 0.5))
-        desk = run_dir / "starts" / "0001"
-        desk.mkdir(parents=True)
+        workspace = run_dir / "starts" / "0001"
+        workspace.mkdir(parents=True)
         calls, crashed = 0, False
 
         def tick(crash_at: int = crash_at) -> bool:
@@ -128,7 +128,7 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
             for place, name in OPERATIONS:
                 patch.setattr(place, name, crashing(getattr(place, name), tick))
             try:
-                work_through(desk, under=run_dir)
+                use_workspace(workspace, under=run_dir)
                 save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True

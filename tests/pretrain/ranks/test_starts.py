@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from data_prep import publish
-from data_prep.publish import Busy, Holder, Superseded, desk_of
+from data_prep.publish import Busy, Holder, Superseded, workspace_of
 from data_prep.settings import UserError
 from pretrain.checkpoints.card import checkpoints_dir
 from pretrain.checkpoints.retention import Best, write_best
@@ -170,7 +170,7 @@ def test_another_jobs_start_is_over_when_slurm_says_so(
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "a")
     holder = Holder(node="n7", pid=123, job="17", cluster=cluster, restart=restart, since="2026-11-22 01:02:03")
-    monkeypatch.setattr(starts, "is_held", lambda desk: (True, holder))
+    monkeypatch.setattr(starts, "is_held", lambda workspace: (True, holder))
     (tmp_path / "run" / "starts" / "0004").mkdir(parents=True)
     if is_over:
         with started(tmp_path / "run", lock_wait_s=0):
@@ -183,17 +183,17 @@ def test_another_jobs_start_is_over_when_slurm_says_so(
 
 
 def test_a_start_that_waits_heeds_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, stop = tmp_path / "starts" / "0001", StopFlag()
+    workspace, stop = tmp_path / "starts" / "0001", StopFlag()
 
     def is_held(_: Path) -> tuple[bool, None]:  # to the end; what tells it to stop comes as it waits
         stop.raised_by = "SIGTERM"
         return True, None
 
-    desk.mkdir(parents=True)
+    workspace.mkdir(parents=True)
     monkeypatch.setattr(starts, "is_held", is_held)
     with entered(started(tmp_path, lock_wait_s=1, stop=stop)):
-        assert desk_of(tmp_path) is None
-    assert list(desk.parent.iterdir()) == [desk]
+        assert workspace_of(tmp_path) is None
+    assert list(workspace.parent.iterdir()) == [workspace]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tracking"])
@@ -292,14 +292,14 @@ def test_one_thread_may_begin_a_start_while_another_one_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def while_another_begins(self: Path, other: Path) -> bool:
-        publish.work_through(tmp_path / "desk", under=tmp_path / str(len(desks)))
+        publish.use_workspace(tmp_path / "workspace", under=tmp_path / str(len(workspaces)))
         return is_relative_to(self, other)
 
-    monkeypatch.setattr(publish, "_DESKS", desks := {})
+    monkeypatch.setattr(publish, "_WORKSPACES", workspaces := {})
     is_relative_to = Path.is_relative_to
-    publish.work_through(tmp_path / "0001", under=tmp_path)
+    publish.use_workspace(tmp_path / "0001", under=tmp_path)
     monkeypatch.setattr(Path, "is_relative_to", while_another_begins)
-    assert desk_of(tmp_path / "x") == tmp_path / "0001"
+    assert workspace_of(tmp_path / "x") == tmp_path / "0001"
 
 
 def test_a_directory_within_another_has_its_own_desk(tmp_path: Path) -> None:

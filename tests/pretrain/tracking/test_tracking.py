@@ -15,7 +15,7 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from data_prep.publish import Superseded, work_through
+from data_prep.publish import Superseded, use_workspace
 from data_prep.settings import UserError
 from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
@@ -298,13 +298,13 @@ def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, stor
 
 
 def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, store: Path) -> None:
-    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
-    desk.mkdir(parents=True)
+    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    workspace.mkdir(parents=True)
     write_journal(run_dir, START, loss(1))
-    work_through(desk, under=run_dir)
+    use_workspace(workspace, under=run_dir)
     delivery = Delivery(run_dir)
     delivery.deliver()
-    desk.rmdir()
+    workspace.rmdir()
     with open(run_dir / "tracking" / "journal.jsonl", "a") as journal:
         journal.write(json.dumps(loss(2) | {"time_ms": 2}) + "\n")
     with pytest.raises(Superseded):
@@ -321,15 +321,15 @@ def test_a_deliverer_that_was_frozen_while_it_made_the_mlflow_run_leaves_no_seco
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> None:
     """CI had two runs of one key: the older deliverer was frozen after it had looked for the run, and woke up to make one."""
-    run_dir, desk = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
-    desk.mkdir(parents=True)
+    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    workspace.mkdir(parents=True)
     write_journal(run_dir, START, loss(1))
-    work_through(desk, under=run_dir)
+    use_workspace(workspace, under=run_dir)
     real = MlflowClient.create_run
 
     def create_run(client: MlflowClient, *args: Any, **settings: Any) -> Any:
         monkeypatch.setattr(MlflowClient, "create_run", real)
-        desk.rmdir()  # a newer start takes over,
+        workspace.rmdir()  # a newer start takes over,
         Store(frozen.identity.uri).open_run(frozen.identity)  # and its deliverer makes the run
         return real(client, *args, **settings)
 
