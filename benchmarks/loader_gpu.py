@@ -25,7 +25,7 @@ from pretrain.augment.feed import Feed
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.loader import Batch, Batches, as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec

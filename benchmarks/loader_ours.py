@@ -26,7 +26,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batches, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 
 PREFETCH, IDLE_S = 2, 0.02
 """Batches (three buffers go round then, which the cores' cache nearly holds), and how long a pause says that others had a turn."""

@@ -28,9 +28,9 @@ from rich.table import Table
 from data_prep.images import ppm_header
 from data_prep.manifest import Manifest
 from data_prep.publish import sha256_of
-from pretrain.data.locating import LOCATED_TOGETHER
+from pretrain.data.loader import LOCATED_TOGETHER
 from pretrain.data.order import BatchPlan, Ids, Order, permute
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 
 NUM_SAMPLES, NUM_SHARDS, NUM_RANKS, GLOBAL_BATCH = 14_000_000, 1_400, 256, 16_384
 MIXED_SAMPLES, NUM_CLASSES = 11_060_223, 10_450

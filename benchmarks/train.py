@@ -36,7 +36,7 @@ from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.first_read import lowest_priority
 from pretrain.data.loader import Batch, Batches, as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of

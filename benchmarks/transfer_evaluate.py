@@ -30,7 +30,7 @@ from finetune.evaluate.answering import answer
 from finetune.evaluate.config import ViewSettings
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import MlpSpec

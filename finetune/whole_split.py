@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from data_prep.progress import progress
 from pretrain.data.loader import Batch, evaluation_batches
-from pretrain.data.shards import ShardReader
+from pretrain.data.reader import ShardReader
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.world import World
 

@@ -68,5 +68,5 @@ def _seen(directory: Path, manifest: Manifest, shard: Shard, data: bytes) -> Ima
         raise DatasetError(
             f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
         ) from None
-    # as pretrain.data.shards does
+    # as pretrain.data.reader does
     return resize(picture, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)

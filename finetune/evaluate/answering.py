@@ -22,9 +22,8 @@ from finetune.evaluate.answers import NO_SAMPLE, Answers, Layout
 from finetune.views import images_of
 from finetune.whole_split import batches_of
 from pretrain.augment.augmentation import Augmentation
-from pretrain.data.loader import Batch
-from pretrain.data.shards import ShardReader
-from pretrain.data.threads import lone_threads
+from pretrain.data.loader import Batch, lone_threads
+from pretrain.data.reader import ShardReader
 from pretrain.ranks.collectives import all_sum, is_distributed
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.world import World

@@ -46,8 +46,8 @@ from finetune.evaluate.scoring import Confusion, PerClass, calibration, moments,
 from finetune.recording import recorded
 from pretrain.checkpoints.run import save_result
 from pretrain.data.datasets import Part
+from pretrain.data.reader import ShardReader, reading
 from pretrain.data.real_labels import RealLabels
-from pretrain.data.shards import ShardReader, reading
 from pretrain.ranks.collectives import same_on_all_ranks
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.world import World

@@ -19,7 +19,7 @@ from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.answers import Answers, Floats
 from finetune.evaluate.scoring import Confusion, PerClass
 from pretrain.data.order import Ids
-from pretrain.data.shards import ShardReader
+from pretrain.data.reader import ShardReader
 from pretrain.ranks.headway import HEADWAY
 
 PREDICTIONS, PER_CLASS, CONFUSION = "predictions.parquet", "per_class.csv", "confusion.parquet"

@@ -31,7 +31,7 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
-from pretrain.data.shards import ShardReader, reading
+from pretrain.data.reader import ShardReader, reading
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.world import World
 

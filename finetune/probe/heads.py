@@ -17,8 +17,7 @@ from data_prep.progress import progress
 from finetune.probe.config import ProbeSettings
 from finetune.probe.rows import Rows
 from finetune.probe.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
-from pretrain.data.counter import hash64
-from pretrain.data.order import Ids, permute
+from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
 JUDGED_NUMBERS = 8_000_000

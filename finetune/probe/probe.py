@@ -26,8 +26,7 @@ from finetune.probe.rows import Residence, Rows, Standard
 from finetune.recording import recorded
 from pretrain.checkpoints.run import save_result
 from pretrain.cli import console
-from pretrain.data.counter import hash64
-from pretrain.data.order import permute
+from pretrain.data.order import hash64, permute
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.world import World
 from pretrain.tracking.page import target_of

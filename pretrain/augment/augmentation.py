@@ -32,8 +32,7 @@ from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
 from pretrain.config import AugmentSettings
-from pretrain.data.buffers import BufferPool
-from pretrain.data.loader import Batch
+from pretrain.data.loader import Batch, BufferPool
 
 try:
     from pretrain.augment import on_cpu

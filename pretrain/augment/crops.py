@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.augment.draws import Draws, Purpose
-from pretrain.augment.transfer import send
+from pretrain.augment.draws import Draws, Purpose, send
 from pretrain.config import AugmentSettings, PaddingMode
 
 Flags = NDArray[np.bool_]

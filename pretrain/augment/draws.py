@@ -4,14 +4,18 @@ Nothing has a state, so what is drawn depends on no rank, worker, batch or resum
 identity: a new purpose gets a new number, and none is used again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, ndtri
+from torch import Tensor
 
-from pretrain.data.counter import hash64, uniform
+from pretrain.data.order import hash64, uniform
 
 Floats = NDArray[np.float64]
 
@@ -94,3 +98,27 @@ class BetaTable:
     def __call__(self, uniform_numbers: Floats) -> Floats:
         assert self._values is not None
         return np.interp(uniform_numbers, np.linspace(0, 1, len(self._values)), self._values)
+
+
+_ALIGNMENT = 16
+
+
+def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+    """One tensor per array. On CUDA they are views of one buffer, copied from pinned memory: no synchronisation."""
+    places, end = {}, 0
+    for name, array in arrays.items():
+        places[name] = end
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = buffer.numpy()
+    for name, array in arrays.items():
+        on_host[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = buffer.to(device, non_blocking=True)
+    return {
+        name: there[places[name] : places[name] + array.nbytes].view(_torch_type(array)).view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+def _torch_type(array: NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

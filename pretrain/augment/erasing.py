@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.augment.draws import Draws, Purpose
-from pretrain.augment.transfer import send
+from pretrain.augment.draws import Draws, Purpose, send
 from pretrain.config import AugmentSettings, EraseMode
 
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3

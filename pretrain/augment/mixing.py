@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.augment.draws import BetaTable, Draws, Floats, Purpose
-from pretrain.augment.transfer import send
+from pretrain.augment.draws import BetaTable, Draws, Floats, Purpose, send
 from pretrain.config import AugmentSettings
 
 Ints = NDArray[np.int64]

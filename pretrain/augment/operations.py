@@ -1,9 +1,23 @@
 """A drawn plan on pictures: per layer, the pictures of one kind of operation are taken out, changed together and written back.
 
 Who gets what is known on the host, so no step looks at the device; all numbers of a plan go over in one copy. Every picture stands
-alone and no sum depends on an order, so the result does not depend on how a global batch is cut. n pictures of a kind.
+alone and no sum depends on an order, so the result does not depend on how a global batch is cut.
+
+Colours change in whole levels 0..255, rounded where PIL does it. Most of these operations look a level up in a table, so they are
+one lookup for all pictures: the tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the host, those of
+AUTOCONTRAST, EQUALIZE and CONTRAST follow from the picture. Every result equals PIL's bit for bit
+(tests/pretrain/augment/test_operations.py), but for Pillow-SIMD's rounding of grey: in one colour of 500 it is a level off
+Pillow's, and so off ours, which moves COLOR by a level there.
+
+Rotation, shear and translation are one affine sampling with a matrix per picture, as PIL's: output pixel centres are mapped into
+the picture; what falls outside is filled; inside, taps beyond the border repeat it, and values are cut off to whole levels. All in
+float64, as PIL has it: with shifts such as 28.8 pixels one value in a hundred is a whole level, and float32 would fall on its
+other side.
+
+n pictures of a kind, H W height and width, C colours, L levels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.augment import colour, geometry
+from pretrain.augment.draws import Floats, send
 from pretrain.augment.plan import Operation, Plan
-from pretrain.augment.transfer import send
 
 Arrays = dict[str, NDArray[Any]]
+Ints = NDArray[np.int64]
+
+LEVELS = np.arange(256)
 
 
 def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
@@ -35,10 +51,10 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     """The rows of each kind that occurs, and what the kind needs to know about them."""
     operations, strengths = plan.operations_LB[layer], plan.strengths_LB[layer]
     arrays: Arrays = {}
-    fixed = np.flatnonzero(np.isin(operations, colour.FIXED))
+    fixed = np.flatnonzero(np.isin(operations, FIXED))
     if len(fixed):
         arrays["fixed"] = fixed
-        arrays["fixed.tables"] = colour.fixed_tables(operations[fixed], strengths[fixed])
+        arrays["fixed.tables"] = fixed_tables(operations[fixed], strengths[fixed])
     for operation in (
         Operation.AUTOCONTRAST,
         Operation.EQUALIZE,
@@ -50,21 +66,19 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
         if len(rows):
             arrays[operation.name] = rows
             arrays[f"{operation.name}.factors"] = strengths[rows].astype(np.float32)
-    moved = np.isin(operations, geometry.GEOMETRIC)
+    moved = np.isin(operations, GEOMETRIC)
     for name, chosen in (("linear", moved & ~plan.cubic_LB[layer]), ("cubic", moved & plan.cubic_LB[layer])):
         rows = np.flatnonzero(chosen)
         if len(rows):
             arrays[name] = rows
-            arrays[f"{name}.matrices"] = geometry.matrices(
-                operations[rows], strengths[rows], height=height, width=width
-            )
+            arrays[f"{name}.matrices"] = matrices(operations[rows], strengths[rows], height=height, width=width)
     return arrays
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
     """The kinds have different rows, so their order does not matter."""
     _apply_tables(pictures_BHWC, sent)
-    for operation, change in ((Operation.COLOR, colour.saturate), (Operation.SHARPNESS, colour.sharpen)):
+    for operation, change in ((Operation.COLOR, saturate), (Operation.SHARPNESS, sharpen)):
         if operation.name in sent:
             rows = sent[operation.name]
             changed = change(pictures_BHWC.index_select(0, rows), sent[f"{operation.name}.factors"])
@@ -73,7 +87,7 @@ def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tens
         if name in sent:
             matrices_n6, cubic = sent[f"{name}.matrices"], name == "cubic"
             taken = pictures_BHWC.index_select(0, sent[name])
-            pictures_BHWC.index_copy_(0, sent[name], geometry.sample(taken, matrices_n6, cubic=cubic, fill_C=fill_C))
+            pictures_BHWC.index_copy_(0, sent[name], move(taken, matrices_n6, cubic=cubic, fill_C=fill_C))
 
 
 def _apply_tables(pictures_BHWC: Tensor, sent: dict[str, Tensor]) -> None:
@@ -83,8 +97,8 @@ def _apply_tables(pictures_BHWC: Tensor, sent: dict[str, Tensor]) -> None:
         rows.append(sent["fixed"])
         tables.append(sent["fixed.tables"].unsqueeze(1).expand(-1, pictures_BHWC.shape[-1], -1))
     for operation, make in (
-        (Operation.AUTOCONTRAST, colour.autocontrast_tables),
-        (Operation.EQUALIZE, colour.equalize_tables),
+        (Operation.AUTOCONTRAST, autocontrast_tables),
+        (Operation.EQUALIZE, equalize_tables),
     ):
         if operation.name in sent:
             rows.append(sent[operation.name])
@@ -92,8 +106,199 @@ def _apply_tables(pictures_BHWC: Tensor, sent: dict[str, Tensor]) -> None:
     if Operation.CONTRAST.name in sent:
         rows.append(sent[Operation.CONTRAST.name])
         factors = sent[f"{Operation.CONTRAST.name}.factors"]
-        tables.append(colour.contrast_tables(pictures_BHWC.index_select(0, rows[-1]), factors))
+        tables.append(contrast_tables(pictures_BHWC.index_select(0, rows[-1]), factors))
     if rows:
         chosen = torch.cat(rows)
-        changed = colour.look_up(pictures_BHWC.index_select(0, chosen), torch.cat(tables))
+        changed = look_up(pictures_BHWC.index_select(0, chosen), torch.cat(tables))
         pictures_BHWC.index_copy_(0, chosen, changed)
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------------------
+
+
+def fixed_tables(operations_n: Ints, strengths_n: Floats) -> NDArray[np.uint8]:
+    """The 256 levels that the levels become, for what needs no look at the picture: (n, 256)."""
+    tables = np.empty((len(operations_n), 256), np.uint8)
+    for operation, table in _FIXED.items():
+        here = operations_n == operation
+        if here.any():
+            tables[here] = table(strengths_n[here, None])
+    return tables
+
+
+def _posterized(bits: Floats) -> Ints:
+    dropped = 8 - np.clip(bits.astype(np.int64), 0, 8)
+    return LEVELS >> dropped << dropped
+
+
+def _brightened(factor: Floats) -> NDArray[np.float32]:
+    return np.clip(factor.astype(np.float32) * LEVELS.astype(np.float32), 0, 255)
+
+
+_FIXED: dict[Operation, Callable[[Floats], NDArray[Any]]] = {
+    Operation.INVERT: lambda _: 255 - LEVELS,
+    Operation.POSTERIZE: _posterized,
+    Operation.SOLARIZE: lambda threshold: np.where(threshold > LEVELS, LEVELS, 255 - LEVELS),
+    Operation.SOLARIZE_ADD: lambda added: np.where(LEVELS < 128, np.minimum(LEVELS + added, 255), LEVELS),
+    Operation.BRIGHTNESS: _brightened,
+}
+FIXED = tuple(_FIXED)
+"""The operations of `fixed_tables`."""
+
+
+def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
+    return tables_nCL.reshape(-1).index_select(0, _table_places(pictures_nHWC).view(-1)).view(pictures_nHWC.shape)
+
+
+def autocontrast_tables(pictures_nHWC: Tensor) -> Tensor:
+    """The darkest level of a channel becomes 0, the lightest 255; a flat channel stays."""
+    low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
+    high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
+    scale_nC1 = torch.full_like(low_nC1, 255) / (high_nC1 - low_nC1)  # 255 / x would be 255 * (1 / x)
+    levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float64)
+    stretched_nCL = levels_L * scale_nC1 + -low_nC1 * scale_nC1
+    return torch.where(high_nC1 > low_nC1, stretched_nCL.trunc().clamp(0, 255), levels_L).to(torch.uint8)
+
+
+def equalize_tables(pictures_nHWC: Tensor) -> Tensor:
+    """As many pixels in every stretch of levels."""
+    count, height, width, colours = pictures_nHWC.shape
+    device = pictures_nHWC.device
+    places = _table_places(pictures_nHWC).view(-1).long()
+    histogram = torch.zeros(count * colours * 256, dtype=torch.int32, device=device)
+    histogram_nCL = histogram.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32)).view(
+        count, colours, 256
+    )
+    up_to_nCL = histogram_nCL.cumsum(dim=-1, dtype=torch.int32)
+    highest_nC = pictures_nHWC.amax(dim=(1, 2)).long().unsqueeze(-1)
+    step_nC1 = (height * width - histogram_nCL.gather(-1, highest_nC)) // 255
+    equal_nCL = (step_nC1 // 2 + up_to_nCL - histogram_nCL) // step_nC1.clamp(min=1)
+    levels_L = torch.arange(256, device=device, dtype=torch.int32)
+    return torch.where(step_nC1 > 0, equal_nCL.clamp(max=255), levels_L).to(torch.uint8)
+
+
+def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
+    """Away from (or towards) the mean brightness of the picture."""
+    grey_nHW = _grey(pictures_nHWC)
+    pixels = grey_nHW[0].numel()
+    mean_n1 = (2 * grey_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
+    levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float32)
+    tables_nL = _blend(mean_n1.float(), levels_L, factors_n.view(-1, 1))
+    return tables_nL.unsqueeze(1).expand(-1, pictures_nHWC.shape[-1], -1)
+
+
+def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
+    """0 is grey, 1 the picture, above 1 more colourful."""
+    grey_nHW1 = _grey(pictures_nHWC).float().unsqueeze(-1)
+    return _blend(grey_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
+
+
+def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
+    """0 is smoothed, 1 the picture, above 1 sharper. The filter is 3x3, its middle weighs 5 of 13; the border stays."""
+    values = pictures_nHWC.int()
+    columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
+    around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
+    smooth = values.clone()
+    smooth[:, 1:-1, 1:-1] = (2 * (around + 4 * values[:, 1:-1, 1:-1]) + 13) // 26
+    return _blend(smooth.float(), values.float(), factors_n.view(-1, 1, 1, 1))
+
+
+def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
+    """From `start` (0) to `end` (1) and beyond."""
+    return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
+
+
+def _grey(pictures_nHWC: Tensor) -> Tensor:
+    """ITU-R 601 brightness in PIL's fixed point."""
+    red, green, blue = pictures_nHWC.int().unbind(-1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+
+
+def _table_places(pictures_nHWC: Tensor) -> Tensor:
+    """Where each level stands in flat tables (n, C, 256)."""
+    count, _, _, colours = pictures_nHWC.shape
+    start = torch.arange(count * colours, device=pictures_nHWC.device, dtype=torch.int32) * 256
+    return pictures_nHWC.int() + start.view(count, 1, 1, colours)
+
+
+# ---- geometry --------------------------------------------------------------------------------------------------------------
+
+
+_TOGETHER_ON_CPU = 8
+"""Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
+
+
+GEOMETRIC = (
+    Operation.ROTATE,
+    Operation.SHEAR_X,
+    Operation.SHEAR_Y,
+    Operation.TRANSLATE_X,
+    Operation.TRANSLATE_Y,
+)
+
+
+def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
+    """(n, 6), each (a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y + f)."""
+
+    def only(operation: Operation) -> Floats:
+        return np.where(operations_n == operation, strengths_n, 0.0)
+
+    angle = -np.radians(only(Operation.ROTATE) % 360.0)
+    cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)  # a quarter turn is exact
+    x, y = width / 2, height / 2  # about the middle
+    return np.stack(
+        [
+            cosine,
+            sine + only(Operation.SHEAR_X),
+            cosine * -x + sine * -y + x + only(Operation.TRANSLATE_X) * width,
+            -sine + only(Operation.SHEAR_Y),
+            cosine,
+            -sine * -x + cosine * -y + y + only(Operation.TRANSLATE_Y) * height,
+        ],
+        axis=1,
+    )
+
+
+def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
+    if pictures_nHWC.device.type != "cpu":
+        return _move(pictures_nHWC, matrices_n6, cubic=cubic, fill_C=fill_C)
+    parts = (slice(first, first + _TOGETHER_ON_CPU) for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU))
+    return torch.cat([_move(pictures_nHWC[part], matrices_n6[part], cubic=cubic, fill_C=fill_C) for part in parts])
+
+
+def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
+    count, height, width, colours = pictures_nHWC.shape
+    device = pictures_nHWC.device
+    x_W = torch.arange(width, device=device, dtype=torch.float64) + 0.5
+    y_H1 = (torch.arange(height, device=device, dtype=torch.float64) + 0.5).unsqueeze(-1)
+    a, b, c, d, e, f = matrices_n6.double().view(count, 6, 1, 1).unbind(1)
+    x_nHW, y_nHW = a * x_W + b * y_H1 + c, d * x_W + e * y_H1 + f
+    inside_nHW = (x_nHW >= 0) & (x_nHW < width) & (y_nHW >= 0) & (y_nHW < height)
+    x_nHW, y_nHW = x_nHW - 0.5, y_nHW - 0.5
+    left_nHW, top_nHW = x_nHW.floor(), y_nHW.floor()
+    right_of_nHW1 = (x_nHW - left_nHW).unsqueeze(-1)
+    below_nHW1 = (y_nHW - top_nHW).unsqueeze(-1)
+    taps = range(-1, 3) if cubic else range(2)
+    columns = [(left_nHW + tap).clamp(0, width - 1).int() for tap in taps]
+    first = torch.arange(count, device=device, dtype=torch.int32).view(-1, 1, 1) * (height * width)
+    flat = pictures_nHWC.reshape(-1, colours)
+    blend: Callable[..., Tensor] = _cubic if cubic else _linear
+    rows = []
+    for tap in taps:
+        row = first + (top_nHW + tap).clamp(0, height - 1).int() * width
+        values = (
+            flat.index_select(0, (row + column).view(-1)).view(pictures_nHWC.shape).double() for column in columns
+        )
+        rows.append(blend(*values, right_of_nHW1))
+    found = blend(*rows, below_nHW1).clamp_(0, 255).to(torch.uint8)
+    return torch.where(inside_nHW.unsqueeze(-1), found, fill_C)
+
+
+def _linear(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+    return first + (second - first) * share
+
+
+def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, share: Tensor) -> Tensor:
+    """Through v2 (0) and v3 (1): the cubic convolution with a = -1 that PIL's transform uses (its resize has -1/2)."""
+    difference = v1 - v2
+    return v2 + share * (v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference)))

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from data_prep.settings import UserError
-from pretrain.data.counter import hash64
-from pretrain.data.order import Ids
-from pretrain.data.shards import ShardReader, Unreadable
+from pretrain.data.order import Ids, hash64
+from pretrain.data.reader import ShardReader, Unreadable
 
 MAX_ATTEMPTS = 16
 

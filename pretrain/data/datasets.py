@@ -23,9 +23,7 @@ from data_prep.manifest import (
 )
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
-from pretrain.data.counter import hash64, hex_key
-from pretrain.data.mixture import Mixture, mixture_weights
-from pretrain.data.order import Chosen, Ids, Line, Order, epoch_length
+from pretrain.data.order import Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
 from pretrain.data.stage_area import StagedCopy
 from pretrain.models.spec import ModelSpec
 

@@ -3,27 +3,31 @@
 The loader has no state of its own: it starts after `consumed` samples and the trainer, which knows what it has used, says so in
 the checkpoint. Threads serve where processes would copy: gathering from mapped shards, libjpeg-turbo and numpy let go of the GIL.
 
-How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever thread is free first
-locates its samples; 3. the threads fill parts of one buffer; 4. the thread that ends last looks up the labels and calls `finish`
-(on a CPU the augmentation; for a GPU nothing, see `feed.py`). At most `prefetch` batches are under way or waiting.
+How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever thread is free first locates its
+samples, and those of its neighbours, because numpy is slow at finding few; 3. the threads fill parts of one buffer, whose memory
+has been used before; 4. the thread that ends last looks up the labels and calls `finish` (on a CPU the augmentation; for a GPU
+nothing, see `feed.py`). At most `prefetch` batches are under way or waiting. What lies behind a network is asked for long before it
+is needed, and for all ranks at once: those of a node share their copies.
 """
 
+import itertools
+import math
 import threading
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.data.bad_samples import BadSamples, left_out
-from pretrain.data.locating import LOOK_AHEAD, Group, LookAhead, Request
 from pretrain.data.order import BatchPlan, Ids, InSequence, Line, evaluation_slices
-from pretrain.data.shards import Places, ShardReader, Unreadable
-from pretrain.data.threads import lone_threads
+from pretrain.data.reader import Places, ShardReader, Unreadable
 from pretrain.ranks.world import World
 
 T = TypeVar("T")
@@ -34,6 +38,19 @@ Waits = Callable[[Future[T]], T]
 
 SMALLEST_PART = 32
 """Pictures: less is not worth the change of threads."""
+LOCATED_TOGETHER = 8192
+"""Samples."""
+LOOK_AHEAD = 32_768
+"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is more); said anew every half."""
+MOST_IDLE = 8
+"""Buffers of one size that wait in the pool; more are given back to the system."""
+_STORED_AS = {torch.bfloat16: torch.uint16}
+"""numpy has no name for these."""
+
+
+class Request(NamedTuple):
+    positions: Ids
+    mask: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,69 @@ class Batch:
     """False where evaluation is padded, or a sample cannot be read."""
     num_bad: int = 0
     """Samples that could not be read."""
+
+
+def as_stored(batch: Batch) -> Batch:
+    """The `finish` of whoever wants batches as they are."""
+    return batch
+
+
+def training_batches(
+    reader: ShardReader,
+    order: Line,
+    plan: BatchPlan,
+    *,
+    rank: int,
+    consumed: int,
+    num_threads: int,
+    prefetch: int,
+    pin: bool,
+    finish: Callable[[Batch], T],
+    bad_samples: BadSamples | None = None,
+    waits: Waits[T] = Future.result,
+) -> "Batches[T]":
+    """The micro-batches of a rank from `consumed` samples on, without end."""
+    return Batches(
+        reader,
+        order,
+        map(Request, plan.sequence(consumed=consumed, rank=rank)),
+        finish=finish,
+        on_bad=(bad_samples or BadSamples(reader)).replace,
+        num_threads=num_threads,
+        prefetch=prefetch,
+        pin=pin,
+        look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
+        waits=waits,
+    )
+
+
+def evaluation_batches(
+    reader: ShardReader,
+    *,
+    local_batch_size: int,
+    world: World,
+    num_threads: int = 1,
+    pin: bool = False,
+    waits: Waits[Batch] = Future.result,
+) -> "Batches[Batch]":
+    """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
+    slices = evaluation_slices(
+        num_samples=reader.num_samples,
+        local_batch_size=local_batch_size,
+        num_ranks=world.num_ranks,
+        rank=world.rank,
+    )
+    return Batches(
+        reader,
+        InSequence(reader.num_samples),
+        itertools.starmap(Request, slices),
+        finish=as_stored,
+        on_bad=left_out,
+        num_threads=num_threads,
+        prefetch=2,
+        pin=pin,
+        waits=waits,
+    )
 
 
 class Batches(Generic[T]):
@@ -70,15 +150,15 @@ class Batches(Generic[T]):
         waits: Waits[T] = Future.result,
     ):
         """`waits` is how the caller of `next` waits."""
-        self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
-        self.look_ahead = LookAhead(reader, order, span=look_ahead)
-        self._waits = waits
-        self._requests = iter(requests)
-        self._num_threads = num_threads
+        self.reader, self.order, self.finish, self.on_bad = reader, order, finish, on_bad
+        self.requests = iter(requests)
+        self._pin, self._waits, self._num_threads = pin, waits, num_threads
+        self._look_ahead, self._announce_from = look_ahead, -1
+        self._announcing, self._buffers = threading.Lock(), BufferPool()
         self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
-        self._group: deque[tuple[Group, Request, int]] = deque()
-        self._following: Group | None = None
+        self._group: deque[tuple[_Group, Request, int]] = deque()
+        self._following: _Group | None = None
         for _ in range(prefetch):
             self._request()
 
@@ -103,15 +183,36 @@ class Batches(Generic[T]):
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def announce(self, position: int) -> None:
+        """Now and then the reader learns which samples of the whole sequence come next: the ranks of a node share their copies."""
+        if not self.reader.is_remote:
+            return
+        with self._announcing:
+            if position >= self._announce_from:
+                _, samples = self.order.locate(np.arange(position, position + self._look_ahead))
+                self.reader.fetch_ahead(samples)
+                self._announce_from = position + self._look_ahead // 2
+
+    def memory(self, count: int) -> Tensor:
+        """For the pictures of a batch."""
+        shape = (count, self.reader.stored_size, self.reader.stored_size, 3)
+        if self._pin:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return self._buffers.empty(*shape, dtype=torch.uint8)
+
+    def labels(self, labels: Ids) -> Tensor:
+        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
+        return labels_B.pin_memory() if self._pin else labels_B
+
     def _request(self) -> None:
         if not self._group:
-            self._group = deque((self._following or self._new_group()).jobs())
+            self._group = deque((self._following or _Group(self)).jobs())
             self._following = None
         if not self._group:
             return
         group, request, start = self._group.popleft()
         if self._following is None and len(self._group) <= group.num_requests // 2:
-            self._following = self._new_group()
+            self._following = _Group(self)
             if self._following.num_requests:
                 self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
         # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
@@ -123,14 +224,45 @@ class Batches(Generic[T]):
         for part in range(num_parts):
             self._pool.submit(job.run, part)
 
-    def _new_group(self) -> Group:
-        return Group(self.reader, self.order, self._requests)
+
+class _Group:
+    """The next requests, whose samples are located together."""
+
+    def __init__(self, batches: Batches[Any]):
+        self._batches = batches
+        self._requests: list[Request] = []
+        num_samples = 0
+        while num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None:
+            self._requests.append(request)
+            num_samples += len(request.positions)
+        self._lock = threading.Lock()
+        self._located: tuple[Ids, Places] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def jobs(self) -> Iterator[tuple["_Group", Request, int]]:
+        """(self, request, where its samples begin among those of the group)."""
+        start = 0
+        for request in self._requests:
+            yield self, request, start
+            start += len(request.positions)
+
+    def located(self) -> tuple[Ids, Places]:
+        """(epochs, places): by the thread that comes first; the others wait."""
+        with self._lock:
+            if self._located is None:
+                positions = np.concatenate([each.positions for each in self._requests])
+                epochs, samples = self._batches.order.locate(positions)
+                self._located = epochs, self._batches.reader.locate(samples)
+            return self._located
 
 
 class _Job(Generic[T]):
     """One batch on its way through the threads."""
 
-    def __init__(self, batches: Batches[T], group: Group, request: Request, *, start: int, num_parts: int):
+    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, start: int, num_parts: int):
         self._batches, self._group, self._request = batches, group, request
         self._start, self._size = start, len(request.positions)
         self._cuts = [self._size * part // num_parts for part in range(num_parts + 1)]
@@ -150,12 +282,15 @@ class _Job(Generic[T]):
 
     def _run(self, part: int) -> None:
         # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
-        self._batches.look_ahead.announce(int(self._request.positions[0]))
+        self._batches.announce(int(self._request.positions[0]))
         epochs, places = self._group.located()
         first, end = self._cuts[part], self._cuts[part + 1]
-        mine, images = places.part(self._start + first, self._start + end), self._buffer()[first:end]
-        bad = self._batches.reader.read(mine, images)
-        shown = self._batches.on_bad(bad, mine.ids, images) if bad else None
+        with self._lock:
+            if self._images_BHWC is None:
+                self._images_BHWC = self._batches.memory(self._size)
+        mine, images_BHWC = places.part(self._start + first, self._start + end), self._images_BHWC
+        bad = self._batches.reader.read(mine, images_BHWC[first:end])
+        shown = self._batches.on_bad(bad, mine.ids, images_BHWC[first:end]) if bad else None
         with self._lock:
             if shown is not None:
                 self._shown[first] = shown
@@ -164,25 +299,19 @@ class _Job(Generic[T]):
             is_last = self._num_done == len(self._cuts) - 1
         if is_last:
             own = slice(self._start, self._start + self._size)
-            self.done.set_result(self._batches.finish(self._batch(epochs[own], places.part(own.start, own.stop))))
+            batch = self._batch(images_BHWC, epochs[own], places.part(own.start, own.stop))
+            self.done.set_result(self._batches.finish(batch))
 
-    def _buffer(self) -> Tensor:
-        with self._lock:
-            if self._images_BHWC is None:
-                self._images_BHWC = self._batches.reader.empty(self._size, pin=self._batches.pin)
-            return self._images_BHWC
-
-    def _batch(self, epochs: Ids, places: Places) -> Batch:
+    def _batch(self, images_BHWC: Tensor, epochs: Ids, places: Places) -> Batch:
         labels, mask = places.labels, self._request.mask
         readable = np.ones(self._size, np.bool_)
         for first, shown in self._shown.items():
             readable[first : first + len(shown)] = shown >= 0
             labels = labels.copy()
             labels[first : first + len(shown)] = self._batches.reader.locate(np.maximum(shown, 0)).labels
-        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
         return Batch(
-            images_BHWC=self._buffer(),
-            labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
+            images_BHWC=images_BHWC,
+            labels_B=self._batches.labels(labels),
             epochs=epochs,
             samples=places.ids,
             pairs=self._request.positions // 2,
@@ -191,64 +320,63 @@ class _Job(Generic[T]):
         )
 
 
-def training_batches(
-    reader: ShardReader,
-    order: Line,
-    plan: BatchPlan,
-    *,
-    rank: int,
-    consumed: int,
-    num_threads: int,
-    prefetch: int,
-    pin: bool,
-    finish: Callable[[Batch], T],
-    bad_samples: BadSamples | None = None,
-    waits: Waits[T] = Future.result,
-) -> Batches[T]:
-    """The micro-batches of a rank from `consumed` samples on, without end."""
-    return Batches(
-        reader,
-        order,
-        map(Request, plan.sequence(consumed=consumed, rank=rank)),
-        finish=finish,
-        on_bad=(bad_samples or BadSamples(reader)).replace,
-        num_threads=num_threads,
-        prefetch=prefetch,
-        pin=pin,
-        look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
-        waits=waits,
-    )
+def num_cpu_threads(device: torch.device) -> int | None:
+    """How many of a rank's threads share a sum, which is rounded as they share it: of one number alone, the same bits. None where a
+    GPU computes."""
+    return torch.get_num_threads() if device.type == "cpu" else None
 
 
-def evaluation_batches(
-    reader: ShardReader,
-    *,
-    local_batch_size: int,
-    world: World,
-    num_threads: int = 1,
-    pin: bool = False,
-    waits: Waits[Batch] = Future.result,
-) -> Batches[Batch]:
-    """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
-    slices = evaluation_slices(
-        num_samples=reader.num_samples,
-        local_batch_size=local_batch_size,
-        num_ranks=world.num_ranks,
-        rank=world.rank,
-    )
-    return Batches(
-        reader,
-        InSequence(reader.num_samples),
-        (Request(ids, mask) for ids, mask in slices),
-        finish=as_stored,
-        on_bad=left_out,
-        num_threads=num_threads,
-        prefetch=2,
-        pin=pin,
-        waits=waits,
-    )
+def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
+    """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
+    device = torch.cuda.current_device() if pin else None
+    started, before = threading.Barrier(number + 1), torch.get_num_threads()
+
+    def settle() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
+            torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
+            torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
+            started.wait()
+        except BaseException:
+            started.abort()  # nobody waits for who cannot come
+            raise
+
+    pool, settling = ThreadPoolExecutor(number, thread_name_prefix="loader"), deque[Future[None]]()
+    try:
+        for _ in range(number):
+            settling.append(pool.submit(settle))
+        started.wait()
+    except BaseException:
+        started.abort()
+        pool.shutdown()
+        for error in [future.exception() for future in settling]:
+            if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                raise error from None
+        raise
+    finally:
+        torch.set_num_threads(before)
+    return pool
 
 
-def as_stored(batch: Batch) -> Batch:
-    """The `finish` of whoever wants batches as they are."""
-    return batch
+class BufferPool:
+    """Memory of batches that is used again: fresh memory costs a page fault every 4 KB, as much as filling it does.
+
+    A tensor on loan keeps its memory for as long as anything refers to it, views and autograd's graph included; then the memory
+    goes back to the pool by itself. Pinned memory is torch's own affair: its allocator does the same, and knows of copies
+    under way. May be used by several threads.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[NDArray[np.uint8]]] = defaultdict(lambda: deque(maxlen=MOST_IDLE))
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        idle = self._idle[num_bytes]
+        try:
+            memory = idle.pop()
+        except IndexError:
+            memory = np.empty(num_bytes, np.uint8)
+        loan = memory.view()
+        weakref.finalize(loan, idle.append, memory).atexit = False
+        return torch.from_numpy(loan).view(_STORED_AS.get(dtype, dtype)).view(dtype).view(shape)

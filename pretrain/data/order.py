@@ -13,23 +13,63 @@ Within an epoch the order is a keyed permutation of 0..N-1, computed position by
 
 `full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples within windows of several
 blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch. How well it mixes classes
-is measured by `benchmarks/order.py`. Mixtures of several datasets are in `mixture.py`.
+is measured by `benchmarks/order.py`.
+
+Several datasets are one line (`Mixture`): which of them stands at each position is a pure function of the weights and the
+position. The sources are dealt out as evenly as integers allow. Two sources of weights a and b: of the first p positions, floor(p
+a / (a + b)) belong to the first. More sources: the first against all the others together, and so on among those. So in every
+stretch of positions each source has its share to within the number of sources; the n-th position of a source is the n-th of its
+own order, with its own epochs, and a resume needs nothing but the position. With weights equal to the numbers of samples, one
+epoch of the mixture holds every sample of every source exactly once. Sample ids of source k follow those of the sources before it,
+as the parts of a `ShardReader` do.
+
+All random numbers of training are counter-based (`hash64`): every value is a hash of what it is for, so no generator has a state to
+lose, and what is drawn for sample 17 of epoch 3 is the same on every rank, for every worker count and after every resume.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pretrain.config import LastBatch, Shuffle
-from pretrain.data.counter import U64, hash64
 
 Ids = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 
 _NUM_ROUNDS = 6
+LARGEST_SUM = 2**31 - 1
+"""Of the weights of a mixture: a product of two such numbers has 64 bits."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def hash64(*parts: ArrayLike) -> U64:
+    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters."""
+    with np.errstate(over="ignore"):
+        state = np.asarray(_GOLDEN)
+        for part in parts:
+            state = _mix(state + _GOLDEN + np.asarray(part).astype(np.uint64))
+    return state
+
+
+def _mix(x: U64) -> U64:
+    x = (x ^ (x >> np.uint64(30))) * _M1
+    x = (x ^ (x >> np.uint64(27))) * _M2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(*parts: ArrayLike) -> NDArray[np.float64]:
+    """Uniform in [0, 1) with 53 bits, a function of the parts."""
+    return (hash64(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def hex_key(text: str) -> int:
+    """The first 63 bits of a hex digest, as a part for `hash64`."""
+    return int(text[:16], 16) >> 1
 
 
 def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
@@ -129,6 +169,62 @@ class Order:
             )
         rotation = int(hash64(key, 4)) % self.num_samples
         return (samples + rotation) % self.num_samples
+
+
+@dataclass(frozen=True)
+class Mixture:
+    orders: tuple[Order, ...]
+    weights: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.orders) == len(self.weights) > 0, self
+        assert min(self.weights) > 0 and sum(self.weights) <= LARGEST_SUM, self.weights
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(epoch of the sample's own source, sample id) of positions on the endless line."""
+        sources, places = self.deal(positions)
+        epochs, samples = np.empty_like(positions), np.empty_like(positions)
+        first_ids = np.cumsum([0, *(order.num_samples for order in self.orders)])
+        for source, order in enumerate(self.orders):
+            rows = np.flatnonzero(sources == source)
+            epochs[rows], within = order.locate(places[rows])
+            samples[rows] = first_ids[source] + within
+        return epochs, samples
+
+    def deal(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(source, place in the source's own line) of each position."""
+        sources, places = np.zeros_like(positions), positions.copy()
+        rows = np.arange(len(positions))
+        for source in range(len(self.weights) - 1):
+            weight, total = self.weights[source], sum(self.weights[source:])
+            before, after = _share(places[rows], weight, total), _share(places[rows] + 1, weight, total)
+            is_here = after > before
+            places[rows] = np.where(is_here, before, places[rows] - before)
+            rows = rows[~is_here]
+            sources[rows] = source + 1
+        return sources, places
+
+
+def _share(counts: Ids, weight: int, total: int) -> Ids:
+    """floor(counts * weight / total) without leaving 64 bits: counts is split, because weights may be numbers of samples."""
+    whole, rest = np.divmod(counts, total)
+    share: Ids = whole * weight + rest * weight // total
+    return share
+
+
+def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
+    """As integers, in lowest terms: how often each source is drawn. Without weights, each sample is drawn equally often."""
+    if all(weight is None for weight in weights):
+        wanted = np.array(sizes, np.int64)
+    else:
+        assert all(weight is not None for weight in weights), weights
+        wanted = np.array([round(1_000_000 * weight) for weight in weights if weight is not None], np.int64)
+    reduced = wanted // np.gcd.reduce(wanted)
+    if reduced.sum() > LARGEST_SUM:
+        raise ValueError(
+            f"data.weight: shares of {' : '.join(map(str, reduced.tolist()))} are too fine; give weights with fewer digits"
+        )
+    return tuple(reduced.tolist())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from data_prep.publish import write_json
 from data_prep.settings import UserError
 from pretrain.augment.feed import NUM_AHEAD
 from pretrain.config import PretrainSettings, check_against_ranks
-from pretrain.data.counter import hash64
+from pretrain.data.order import hash64
 from pretrain.engine.memory import Trial, available_bytes, engine_bytes
 from pretrain.models.cost import num_parameters
 from pretrain.ranks.collectives import lowest_over_ranks, num_ranks_with, of_first_rank

@@ -18,8 +18,8 @@ from pretrain.data.datasets import TrainingData, check_against_data
 from pretrain.data.first_read import FirstRead, read_in_place
 from pretrain.data.loader import training_batches
 from pretrain.data.order import BatchPlan, Line
+from pretrain.data.reader import ShardReader, open_cache
 from pretrain.data.shard_cache import ShardCache
-from pretrain.data.shards import ShardReader, open_cache
 from pretrain.data.staging import staged
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate

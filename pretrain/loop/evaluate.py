@@ -16,8 +16,8 @@ from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch, Batches, evaluation_batches
+from pretrain.data.reader import ShardReader
 from pretrain.data.real_labels import RealLabels
-from pretrain.data.shards import ShardReader
 from pretrain.ranks.collectives import Exchange, all_sum
 from pretrain.ranks.headway import HEADWAY
 from pretrain.ranks.preemption import Interrupted, StopFlag

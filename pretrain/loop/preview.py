@@ -15,7 +15,7 @@ from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import training_batches
 from pretrain.data.order import BatchPlan
-from pretrain.data.shards import reading
+from pretrain.data.reader import reading
 from pretrain.tracking.pictures import fed_sheet, recipe
 
 

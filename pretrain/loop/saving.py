@@ -15,7 +15,7 @@ from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Snapshot, TrainerState
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
 from pretrain.checkpoints.retention import Best
-from pretrain.data.threads import num_cpu_threads
+from pretrain.data.loader import num_cpu_threads
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores
 from pretrain.loop.skipped_steps import SkippedSteps

@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.settings import UserError
 from pretrain.data.order import BatchPlan, Ids, Line
-from pretrain.data.shards import ShardReader
+from pretrain.data.reader import ShardReader
 from pretrain.ranks.collectives import Agreed
 
 MAX_WRITTEN = 50

@@ -17,7 +17,7 @@ from pretrain.checkpoints.card import CheckpointError, checkpoints_dir, parse_ca
 from pretrain.checkpoints.checkpoint import TrainerState
 from pretrain.checkpoints.retention import step_of
 from pretrain.checkpoints.run import save_result, stacks_dir
-from pretrain.data.threads import num_cpu_threads
+from pretrain.data.loader import num_cpu_threads
 from pretrain.loop.saving import LOOK_S
 from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.ranks.collectives import all_sum, any_rank, highest, same_on_all_ranks

@@ -19,9 +19,8 @@ from pretrain.augment.feed import Feed
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import TrainerState
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
-from pretrain.data.counter import hash64
 from pretrain.data.first_read import FirstRead
-from pretrain.data.order import BatchPlan
+from pretrain.data.order import BatchPlan, hash64
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores
 from pretrain.loop.ledger import Entry, Ledger

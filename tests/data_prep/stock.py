@@ -19,7 +19,7 @@ from PIL import Image
 
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from tests.data_prep.samples import encoded, picture
 
 Members = dict[str, bytes]

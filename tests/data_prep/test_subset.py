@@ -15,7 +15,7 @@ from data_prep.choose.selection import ranking
 from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_index, load_manifest, load_paths
 from data_prep.publish import sha256_of
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.data_prep.test_verify import change_manifest
 

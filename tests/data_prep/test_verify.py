@@ -14,7 +14,7 @@ from data_prep.build.shards import PARTS
 from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest, load_rejected
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from tests.data_prep.samples import (
     build,
     change_manifest,

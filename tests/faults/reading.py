@@ -22,7 +22,7 @@ from data_prep.publish import write_atomic
 from pretrain.config import Shuffle
 from pretrain.data.loader import as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 
 GLOBAL_BATCH = 24
 WORLDS = (2, 1, 3, 4, 2, 6)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from data_prep.manifest import load_manifest
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from tests.faults.reading import GLOBAL_BATCH, WORLDS
 from tests.ranks import REPOSITORY
 

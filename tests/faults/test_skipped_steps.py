@@ -9,7 +9,7 @@ import torch
 
 from data_prep.manifest import load_manifest, load_paths
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.loop.skipped_steps import SkippedSteps, TooManySkippedSteps, samples_of_rank
 from pretrain.ranks.collectives import Agreed
 from tests.training import final_state, start, write_config

@@ -15,7 +15,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import load_weights
 from pretrain.checkpoints.folder import save_folder
 from pretrain.config import TrackingSettings
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World

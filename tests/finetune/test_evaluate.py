@@ -25,7 +25,7 @@ from pretrain.checkpoints.card import read_card
 from pretrain.checkpoints.folder import load_folder
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
-from pretrain.data.shards import Places, ShardReader, Unreadable, open_split
+from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
 from pretrain.loop.evaluate import evaluate
 from pretrain.ranks.world import World
 from tests.conftest import Command

@@ -19,7 +19,7 @@ from finetune.probe import cache, features
 from finetune.probe.cache import FACTS, FEATURES, Writing
 from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of
 

@@ -21,7 +21,7 @@ from finetune.tune.repeats import check_resume_of, repeats_of
 from pretrain.checkpoints.card import CheckpointError, list_checkpoints, read_card, resolve
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups

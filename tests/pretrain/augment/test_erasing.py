@@ -10,7 +10,7 @@ from timm.data.random_erasing import RandomErasing
 from pretrain.augment.draws import Draws
 from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
 from pretrain.config import AugmentSettings, EraseMode
-from pretrain.data.counter import hash64
+from pretrain.data.order import hash64
 from tests.pretrain.augment.pictures import draws_of
 
 SIZE = 32

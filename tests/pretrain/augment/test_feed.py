@@ -15,7 +15,7 @@ from pretrain.augment.feed import Feed
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch, as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 
 
 @pytest.fixture(scope="module")

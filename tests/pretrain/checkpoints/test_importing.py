@@ -22,7 +22,7 @@ from pretrain.checkpoints.card import read_card
 from pretrain.checkpoints.folder import load_folder
 from pretrain.cli import main
 from pretrain.config import TrackingSettings
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
 

@@ -14,7 +14,7 @@ from data_prep.manifest import DatasetError, load_index, load_manifest, load_pat
 from pretrain.data.bad_samples import BadSamples, TooManyBadSamples, check_share
 from pretrain.data.loader import Batch, as_stored, evaluation_batches, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 from pretrain.ranks.world import World
 from tests.training import finish, start, write_config
 
@@ -89,7 +89,7 @@ def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
     fold = np.array([BAD[0], 0, 60, 119, 200])
     assert len(set(fold.tolist()) & set(BAD)) == 1
     ids = np.full(1, BAD[0])
-    batch = reader.empty(1)
+    batch = torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
     shown = BadSamples(reader, chosen=fold).replace(reader.read(reader.locate(ids), batch), ids, batch)
     assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
 
@@ -154,7 +154,7 @@ def test_a_shard_without_one_good_picture_is_an_error(shapes: Path, tmp_path: Pa
         damage(out, sample)
     reader = open_split(out, load_manifest(out), "train")
     ids = np.array([120])
-    batch = reader.empty(1)
+    batch = torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
     with pytest.raises(DatasetError, match="nor do others of that shard"):
         BadSamples(reader).replace(reader.read(reader.locate(ids), batch), ids, batch)
 

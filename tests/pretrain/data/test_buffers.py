@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from pretrain.data.buffers import MOST_IDLE, BufferPool
+from pretrain.data.loader import MOST_IDLE, BufferPool
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.int64])

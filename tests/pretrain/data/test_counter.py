@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pretrain.data.counter import hash64, hex_key, uniform
+from pretrain.data.order import hash64, hex_key, uniform
 
 
 def test_a_known_value_stays() -> None:

@@ -12,7 +12,7 @@ from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.order import BatchPlan
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 from tests.data_prep.samples import write_classes
 from tests.training import finish, start, write_config
 

@@ -11,7 +11,7 @@ import torch
 from data_prep.manifest import DatasetError, load_manifest
 from pretrain.data.loader import LOOK_AHEAD, Batch, as_stored, evaluation_batches, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import Places, ShardReader, open_split
+from pretrain.data.reader import Places, ShardReader, open_split
 from pretrain.ranks.world import World
 
 
@@ -86,7 +86,7 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
 class FarAway:
     """Stands for a reader of remote shards; reads only what has been asked for last."""
 
-    is_remote, decodes = True, False
+    is_remote, decodes, stored_size = True, False, 1
 
     def __init__(self) -> None:
         self.asked: list[np.ndarray] = []
@@ -96,9 +96,6 @@ class FarAway:
 
     def locate(self, ids: np.ndarray) -> Places:
         return Places(ids, *[np.zeros_like(ids)] * 4)
-
-    def empty(self, count: int, *, pin: bool) -> torch.Tensor:
-        return torch.empty(count, 1, 1, 3, dtype=torch.uint8, pin_memory=pin)
 
     def read(self, places: Places, batch: torch.Tensor) -> list[object]:
         batch.zero_()

@@ -14,7 +14,7 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from pretrain.data.loader import Batch, as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.shards import ShardReader, open_split
+from pretrain.data.reader import ShardReader, open_split
 from tests.ranks import REPOSITORY
 
 
@@ -71,7 +71,7 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from data_prep.manifest import load_manifest
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 reader = open_split(Path(sys.argv[1]), load_manifest(sys.argv[1]), "train")
 assert len(load_manifest(sys.argv[1]).splits["train"].shards) == 240
@@ -117,7 +117,7 @@ def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -
     (tmp_path / "file").write_bytes(b"abc")
     program = (
         "import atexit; atexit.register(lambda: print(bytes(files.content[:3])))\n"
-        "from pathlib import Path; from pretrain.data.mapping import FileRange\n"
+        "from pathlib import Path; from pretrain.data.reader import FileRange\n"
         "files = FileRange([3]); files.map(0, Path('file'), num_bytes=3)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

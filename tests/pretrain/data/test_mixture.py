@@ -9,8 +9,7 @@ import pytest
 
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
-from pretrain.data.mixture import Mixture, mixture_weights
-from pretrain.data.order import Order
+from pretrain.data.order import Mixture, Order, mixture_weights
 from tests.data_prep.samples import change_manifest
 
 

@@ -18,9 +18,9 @@ from pretrain.checkpoints.card import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.loader import as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
+from pretrain.data.reader import ShardReader, open_split
 from pretrain.data.shard_cache import ShardCache
 from pretrain.data.shard_cache.fetching import Patience
-from pretrain.data.shards import ShardReader, open_split
 from pretrain.tracking.page import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock

@@ -12,7 +12,7 @@ from PIL import Image
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from tests.data_prep.samples import replace_index
 
 

@@ -21,7 +21,7 @@ from data_prep.publish import sha256_of
 from pretrain.config import DataSettings
 from pretrain.data import stage_area
 from pretrain.data.datasets import TrainingData, load_training_data
-from pretrain.data.shards import ShardReader
+from pretrain.data.reader import ShardReader
 from pretrain.data.stage_area import StageArea, StagedCopy, Stopped, Wanted
 from pretrain.data.staging import _datasets_of, staged
 from pretrain.ranks.preemption import StopFlag

@@ -16,7 +16,7 @@ from data_prep.manifest import DatasetError, load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
-from pretrain.data.shards import ShardReader, Unreadable
+from pretrain.data.reader import ShardReader, Unreadable
 from pretrain.loop.evaluate import Scores, evaluate, scores_of, tally
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World

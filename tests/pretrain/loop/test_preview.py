@@ -16,7 +16,7 @@ from pretrain.augment.augmentation import Prepared
 from pretrain.cli import main
 from pretrain.config import AugmentSettings, DataSettings, PretrainSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.data.shards import open_split
+from pretrain.data.reader import open_split
 from pretrain.loop.preview import preview
 from pretrain.tracking.pictures import labels_of, recipe
 from tests.training import write_config

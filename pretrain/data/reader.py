@@ -1,0 +1,439 @@
+"""Reads samples by number out of the shards of one split, or of several datasets one after the other.
+
+All shards stand side by side in one range of addresses, and so do their indices (`FileRange`). A batch of raw pictures is
+therefore one gather over all shards, straight into the batch: tar members begin at multiples of 512 bytes, so the range is seen as
+overlapping rows that begin at every block. Anything else is decoded picture by picture, by the code that the dataset was checked
+with. Pixels come out as uint8 (B, H, W, 3).
+
+Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards starts in milliseconds. Local
+shards are mapped from their first use on, remote ones (from their copy in the node's store) while they are needed: such a one is
+let go, unmapped and free to be evicted, when nobody reads from it and it is not among those that are needed next, or the store has
+no room for what some reader of this process needs now.
+
+Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
+
+(Above 400 lines: one noun, from a sample's number to its pixels; a batch passes all of it.)
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_prep.images import Rejection, decode_square, ppm_header
+from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
+from data_prep.settings import UserError
+from pretrain.config import CacheSettings
+from pretrain.data.datasets import Part
+from pretrain.data.order import Ids, hash64
+from pretrain.data.shard_cache import Held, ShardCache
+
+BLOCK = 512
+"""Of a tar: every member begins at a multiple of it."""
+_OFFSET, _LENGTH, _LABEL = range(3)
+
+_MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
+_NO_ACCESS = 0
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A sample that does not decode."""
+
+    place: int
+    """In the batch."""
+    sample: int
+    shard: str
+    key: str
+    reason: str
+
+
+class Places(NamedTuple):
+    """Where samples stand, and what they are."""
+
+    ids: Ids
+    shards: Ids
+    offsets: Ids
+    """In the range of all shards."""
+    lengths: Ids
+    labels: Ids
+
+    def part(self, start: int, end: int) -> "Places":
+        return Places(*(column[start:end] for column in self))
+
+
+class ShardReader:
+    """Random access to the samples of its parts, numbered one part after the other."""
+
+    def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, cache: ShardCache | None = None):
+        self.parts, self.stored_size = tuple(parts), _stored_size(parts, image_size)
+        self._placed = [(part, shard) for part in parts for shard in part.content.shards if shard.num_samples]
+        self._cache = cache
+        self._starts = np.cumsum([0, *(shard.num_samples for _, shard in self._placed)])
+        self.num_samples = int(self._starts[-1])
+        self._shards = MappedShards(self._placed, cache=cache)
+        self._indices = FileRange([_index_size(*placed) for placed in self._placed])
+        self._table = self._indices.content.view("<i8")
+        self._table_starts = np.full(len(self._placed), -1, np.int64)
+        """In `_table`; -1 until the index has been mapped and checked."""
+        self._opening = threading.Lock()
+        self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
+        self._is_raw = np.array([part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_)
+        self._pictures = self._blockwise()
+
+    @property
+    def is_remote(self) -> bool:
+        return self._shards.any_remote
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there are pictures that are not stored as pixels."""
+        return not bool(self._is_raw.all())
+
+    @cached_property
+    def labels(self) -> Ids:
+        """Of all samples; 8 bytes each, so not for training."""
+        return self.locate(np.arange(self.num_samples)).labels
+
+    def locate(self, ids: Ids) -> Places:
+        """What the indices say of the samples."""
+        shards = self.shards_of(ids)
+        if (self._table_starts[shards] < 0).any():
+            self._open_indices(shards)
+        first = self._table_starts[shards] + 3 * (ids - self._starts[shards])
+        offsets, lengths, labels = (self._table[first + column] for column in (_OFFSET, _LENGTH, _LABEL))
+        if self._classes is not None:
+            labels = self._classes[self._classes_start[shards] + labels]
+        return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
+
+    def shards_of(self, ids: Ids) -> Ids:
+        """The number of each sample's shard."""
+        return np.searchsorted(self._starts, ids, side="right") - 1
+
+    def images(self, ids: Ids) -> Tensor:
+        """The pictures of `ids`, uint8 (B, H, W, 3); one that does not decode is an error."""
+        places, size = self.locate(ids), self.stored_size
+        batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
+        for bad in self.read(places, batch):
+            directory = self._placed[places.shards[bad.place]][0].directory
+            raise DatasetError(
+                f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}"
+            )
+        return batch
+
+    def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        """Puts the pictures into `batch_BHWC`; says which places could not be filled."""
+        with self._shards.reading(places.shards):
+            is_raw = self._is_raw[places.shards]
+            if is_raw.all():
+                blocks = torch.from_numpy(places.offsets // BLOCK)
+                torch.index_select(self._pictures, 0, blocks, out=batch_BHWC.view(len(batch_BHWC), -1))
+                return []
+            raw, others = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
+            if len(raw):
+                gathered = torch.index_select(self._pictures, 0, torch.from_numpy(places.offsets[raw] // BLOCK))
+                batch_BHWC[torch.from_numpy(raw)] = gathered.view(-1, *batch_BHWC.shape[1:])
+            return self._decode(places, others, batch_BHWC.numpy())
+
+    def fetch_ahead(self, ids: Ids) -> None:
+        """The samples that are needed next, in their order; only shards behind a network need to know."""
+        if self.is_remote:
+            numbers = self.shards_of(ids)
+            _, first = np.unique(numbers, return_index=True)
+            self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
+
+    def stand_in(self, sample: int, attempt: int) -> int:
+        """Who takes the place of a sample that cannot be read: another of the same shard, the same one in every run."""
+        number = int(self.shards_of(np.array([sample]))[0])
+        start, end = self._starts[number : number + 2].tolist()
+        return int(start + int(hash64(sample, attempt)) % (end - start))
+
+    def names(self, ids: Ids) -> list[tuple[str, str]]:
+        """(shard, key) of the samples: for people."""
+        numbers = self.shards_of(ids).tolist()
+        placed = {number: self._placed[number] for number in numbers}
+        paths = {number: load_paths(part.directory, shard) for number, (part, shard) in placed.items()}
+        return [
+            (placed[number][1].name, paths[number][sample - int(self._starts[number])])
+            for sample, number in zip(ids.tolist(), numbers, strict=True)
+        ]
+
+    def end_waits(self) -> None:
+        """For downloads, in whatever thread and of whatever reader of the same cache: nothing is fetched from here on."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def close(self) -> None:
+        self._shards.close()
+
+    def _decode(self, places: Places, rows: Ids, batch: NDArray[np.uint8]) -> list[Unreadable]:
+        content, bad = self._shards.files.content, []
+        for row in rows.tolist():
+            manifest, start = self._placed[places.shards[row]][0].manifest, int(places.offsets[row])
+            data = content[start : start + int(places.lengths[row])].tobytes()
+            try:
+                decode_square(data, batch[row], crop=manifest.crop, interpolation=manifest.interpolation)
+            except Rejection as error:
+                sample = int(places.ids[row])
+                ((shard, key),) = self.names(places.ids[row : row + 1])
+                bad.append(Unreadable(row, sample, shard, key, str(error)))
+        return bad
+
+    def _open_indices(self, shards: Ids) -> None:
+        with self._opening:
+            for number in np.unique(shards).tolist():
+                if self._table_starts[number] < 0:
+                    self._table_starts[number] = self._open_index(number)
+
+    def _open_index(self, number: int) -> int:
+        """Where its rows begin in the table."""
+        part, shard = self._placed[number]
+        path = part.index(shard)
+        index = load_index(part.directory, shard, path=path)
+        _check_index(index, path, part, shard, raw_size=self.stored_size if self._is_raw[number] else None)
+        self._indices.map(number, path, num_bytes=_index_size(part, shard))
+        return int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
+
+    def _blockwise(self) -> Tensor:
+        """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each block."""
+        header, num_pixels = len(ppm_header(self.stored_size, self.stored_size)), 3 * self.stored_size**2
+        content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
+        num_rows = max(0, (len(content) - header - num_pixels) // BLOCK + 1)
+        return content.as_strided((num_rows, num_pixels), (BLOCK, 1), header)
+
+
+def open_split(
+    directory: Path | str,
+    manifest: Manifest,
+    split: str,
+    *,
+    image_size: int | None = None,
+    cache: ShardCache | None = None,
+) -> ShardReader:
+    manifest.split(split, directory=directory)
+    return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, cache=cache)
+
+
+@contextmanager
+def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
+    """A reader of its own cache, for the length of the block."""
+    reader = ShardReader(parts, image_size=image_size, cache=open_cache(data, parts))
+    try:
+        yield reader
+    finally:
+        reader.end_waits()
+        reader.close()
+
+
+def open_cache(settings: CacheSettings, parts: Sequence[Part]) -> ShardCache | None:
+    """Where there are remote shards; its directory is what ranks and runs share."""
+    if not any(shard.is_remote for part in parts for shard in part.content.shards):
+        return None
+    default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
+    directory = Path(settings.cache_dir) if settings.cache_dir else default
+    return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
+
+
+def _class_numbers(parts: Sequence[Part]) -> tuple[Ids | None, Ids]:
+    """The classes of all parts one after the other, and where those of each shard begin; None where all keep their numbers.
+    `parts`: of each shard."""
+    if all(part.classes is None for part in parts):
+        return None, np.zeros(len(parts), np.int64)
+    numbers: dict[int, Ids] = {}
+    for part in parts:
+        classes = part.classes or range(len(part.manifest.classes))
+        numbers.setdefault(id(part), np.array(classes, np.int64))
+    starts = dict(zip(numbers, np.cumsum([0, *(len(each) for each in numbers.values())])[:-1].tolist(), strict=True))
+    return np.concatenate(list(numbers.values())), np.array([starts[id(part)] for part in parts], np.int64)
+
+
+def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:
+    sizes = {part.stored_size(image_size) for part in parts}
+    assert len(sizes) == 1, sizes  # the config is checked against the datasets before
+    return sizes.pop()
+
+
+def _index_size(part: Part, shard: Shard) -> int:
+    path = part.index(shard)
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DatasetError(
+            f"{path}: index cannot be read ({error.strerror}); run data_prep verify {part.directory}"
+        ) from None
+
+
+def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: int | None) -> None:
+    directory, num_bytes = part.directory, shard.num_bytes
+    offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
+    if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > num_bytes:
+        raise DatasetError(f"{path}: its index leads out of the shard; run data_prep verify {directory}")
+    lowest, num_classes = -1 if part.content.num_unlabelled else 0, len(part.manifest.classes)
+    if labels.min() < lowest or labels.max() >= max(1, num_classes):
+        raise DatasetError(
+            f"{path}: has labels beyond the {num_classes:,} classes of the manifest; run data_prep verify {directory}"
+        )
+    if raw_size is not None:
+        length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
+        if (lengths != length).any() or (offsets % BLOCK).any():
+            raise DatasetError(f"{path}: is not of a raw shard of {raw_size} px; run data_prep verify {directory}")
+
+
+class MappedShards:
+    def __init__(self, shards: Sequence[tuple[Part, Shard]], *, cache: ShardCache | None):
+        self._shards, self._cache = shards, cache
+        self.files = FileRange([shard.num_bytes for _, shard in shards])
+        self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
+        self.any_remote = bool(self.is_remote.any())
+        assert cache is not None or not self.any_remote  # `open_cache` is for all who read
+        self._mapped = np.zeros(len(shards), np.bool_)
+        self._users = np.zeros(len(shards), np.int64)
+        self._held: dict[int, Held] = {}
+        self._lock = threading.Lock()
+        self._mapping = [threading.Lock() for _ in shards]
+        for number in np.flatnonzero(~self.is_remote):
+            self._check_local(int(number))
+        if cache is not None and self.any_remote:
+            cache.when_full(self._let_go)
+
+    @contextmanager
+    def reading(self, numbers: Ids) -> Iterator[None]:
+        """The shards are mapped for the length of the block; waits for those that are still on their way."""
+        if not self.any_remote and self._mapped[numbers].all():
+            yield  # the common case: local shards are never let go
+            return
+        needed = np.unique(numbers)
+        with self._lock:
+            self._users[needed] += 1
+        try:
+            for number in needed[~self._mapped[needed]].tolist():
+                self._map(number)
+            yield
+        finally:
+            with self._lock:
+                self._users[needed] -= 1
+
+    def fetch_ahead(self, numbers: Sequence[int]) -> None:
+        """What is needed next, in this order; the rest is let go as soon as nobody reads from it."""
+        remote = [number for number in numbers if self.is_remote[number]]
+        if self._cache is None or not remote:
+            return
+        self._check_room(remote)
+        self._let_go(but=frozenset(remote))
+        self._cache.fetch_ahead([self._shards[number][1] for number in remote if not self._mapped[number]])
+
+    def close(self) -> None:
+        """Nothing may be read from here on."""
+        with self._lock:
+            for held in self._held.values():
+                held.release()
+            self._held = {}
+
+    def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
+        """What nobody reads from at this moment."""
+        with self._lock:
+            for number in [n for n in self._held if n not in but and not self._users[n]]:
+                self.files.unmap(number)
+                self._mapped[number] = False
+                self._held.pop(number).release()
+
+    def _map(self, number: int) -> None:
+        part, shard = self._shards[number]
+        with self._mapping[number]:
+            if self._mapped[number]:
+                return
+            if shard.is_remote:
+                assert self._cache is not None
+                held = self._cache.hold(shard)
+                self.files.map(number, held.path, num_bytes=shard.num_bytes)
+                with self._lock:
+                    self._held[number] = held
+            else:
+                self._check_local(number)
+                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
+            self._mapped[number] = True
+
+    def _check_room(self, numbers: Sequence[int]) -> None:
+        assert self._cache is not None
+        wanted = sum({shard.sha256: shard.num_bytes for _, shard in (self._shards[n] for n in numbers)}.values())
+        if wanted > self._cache.max_bytes:
+            raise UserError(
+                f"data.cache_gb: {self._cache.max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
+                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or, to train, set data.shuffle=block (with smaller "
+                "data.block_size and data.window_blocks), which needs few shards at a time"
+            )
+
+    def _check_local(self, number: int) -> None:
+        part, shard = self._shards[number]
+        path, directory = part.tar(shard), part.directory
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}") from None
+        if num_bytes != shard.num_bytes:
+            raise DatasetError(
+                f"{path}: {num_bytes:,} bytes, the manifest says {shard.num_bytes:,}; it was cut or changed, rebuild it"
+            )
+
+
+class FileRange:
+    """Slots for files of at most the given sizes."""
+
+    def __init__(self, sizes: Sequence[int]):
+        page = mmap.ALLOCATIONGRANULARITY
+        slots = np.array([-(-max(size, 1) // page) * page for size in sizes], np.int64)
+        ends = np.cumsum(slots)
+        self.starts: NDArray[np.int64] = ends - slots
+        """Where each slot begins in `content`; a multiple of the page size."""
+        self._slots = slots
+        num_bytes = int(ends[-1]) if len(ends) else page
+        self._address = _map(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        # at the end of the process a thread may still be reading: the system takes the range back when it is over
+        weakref.finalize(self, _libc.munmap, self._address, num_bytes).atexit = False
+        self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(self._address)
+        self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
+        self.content.flags.writeable = False
+
+    def map(self, number: int, path: Path, *, num_bytes: int) -> None:
+        """Puts the file into its slot. Its size is the caller's to check: what lies behind its end must not be read."""
+        assert num_bytes <= self._slots[number], (path, num_bytes)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _map(self._at(number), num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def unmap(self, number: int) -> None:
+        """Nobody may be reading from the slot."""
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(self._at(number), int(self._slots[number]), _NO_ACCESS, kind, -1)
+
+    def _at(self, number: int) -> int:
+        return self._address + int(self.starts[number])
+
+
+def _map(address: int | None, num_bytes: int, access: int, kind: int, descriptor: int) -> int:
+    found: int | None = _libc.mmap(address, num_bytes, access, kind, descriptor, 0)
+    if found is None or found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)} (mapping {num_bytes:,} bytes; see ulimit -v and vm.max_map_count)")
+    return found
