@@ -69,7 +69,7 @@ class TrainerState:
     skipped_in_a_row: int = 0
     """The last ones, up to this step: a run that diverges and is started again and again still stops in the end."""
     num_cpu_threads: int | None = None
-    """See threads.py."""
+    """See `num_cpu_threads`."""
 
 
 @dataclass(frozen=True)
