@@ -16,7 +16,7 @@ from finetune.accelerator_settings import RanksSettings
 from pretrain.checkpoints.run import stacks_dir
 from pretrain.loop.supervision import watched
 from pretrain.ranks.collectives import is_distributed
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import Heartbeat
 from pretrain.ranks.world import World
 
@@ -84,7 +84,7 @@ class Patience:
         """The sum over ranks, in place, of numbers in the host's memory."""
         assert not values.is_cuda
         if self._group is not None:
-            with HEADWAY.waiting("waiting for the other ranks"):
+            with PROGRESS.waiting("waiting for the other ranks"):
                 dist.all_reduce(values, group=self._group)
         return values
 

@@ -13,5 +13,5 @@ class RanksSettings(Settings):
     lock_wait_s: float = Field(180.0, ge=0)
     """A start that finds the run held by another waits so long for it, as in pretraining; at most half of timeout_s."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any headway (a batch, a block of a file) after which the run counts as hung, as in pretraining: all ranks
+    """Seconds without any progress (a batch, a block of a file) after which the run counts as hung, as in pretraining: all ranks
     leave their stacks in RUN/stacks and end. 0 or null: never."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from data_prep.progress import progress
 from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.reader import ShardReader
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 
@@ -22,6 +22,6 @@ def batches_of(
         ) as batches,
     ):
         for batch in batches:
-            HEADWAY.touch()
+            PROGRESS.touch()
             yield batch
             line.advance(min(local_batch_size * world.num_ranks, reader.num_samples - line.done))

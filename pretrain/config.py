@@ -302,7 +302,7 @@ class EngineSettings(Settings):
     goes with its lease: an NFSv4 server of Linux may drop it after 90 s without a word, and does so within another 90; Lustre
     evicts a client that it has not heard of for 150 s (one and a half times obd_timeout, 100 s by default)."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any headway (a step, a batch of the evaluation, a piece of a checkpoint, ...) after which the run counts as
+    """Seconds without any progress (a step, a batch of the evaluation, a piece of a checkpoint, ...) after which the run counts as
     hung: all ranks leave their stacks in RUN/stacks and end, and the one that is behind is named. Longer than the longest of these,
     the first step with its compilation too; shorter than timeout_s, which leaves no stacks. 0 or null: never."""
 

@@ -1,6 +1,6 @@
 """Moments at which a test waits or strikes, told by what a process has done and never by a clock, however slow the machine is.
 
-A moment is an operation on a directory or what is below it, or a mark of training's headway. A process counts its own, and strikes
+A moment is an operation on a directory or what is below it, or a mark of training's progress. A process counts its own, and strikes
 itself:
 
     STRIKE=JSON python -m tests.moments PROGRAM WORDS...     `PROGRAM WORDS`, of which each process, also of its pools, counts
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 _FILE_EVENTS = (
     "open",
@@ -59,12 +59,12 @@ class Strike:
     """Also the whole process group, or the process by which it was begun."""
 
     def arm(self) -> None:
-        moments, has_come, mark = itertools.count(1), not (self.step or self.stage), HEADWAY.mark
+        moments, has_come, mark = itertools.count(1), not (self.step or self.stage), PROGRESS.mark
 
         def counted(stage: str, *, step: int | None = None) -> None:
             nonlocal has_come
             mark(stage, step=step)
-            has_come = has_come or (HEADWAY.standing().step >= self.step and self.stage in ("", stage))
+            has_come = has_come or (PROGRESS.standing().step >= self.step and self.stage in ("", stage))
             pass_one()
 
         def noticed(event: str, arguments: tuple[Any, ...]) -> None:
@@ -76,7 +76,7 @@ class Strike:
                 targets = {"self": os.getpid(), "group": 0, "main": int(os.environ.get("STRUCK_PID", "0"))}
                 os.kill(targets[self.target], self.signal)
 
-        HEADWAY.mark = counted  # type: ignore[method-assign]
+        PROGRESS.mark = counted  # type: ignore[method-assign]
         sys.addaudithook(noticed)
 
     @property

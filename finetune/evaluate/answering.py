@@ -25,7 +25,7 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch, lone_threads
 from pretrain.data.reader import ShardReader
 from pretrain.ranks.collectives import all_sum, is_distributed
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 ROWS_AT_ONCE = 65_536
@@ -45,13 +45,13 @@ def answer(
 ) -> Answers | None:
     """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
     patience = Patience()
-    HEADWAY.mark(f"answering {reader.parts[0].split}")
+    PROGRESS.mark(f"answering {reader.parts[0].split}")
     layout = Layout.of(num_classes=num_classes, num_views=0 if list(views) == [None] else len(views))
     rows, num_bad = answer_share(
         logits_of, reader, augmentation, views=views, layout=layout, local_batch_size=local_batch_size, world=world
     )
     patience.any_rank(False)  # a slow rank may be longer at its share than any exchange may take
-    HEADWAY.mark("gathering the answers")
+    PROGRESS.mark("gathering the answers")
     gathered = gather_rows(rows)
     bad = int(all_sum(torch.tensor(num_bad, device=augmentation.device)))
     if gathered is None:
@@ -84,7 +84,7 @@ def answer_share(
                 mean = _Mean(batch.labels_B.to(augmentation.device, non_blocking=True), layout)
                 count = min(size * world.num_ranks, reader.num_samples - seen)
                 seen += count
-            HEADWAY.touch()
+            PROGRESS.touch()
             mean.add(logits_of(images_BCHW))
             if place == len(views) - 1:
                 assert batch.mask_B is not None
@@ -101,7 +101,7 @@ def gather_rows(rows_RC: Tensor) -> Tensor | None:
         return rows_RC.cpu()
     is_first, found = dist.get_rank() == 0, list[Tensor]()
     for part in torch.split(rows_RC.contiguous(), ROWS_AT_ONCE):
-        HEADWAY.touch()
+        PROGRESS.touch()
         places = [torch.empty_like(part) for _ in range(dist.get_world_size())] if is_first else None
         dist.gather(part, places, dst=0)
         found += [place.cpu() for place in places or ()]

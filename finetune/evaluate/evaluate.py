@@ -49,7 +49,7 @@ from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, reading
 from pretrain.data.real_labels import RealLabels
 from pretrain.ranks.collectives import same_on_all_ranks
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.page import target_of
 from pretrain.tracking.tracker import Tracker
@@ -138,7 +138,7 @@ def _tell(
     run_dir = evaluation.run_dir
     facts = {"weights_sha256": evaluation.weights.sha256, "content_hash": part.manifest.content_hash}
     facts |= {"dataset": part.manifest.name, "split": part.split}
-    HEADWAY.mark("writing the results")
+    PROGRESS.mark("writing the results")
     write_predictions(run_dir / PREDICTIONS, answers, reader, classes=evaluation.card.classes, facts=facts)
     write_per_class(run_dir / PER_CLASS, per_class, confusion, numbers=numbers)
     write_confusion(run_dir / CONFUSION, confusion)

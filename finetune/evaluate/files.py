@@ -20,7 +20,7 @@ from finetune.evaluate.answers import Answers, Floats
 from finetune.evaluate.scoring import Confusion, PerClass
 from pretrain.data.order import Ids
 from pretrain.data.reader import ShardReader
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 PREDICTIONS, PER_CLASS, CONFUSION = "predictions.parquet", "per_class.csv", "confusion.parquet"
 ROWS_PER_GROUP = 65_536
@@ -50,7 +50,7 @@ def write_predictions(
     schema, names = _SCHEMA.with_metadata(dict(facts)), pa.array(classes, pa.string())
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for start in range(0, max(1, len(answers)), ROWS_PER_GROUP):
-            HEADWAY.touch()
+            PROGRESS.touch()
             rows = slice(start, start + ROWS_PER_GROUP)
             writer.write_table(_table(answers, rows, reader, schema=schema, names=names))
 

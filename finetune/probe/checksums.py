@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 _NUMBERS = 4
 """int64 of a sha256."""
@@ -49,7 +49,7 @@ class Blocks:
         with open(path, "rb") as file:
             file.seek(header + blocks.start * size)
             for number in blocks:
-                HEADWAY.touch()
+                PROGRESS.touch()
                 if not np.array_equal(digest_of(file.read(size)), digests[number]):
                     return number
         return None

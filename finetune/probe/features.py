@@ -32,7 +32,7 @@ from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader, reading
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 VERSION = 1
@@ -83,11 +83,11 @@ class FeatureMaker:
 
     def _tables(self, reader: ShardReader, split: str, views: Sequence[int | None]) -> list[Table]:
         entries = [self.entry(split, view, num_features=self._num_features(reader)) for view in views]
-        HEADWAY.mark(f"looking for features of {split}")
+        PROGRESS.mark(f"looking for features of {split}")
         missing = self._missing(entries)
         for first in range(0, len(missing), VIEWS_AT_ONCE):
             chosen = missing[first : first + VIEWS_AT_ONCE]
-            HEADWAY.mark(f"computing features of {split}")
+            PROGRESS.mark(f"computing features of {split}")
             self._compute(reader, [(entries[number], views[number]) for number in chosen], title=f"features of {split}")
         if self.world.is_first and len(missing) < len(entries):
             what = f"{len(entries) - len(missing)} of {len(entries)} views" if len(entries) > 1 else "features"
@@ -190,7 +190,7 @@ class FeatureMaker:
             # once for all views
             there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
             for work, view in zip(works, views, strict=True):
-                HEADWAY.touch()
+                PROGRESS.touch()
                 waiting.append(self._start(there, view, augmentation, work, count=count))
                 while len(waiting) > 2:
                     num_rows += waiting.popleft()()

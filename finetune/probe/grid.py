@@ -14,7 +14,7 @@ from finetune.probe.config import ProbeSettings
 from finetune.probe.heads import Cell, Score, judge, train_heads
 from finetune.probe.lbfgs import End, minimise
 from finetune.probe.rows import Rows
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 
@@ -72,7 +72,7 @@ def judged_cells(
     mine = shares(cells, world.num_ranks)[world.rank]
     table = torch.zeros(len(cells), 2, dtype=torch.float64)
     heads: dict[Cell, Head] = {}
-    HEADWAY.mark("training heads")
+    PROGRESS.mark("training heads")
     if mine:
         own = heads_of(train, [cells[number] for number in mine], settings=settings, num_classes=num_classes)
         weights = torch.stack([head.weights_EK for head in own])

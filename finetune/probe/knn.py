@@ -19,7 +19,7 @@ from finetune.probe.nearest import Blocks, answers, neighbours_of, unit_rows
 from finetune.probe.rows import Residence
 from finetune.recording import recorded
 from pretrain.checkpoints.run import save_result
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.page import target_of
 
@@ -76,7 +76,7 @@ def accuracies(
     placed_ND = _placed(train.features_ND, device)
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
-    HEADWAY.mark("looking for neighbours")
+    PROGRESS.mark("looking for neighbours")
     with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
         for start in range(first, end, blocks.num_queries):
             mine = slice(start, min(end, start + blocks.num_queries))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from finetune.probe.config import Weights
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 _CLOSEST = 1e-6
 """Cosine distance that counts as 0 where votes are weighed by its inverse."""
@@ -91,5 +91,5 @@ def vote_weights(similarities_QM: Tensor, *, weights: Weights, temperature: floa
 def unit_rows(features_ND: Tensor, *, size: int, device: torch.device) -> Iterator[Tensor]:
     """Rows of length 1, in blocks, on the device and in double precision."""
     for part in torch.split(features_ND, size):
-        HEADWAY.touch()
+        PROGRESS.touch()
         yield normalize(part.to(device).double(), dim=1)

@@ -27,7 +27,7 @@ from finetune.recording import recorded
 from pretrain.checkpoints.run import save_result
 from pretrain.cli import console
 from pretrain.data.order import hash64, permute
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.page import target_of
 from pretrain.tracking.tracker import RunIdentity, Tracker
@@ -126,7 +126,7 @@ def choose_and_test(
     best = best_of(judged)
     if not world.is_first:
         return None
-    HEADWAY.mark("training the best head once more")
+    PROGRESS.mark("training the best head once more")
     head, rows = heads.get(best.cell), kept_rows
     if head is None or (settings.refit and settings.holdout_split is None):
         if settings.refit:

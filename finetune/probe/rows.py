@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finetune.probe.features import Table
 from pretrain.data.order import Ids
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 ALIGNMENT = 8
 CHUNK = 8192
@@ -42,7 +42,7 @@ class Standard:
         count, mean = 0, torch.zeros(features_ND.shape[1], dtype=torch.float64)
         squares = torch.zeros_like(mean)
         for part in torch.split(features_ND, CHUNK):
-            HEADWAY.touch()
+            PROGRESS.touch()
             values = part.double()
             own, size = values.mean(dim=0), len(values)
             change = own - mean
@@ -77,7 +77,7 @@ class Residence:
             self._room -= table_ND.nbytes
             placed = torch.empty_like(table_ND, device=self.device)
             for start in range(0, len(table_ND), CHUNK):
-                HEADWAY.touch()
+                PROGRESS.touch()
                 placed[start : start + CHUNK] = table_ND[start : start + CHUNK].to(self.device)
             self._placed[address] = table_ND, placed
         return self._placed[address][1]
@@ -110,7 +110,7 @@ class Rows:
         labels_n = self.labels_n[order.to(self.device, non_blocking=True)]
         batches = torch.split(self._chosen_n[order], batch_size)
         for values_BD, labels_B in zip(self._gathered(view, batches), torch.split(labels_n, batch_size), strict=True):
-            HEADWAY.touch()
+            PROGRESS.touch()
             yield self._finished(values_BD), labels_B
 
     def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:

@@ -40,7 +40,7 @@ class TuneEngineSettings(Settings):
     lock_wait_s: float = Field(180.0, ge=0)
     """A start that finds the run held by another waits so long for it, as in pretraining; at most half of timeout_s."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any headway after which the run counts as hung, as in pretraining. 0 or null: never."""
+    """Seconds without any progress after which the run counts as hung, as in pretraining. 0 or null: never."""
 
 
 class TuneSettings(Settings):

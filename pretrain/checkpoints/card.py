@@ -13,7 +13,7 @@ from data_prep.manifest import CropPolicy, Filter, Manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import Settings, UserError
 from pretrain.models.spec import MixerSpec, ModelSpec
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
     "model.safetensors",
@@ -150,7 +150,7 @@ def fault_of(path: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG,
     try:
         hashes: dict[str, str] = json.loads((path / HASHES).read_text())
         for name in needed:
-            if sha256_of(path / name, gets_on=HEADWAY.touch) != hashes.get(name):
+            if sha256_of(path / name, gets_on=PROGRESS.touch) != hashes.get(name):
                 return f"{name} has changed"
     except (OSError, ValueError) as error:
         return str(error)

@@ -19,7 +19,7 @@ from pathlib import Path
 from pretrain.checkpoints.card import CheckpointError, checkpoints_dir
 from pretrain.checkpoints.checkpoint import Snapshot, publish, settle
 from pretrain.checkpoints.retention import Best, Retention, published_best, write_best
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there",
@@ -169,7 +169,7 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def _failed(self, snapshot: Snapshot, error: OSError) -> None:
-        HEADWAY.touch()
+        PROGRESS.touch()
         with self._changed:
             self._num_tries += 1
             self._num_failures += 1

@@ -4,7 +4,7 @@ And reads one.
 `safetensors.save_file` holds the lock for the whole file, which would stop training for as long. Here each piece of a few MB is
 hashed and written by C code without the lock. The bytes are those that safetensors itself would write.
 
-Both say that they get on (headway.py) whenever the file system has done some more, so a slow one is not taken for a hang.
+Both say that they get on (hangs.py) whenever the file system has done some more, so a slow one is not taken for a hang.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pretrain.checkpoints.flushing import FLUSHED_BYTES, Flusher, flush
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 PIECE_BYTES = 4 << 20
 _PAGE_BYTES = 4096
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
-            HEADWAY.touch()
+            PROGRESS.touch()
             digest.update(piece)
             left = piece
             while left:
@@ -65,11 +65,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _bring_in(mapped: Tensor) -> None:
     """What is merely mapped is read when it is first looked at: now, where it is said that this gets on."""
-    HEADWAY.touch()
+    PROGRESS.touch()
     whole = mapped.reshape(-1).view(torch.uint8)
     for start in range(0, len(whole), PIECE_BYTES):
         whole[start : start + PIECE_BYTES : _PAGE_BYTES].sum()
-        HEADWAY.touch()
+        PROGRESS.touch()
 
 
 def _pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:

@@ -36,7 +36,7 @@ from data_prep.manifest import DatasetError
 from data_prep.publish import sha256_of
 from pretrain.data.datasets import Part
 from pretrain.ranks.collectives import any_rank
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag
 from pretrain.ranks.world import World
 
@@ -80,7 +80,7 @@ class FirstRead(threading.Thread):
         """Called by all ranks: whether all have hashed their shares. If not, the run is to stop, and that would take too long."""
         if self._all_are_right:
             return True
-        HEADWAY.mark("hashing the shards")
+        PROGRESS.mark("hashing the shards")
         began_s, seen, is_told = time.monotonic(), -1, False
         while True:
             is_under_way = any_rank(self.is_alive(), device=device)
@@ -99,7 +99,7 @@ class FirstRead(threading.Thread):
                 print("waiting until all shards are hashed, before the first checkpoint (data.check=none does without)")
                 is_told = True
             if self._num_pieces > seen:
-                HEADWAY.touch()
+                PROGRESS.touch()
                 seen = self._num_pieces
             self.join(LOOK_S)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from data_prep.manifest import Manifest, Shard, save_manifest
 from data_prep.publish import atomic_file, remove_leftovers
 from data_prep.settings import UserError
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 
 SPARED_SHARE, SPARED_BYTES = 0.01, 5e9
 """Of the disk, which is never filled: whichever is more. Others write there, too, and a node with a full disk counts as bad."""
@@ -175,7 +175,7 @@ class StageArea:
                 digest.update(piece[:count])
                 copy.write(piece[:count])
                 self._moves(count)
-                HEADWAY.touch()
+                PROGRESS.touch()
             if digest.hexdigest() != file.sha256:
                 raise StageError(f"{file.source}: is not what its manifest says; run data_prep verify on the dataset")
 
@@ -226,7 +226,7 @@ class StageArea:
                     size = _size_of(self.root / content_hash)
                     if size != seen:
                         seen = size
-                        HEADWAY.touch()
+                        PROGRESS.touch()
                     time.sleep(_LOOK_S)
             yield
 

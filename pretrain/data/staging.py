@@ -20,7 +20,7 @@ from data_prep.progress import ProgressLine, in_words, progress
 from pretrain.data.datasets import Part, TrainingData
 from pretrain.data.stage_area import StageArea, StageError, Stopped, Wanted, index_name, tar_name
 from pretrain.ranks.collectives import any_rank
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
@@ -38,13 +38,13 @@ def staged(data: TrainingData, *, world: World, device: torch.device, stop: Stop
     """Called by all ranks; returns when every node has what it can have. The copies stay as long as the result lives."""
     if data.settings.stage_dir is None:
         return data
-    HEADWAY.mark("staging the data")
+    PROGRESS.mark("staging the data")
     root, datasets = Path(data.settings.stage_dir), _datasets_of(data)
     copier = _Copier(root, list(datasets.values()), stop=stop)
     if world.local_rank == 0:
         copier.start()
     _wait(copier, device=device)
-    HEADWAY.mark("starting")
+    PROGRESS.mark("starting")
     area = StageArea(root)
     copies = {key: area.take(key, list(each.wanted.values())) for key, each in datasets.items()}
     return replace(data, parts=tuple(replace(part, staged=copies[part.manifest.content_hash]) for part in data.parts))

@@ -19,7 +19,7 @@ from pretrain.data.loader import Batch, Batches, evaluation_batches
 from pretrain.data.reader import ShardReader
 from pretrain.data.real_labels import RealLabels
 from pretrain.ranks.collectives import Exchange, all_sum
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
 
@@ -87,7 +87,7 @@ def tally(
         ) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):
-            HEADWAY.mark(f"evaluating batch {number + 1:,}")
+            PROGRESS.mark(f"evaluating batch {number + 1:,}")
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
             logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device)

@@ -13,7 +13,7 @@ from pretrain.loop.evaluate import Scores
 from pretrain.loop.meter import Meter, in_words
 from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.ranks.collectives import Agreed, Exchange
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.tracking.tracker import Tracker
 
 
@@ -53,7 +53,7 @@ class Ledger:
     def settle(self) -> None:
         while self._open:
             entry = self._open.pop(0)
-            HEADWAY.mark("waiting for the end of the step on all ranks", step=entry.step)
+            PROGRESS.mark("waiting for the end of the step on all ranks", step=entry.step)
             self._settle(entry, entry.exchange.read())
 
     def _settle(self, entry: Entry, agreed: Agreed) -> None:

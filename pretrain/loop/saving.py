@@ -20,7 +20,7 @@ from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores
 from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.ranks.collectives import any_rank, highest
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
 
@@ -104,7 +104,7 @@ class Saver:
             self._forget(step)
             self._best_is_new = False
             return
-        HEADWAY.mark("making a checkpoint", step=step)
+        PROGRESS.mark("making a checkpoint", step=step)
         while self._is_late():
             if self.world.is_first:
                 what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
@@ -157,7 +157,7 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """Returns when all is on disk. The other ranks wait for the first one, however long it takes, while it is seen to live."""
-        HEADWAY.mark("writing the last checkpoint")
+        PROGRESS.mark("writing the last checkpoint")
         error: Exception | None = None
         done = not self.world.is_first
         while True:

@@ -21,7 +21,7 @@ from pretrain.data.loader import num_cpu_threads
 from pretrain.loop.saving import LOOK_S
 from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.ranks.collectives import all_sum, any_rank, highest, same_on_all_ranks
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import Heartbeat
 from pretrain.ranks.preemption import LAST_WRITE_S
 from pretrain.ranks.world import World
@@ -58,9 +58,9 @@ def supervise(
     heartbeat.watch(stacks_dir(trainer.run_dir), hang_timeout_s=trainer.hang_timeout_s)
     heartbeat.attend(
         at_end=at_end,
-        waits_in_vain_s=trainer.stop.waits_in_vain_s,
-        tell=node_teller(trainer.world, trainer.run_dir),
-        heard=lambda _rank, said: trainer.tracker.system(said["values"], node=said["node"]),
+        stuck_wait_s=trainer.stop.stuck_wait_s,
+        report=node_teller(trainer.world, trainer.run_dir),
+        received=lambda _rank, report: trainer.tracker.system(report["values"], node=report["node"]),
     )
     try:
         return _fitted(trainer, on_result or (lambda result: None))
@@ -75,9 +75,9 @@ def _fitted(trainer: Trainer, on_result: Callable[[dict[str, float]], None]) -> 
     threads = num_cpu_threads(trainer.engine.device)
     if threads is not None:
         trainer.tracker.params({"num_cpu_threads": threads})
-    HEADWAY.mark("reading the newest checkpoint")
+    PROGRESS.mark("reading the newest checkpoint")
     outcome = trainer.fit(restore(trainer))
-    HEADWAY.mark("closing its journal")
+    PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         scores = outcome.scores
         result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}

@@ -29,7 +29,7 @@ from pretrain.loop.saving import Saver, SavingPlan
 from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, any_rank
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
@@ -83,7 +83,7 @@ class Trainer:
     title: str
     seed: int
     hang_timeout_s: float | None
-    """Without any headway; see headway.py for what counts."""
+    """Without any progress; see hangs.py for what counts."""
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, began_s = start.step, None, time.monotonic()
@@ -164,13 +164,13 @@ class Trainer:
         """Queues the step that takes the model from `step` to `step + 1`."""
         self.first_read.raise_fault()
         lr = self.schedule.lr(step)
-        HEADWAY.mark("waiting for data", step=step + 1)
+        PROGRESS.mark("waiting for data", step=step + 1)
         with meter.waiting(), self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         if step == 0:
             self.show_fed(fed[0].prepared)
             self.show_filters(step)
-        HEADWAY.mark("computing", step=step + 1)
+        PROGRESS.mark("computing", step=step + 1)
         torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
@@ -193,7 +193,7 @@ class Trainer:
         if stopping:
             return None, True
         self.show_filters(step)
-        HEADWAY.mark("before its evaluation", step=step)
+        PROGRESS.mark("before its evaluation", step=step)
         try:
             scores = self.evaluate()
         except Interrupted:

@@ -2,9 +2,9 @@
 
 SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once.
 
-A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A rank that is alone gives it
-up at once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by
-itself: how long it waits in vain is what `waits_in_vain_s` says, and the heartbeat ends them all.
+A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A single rank gives it up at
+once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself:
+`stuck_wait_s` reports how long it has waited since then, and the heartbeat ends them all.
 """
 
 import os
@@ -67,7 +67,7 @@ class StopFlag:
         finally:
             self._waits_since_s = None
 
-    def waits_in_vain_s(self) -> float:
+    def stuck_wait_s(self) -> float:
         """How long a wait has lasted since training is to stop; 0 if it is not."""
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 

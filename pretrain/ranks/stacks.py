@@ -1,12 +1,12 @@
 """RUN/stacks: what every thread of every rank was doing when a run was ended because it hung, or lost a rank. One file per rank.
 
-Each dump is appended below a line that says when, who, where and why. The ways in which a stack comes there:
+Each dump is appended below a line that says when, who, where and why. A stack gets there in four ways:
 
 1. `dump`, by the heartbeat's thread, when a verdict ends this process: the Python frames of all threads, within C calls too. The
-   file may lie on the very storage that hangs, so it is taken in memory and written within bounds, or else shown.
+   file may lie on the very storage that hangs, so the stack is taken in memory and written within bounds, or else printed.
 2. `arm`, at each beat: a thread of faulthandler's own, which needs no lock of Python's, dumps if no beat follows in time.
-3. A process that dies of a signal of its own (SIGABRT, as of NCCL's watchdog; SIGSEGV, SIGBUS) leaves its stacks while it dies.
-4. A process that can do none of that (stopped, or asleep in the kernel) is described by a rank of its node, from /proc.
+3. A process that dies of a signal of its own (SIGABRT, as from NCCL's watchdog; SIGSEGV, SIGBUS) leaves its stacks while it dies.
+4. A process that can do none of that (stopped, or asleep in the kernel) is described by another rank of its node, from /proc.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ import faulthandler
 import os
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from pretrain.ranks.heartbeat_wire import Peer
+from pretrain.ranks.world import Peer
 
 WRITE_S = 10.0
 """How long the end of a run waits for a file system to take the stacks."""
@@ -32,7 +32,7 @@ class Stacks:
     def __init__(self, directory: Path, me: Peer):
         self.directory, self._me = directory, me
         self._descriptor: int | None = None
-        self._heeds_signals = False
+        self._is_enabled = False
 
     def open(self) -> "Stacks":
         """Without its directory there is no file, and a dump is shown instead."""
@@ -41,7 +41,7 @@ class Stacks:
             self._descriptor = _open(self._path(self._me))
         if self._descriptor is not None and not faulthandler.is_enabled():
             faulthandler.enable(self._descriptor)
-            self._heeds_signals = True
+            self._is_enabled = True
         return self
 
     def arm(self, after_s: float) -> None:
@@ -59,21 +59,21 @@ class Stacks:
         self._keep(self._me, f"{_heading(self._me, why)}\n{found}\n")
 
     def describe(self, peer: Peer) -> str | None:
-        """What the kernel says of a rank of this node, in a word; the whole goes to that rank's file."""
+        """What the kernel reports of a rank of this node, in one line; the whole goes to that rank's file."""
         if peer.node != self._me.node:
             return None
         threads = _threads_of(peer.pid)
-        said = _in_words(peer, threads)
-        lines = [f"{_heading(peer, f'as rank {self._me.rank} sees it in /proc')}\n{said}\n"]
-        self._keep(peer, "".join([*lines, *map(str, threads), "\n"]))
-        return said
+        found = _in_words(peer, threads)
+        heading = _heading(peer, f"as rank {self._me.rank} sees it in /proc")
+        self._keep(peer, f"{heading}\n{found}\n{''.join(thread.facts for thread in threads)}\n")
+        return found
 
     def close(self) -> None:
         """May be called again."""
         if self._descriptor is None:
             return
         faulthandler.cancel_dump_traceback_later()
-        if self._heeds_signals:
+        if self._is_enabled:
             faulthandler.disable()
         with contextlib.suppress(OSError):
             is_empty = os.fstat(self._descriptor).st_size == 0
@@ -104,57 +104,45 @@ class Stacks:
             os.write(2, shown.encode())
 
 
-@dataclass(frozen=True)
-class _Thread:
+class _Thread(NamedTuple):
     number: int
     name: str
     state: str
     """As in "D (disk sleep)"."""
     waits_in: str
     """The kernel's function; empty where it runs, or the kernel does not say."""
-    syscall: str
-    kernel_stack: str
-
-    def __str__(self) -> str:
-        more = "".join(f"    {line}\n" for line in self.kernel_stack.splitlines())
-        facts = f"wchan {self.waits_in or '-'}, syscall {self.syscall or '-'}"
-        return f"  thread {self.number} ({self.name}): {self.state}, {facts}\n{more}"
+    facts: str
 
 
 def _threads_of(pid: int) -> list[_Thread]:
     """The main thread first; none where the process is gone."""
     found = []
     with contextlib.suppress(OSError):
-        for place in sorted((_PROC / str(pid) / "task").iterdir(), key=lambda place: int(place.name)):
+        for place in (_PROC / str(pid) / "task").iterdir():
             status = dict(line.split(":\t", 1) for line in _read(place / "status").splitlines() if ":\t" in line)
-            waits_in = _read(place / "wchan")
-            found.append(
-                _Thread(
-                    int(place.name),
-                    status.get("Name", "?"),
-                    status.get("State", "?"),
-                    "" if waits_in == "0" else waits_in,
-                    _read(place / "syscall"),
-                    _read(place / "stack"),
-                )
-            )
-    return sorted(found, key=lambda thread: thread.number != pid)
+            waits_in, name, state = _read(place / "wchan"), status.get("Name", "?"), status.get("State", "?")
+            facts = f"  thread {place.name} ({name}): {state}, wchan {waits_in}, syscall {_read(place / 'syscall') or '-'}\n"
+            facts += "".join(f"    {line}\n" for line in _read(place / "stack").splitlines())
+            found.append(_Thread(int(place.name), name, state, "" if waits_in == "0" else waits_in, facts))
+    return sorted(found, key=lambda thread: (thread.number != pid, thread.number))
 
 
 def _in_words(peer: Peer, threads: list[_Thread]) -> str:
     if not threads:
         return f"{peer}: its process is gone"
-    stopped = next((each for each in threads if each.state[:1] in "Tt"), None)
-    asleep = next((each for each in threads if each.state[:1] == "D"), None)
-    if stopped is not None:
-        return f"{peer}: its process is stopped, by SIGSTOP or a debugger ({stopped.state})"
-    if asleep is not None:
-        where = f" in {asleep.waits_in}" if asleep.waits_in else ""
-        return f"{peer}: thread {asleep.number} ({asleep.name}) sleeps in the kernel{where}, as for a disk ({asleep.state})"
     main = threads[0]
+    for thread in threads:
+        if thread.state[:1] in "Tt":
+            return f"{peer}: its process is stopped, by SIGSTOP or a debugger ({thread.state})"
+    for thread in threads:
+        if thread.state[:1] == "D":
+            where = f" in {thread.waits_in}" if thread.waits_in else ""
+            return f"{peer}: thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk ({thread.state})"
     if main.state[:1] in "ZX":
         return f"{peer}: its process is dead ({main.state})"
-    return f"{peer}: its process lives ({main.state}), but kept its heartbeat from running; its stacks should say why"
+    return (
+        f"{peer}: its process is alive ({main.state}), but kept its heartbeat from running; its stacks should say why"
+    )
 
 
 def _heading(peer: Peer, why: str) -> str:

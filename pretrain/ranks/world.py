@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -26,6 +27,26 @@ class World:
     @property
     def is_one_node(self) -> bool:
         return self.num_local_ranks == self.num_ranks
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as the others know it."""
+
+    rank: int
+    node: str
+    pid: int
+
+    @staticmethod
+    def myself(rank: int) -> "Peer":
+        return Peer(rank, socket.gethostname(), os.getpid())
+
+    @staticmethod
+    def of(message: dict[str, Any]) -> "Peer":
+        return Peer(int(message["rank"]), str(message["node"]), int(message["pid"]))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (node {self.node}, pid {self.pid})"
 
 
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 from finetune.probe import features, probe
-from pretrain.ranks.headway import HEADWAY, Standing
-from pretrain.ranks.heartbeat import Heartbeat
-from pretrain.ranks.heartbeat_wire import Message, encoded
+from pretrain.ranks.hangs import PROGRESS, Standing
+from pretrain.ranks.heartbeat import Heartbeat, Message, encoded
 from tests import training
 from tests.forked import begin, environments, wait
 
@@ -16,7 +15,7 @@ TARGET = "tests.finetune.test_probe_hang:"
 
 
 def is_stuck(*_given: object) -> None:
-    HEADWAY._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
+    PROGRESS._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
     time.sleep(600)
 
 
@@ -35,9 +34,9 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
         return plain_scores(*given)  # type: ignore[arg-type]
 
     def leave(heartbeat: Heartbeat, message: Message) -> None:
-        (connection,) = heartbeat._connections.values()
+        (wire,) = heartbeat._wires.values()
         stalled = Standing(1, 0, "training heads", stalled_s=1000)
-        connection.wire.send_line(encoded({"beat": {}, "at": stalled.as_message()}) + encoded(message))
+        wire.send(encoded({"beat": {}, "at": stalled}) + encoded(message))
         plain_leave(heartbeat, message)
 
     if os.environ["RANK"] == "0":
@@ -64,7 +63,7 @@ def test_a_stuck_rank_is_named_and_all_show_where_they_are(
     case = with_one_stuck_rank.__name__
     codes, output = run_probe(case, backbone_folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [1, 1], output
-    (line,) = re.findall("^rank 1 .* has made no headway for 1,0.*$", output, re.MULTILINE)
+    (line,) = re.findall("^rank 1 .* has made no progress for 1,0.*$", output, re.MULTILINE)
     assert "; the other rank is waiting for the other ranks; the run stops" in line
     waiting, stuck = ((tmp_path / "run" / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1))
     assert " in is_stuck\n" in stuck and " in all_sum\n" in waiting

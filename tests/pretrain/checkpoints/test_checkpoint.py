@@ -32,7 +32,7 @@ from pretrain.loop.evaluate import Scores
 from pretrain.loop.saving import Saver, SavingPlan
 from pretrain.loop.supervision import agreed_checkpoint, patiently
 from pretrain.models.spec import MlpSpec
-from pretrain.ranks.headway import HEADWAY
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import started
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
@@ -294,7 +294,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.longest_stall_s, self._on_disk = 1000.0, 0.0, dict[int, int]()
-        monkeypatch.setattr("pretrain.ranks.headway.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr("pretrain.ranks.hangs.time", SimpleNamespace(monotonic=lambda: self.now_s))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self.flush)
 
@@ -303,14 +303,14 @@ class SlowDisk:
         if stat.S_ISREG(file.st_mode):
             self.now_s += (file.st_size - self._on_disk.get(file.st_ino, 0)) / 1000
             self._on_disk[file.st_ino] = file.st_size
-        self.longest_stall_s = max(self.longest_stall_s, HEADWAY.standing().stalled_s)
+        self.longest_stall_s = max(self.longest_stall_s, PROGRESS.standing().stalled_s)
 
 
 def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
     monkeypatch.setattr("pretrain.checkpoints.tensor_file.FLUSHED_BYTES", 16_000)
     monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 4_000)
-    HEADWAY.mark("making a checkpoint")
+    PROGRESS.mark("making a checkpoint")
     engine = EngineState({"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1)
     checkpoint.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
     assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
@@ -325,9 +325,9 @@ def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypat
     (path / "sha256.json").write_text(json.dumps({"model.safetensors": digest}))
     monkeypatch.setattr("data_prep.publish.HASHED_BYTES", 400)
     monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 200)
-    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("hashing"))
+    monkeypatch.setattr(PROGRESS, "touch", lambda: touches.append("hashing"))
     assert fault_of(path, needed=("model.safetensors",)) is None and 20 <= len(touches) <= 22
-    monkeypatch.setattr(HEADWAY, "touch", lambda: touches.append("loading"))
+    monkeypatch.setattr(PROGRESS, "touch", lambda: touches.append("loading"))
     read = read_tensors(path / "model.safetensors")
     assert touches.count("loading") >= 40
     assert all(torch.equal(read[name], tensors[name]) for name in tensors) and read.keys() == tensors.keys()

@@ -13,11 +13,9 @@ from typing import NoReturn
 import pytest
 
 from pretrain.augment.feed import Fed, Feed
-from pretrain.ranks.headway import HEADWAY, Headway, Standing
+from pretrain.ranks.hangs import PROGRESS, Progress, Standing, Standings, Verdict
 from pretrain.ranks.heartbeat import Heartbeat
-from pretrain.ranks.heartbeat_wire import Peer
-from pretrain.ranks.verdict import Standings, Verdict
-from pretrain.ranks.world import read_world
+from pretrain.ranks.world import Peer, read_world
 from tests import training
 from tests.forked import begin, environments, wait
 from tests.moments import wait_until
@@ -27,7 +25,7 @@ PEERS = [Peer(rank, f"n{rank // 2}", 100 + rank) for rank in range(8)]
 
 
 def never_gets_its_data(_feed: Feed) -> Fed:
-    HEADWAY._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
+    PROGRESS._touched_s = time.monotonic() - 1000  # so that the test need not wait so long
     time.sleep(600)
     raise AssertionError
 
@@ -57,13 +55,13 @@ def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_eac
     ]
     assert wait(ranks, timeout_s=120) == [1, 1]
     output = (tmp_path / "output").read_text()
-    (line,) = re.findall("^rank 1 .* has made no headway.*$", output, re.MULTILINE)
+    (line,) = re.findall("^rank 1 .* has made no progress.*$", output, re.MULTILINE)
     where = (
         r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the end of the step .*)"
     )
     ends = f"; the run stops; the same command goes on with it; stacks of all ranks: {re.escape(str(run_dir))}/stacks"
     facts = rf"\(node {re.escape(socket.gethostname())}, pid {ranks[1].pid}\)"
-    assert re.fullmatch(rf"rank 1 {facts} has made no headway for 1,0\d\d s, {where}{ends}", line), line
+    assert re.fullmatch(rf"rank 1 {facts} has made no progress for 1,0\d\d s, {where}{ends}", line), line
     waiting, stuck = ((run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1))
     assert "in never_gets_its_data" in stuck and "heartbeat.py" in stuck
     assert f"rank 1 (node {socket.gethostname()}, pid {ranks[1].pid}): at step 5, waiting for data; rank 1" in stuck
@@ -88,7 +86,7 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
 
     heartbeat = Heartbeat(world, timeout_s=silence_timeout_s).start(announce)
     heartbeat.watch(place / "stacks", hang_timeout_s=hang_timeout_s)
-    HEADWAY.mark("waiting for data", step=1234)
+    PROGRESS.mark("waiting for data", step=1234)
     (place / f"ready-{world.rank}").touch()
     while len(list(place.glob("ready-*"))) < world.num_ranks:
         time.sleep(0.01)
@@ -101,7 +99,7 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
             holds_the_lock()
         if plan == "gets on":
             for step in range(80):
-                HEADWAY.mark("computing", step=step) if step % 2 else HEADWAY.touch()
+                PROGRESS.mark("computing", step=step) if step % 2 else PROGRESS.touch()
                 time.sleep(0.1)
             heartbeat.stop()
             os._exit(0)
@@ -112,17 +110,17 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
 def take_turns(rank: int, place: Path) -> None:
     """Long work of one of two ranks, which gets on, and for which the other waits; then the other way round."""
     for turn in (0, 1):
-        HEADWAY.mark("working")
+        PROGRESS.mark("working")
         if rank == turn:
             for _ in range(100):
-                HEADWAY.touch()
+                PROGRESS.touch()
                 time.sleep(0.1)
-        with HEADWAY.waiting("waiting for the other ranks"):
+        with PROGRESS.waiting("waiting for the other ranks"):
             (place / f"done-{turn}-{rank}").touch()
             while len(list(place.glob(f"done-{turn}-*"))) < 2:
                 time.sleep(0.01)
         for _ in range(30):  # some beats, in which each hears where the other was
-            HEADWAY.touch()
+            PROGRESS.touch()
             time.sleep(0.1)
 
 
@@ -149,7 +147,7 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_pat
     if plan == "is stopped":
         assert "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output and "Timeout" not in found
     else:
-        assert "its process lives (S (sleeping)), but kept its heartbeat from running" in output
+        assert "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
         assert "Timeout (" in found and "in holds_the_lock" in found
     assert f"; stacks of all ranks: {tmp_path}/stacks\n" in output
     assert " in rank\n" in (tmp_path / "stacks" / "rank-0000.txt").read_text()
@@ -159,13 +157,13 @@ def test_a_rank_that_is_alone_is_watched_too(tmp_path: Path) -> None:
     (process,) = begun(tmp_path, "hangs", num_ranks=1, silent_s=2, hangs_s=1)
     assert wait([process], timeout_s=120) == [1]
     assert re.search(
-        r"rank 0 \(.*\) has made no headway for \d+ s, at step 1,234, waiting for data; the run stops",
+        r"rank 0 \(.*\) has made no progress for \d+ s, at step 1,234, waiting for data; the run stops",
         (tmp_path / "output").read_text(),
     )
     assert " in rank\n" in (tmp_path / "stacks" / "rank-0000.txt").read_text()
 
 
-def test_headway_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
+def test_progress_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
     """Eight seconds of short steps and pieces of work; five without any would be a hang."""
     (process,) = begun(tmp_path, "gets on", num_ranks=1, silent_s=2, hangs_s=5)
     assert wait([process], timeout_s=120) == [0]
@@ -180,22 +178,22 @@ def test_ranks_wait_for_each_other_for_longer_than_any_of_them_may_stand_still(t
 
 def test_what_stands_still_with_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended job: the time in which nobody could run does not count, until the next mark."""
-    clock, headway = [100.0], Headway()
-    monkeypatch.setattr("pretrain.ranks.headway.time.monotonic", lambda: clock[0])
+    clock, progress = [100.0], Progress()
+    monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
     clock[0] = 9_000.0
-    assert headway.standing() == Standing(0, 0, "starting", 0.0)  # nothing counts before the first mark
-    headway.mark("computing", step=7)
+    assert progress.standing() == Standing(0, 0, "starting", 0.0)  # nothing counts before the first mark
+    progress.mark("computing", step=7)
     clock[0] += 4_010
-    headway.excuse(3_000)
-    headway.excuse(1_000)
-    assert headway.standing() == Standing(1, 7, "computing", 10.0)
-    headway.mark("evaluating batch 1")
+    progress.excuse(3_000)
+    progress.excuse(1_000)
+    assert progress.standing() == Standing(1, 7, "computing", 10.0)
+    progress.mark("evaluating batch 1")
     clock[0] += 5
-    assert headway.standing() == Standing(2, 7, "evaluating batch 1", 5.0)
+    assert progress.standing() == Standing(2, 7, "evaluating batch 1", 5.0)
     clock[0] += 5
-    headway.touch()
+    progress.touch()
     clock[0] += 1
-    assert headway.standing() == Standing(2, 7, "evaluating batch 1", 1.0)
+    assert progress.standing() == Standing(2, 7, "evaluating batch 1", 1.0)
 
 
 def table(*standings: Standing, after: Standings | None = None) -> Standings:
@@ -220,11 +218,11 @@ def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
     assert hang(499, computes, waits, computes) == Verdict(
         PEERS[1],
         "hangs",
-        "has made no headway for 500 s, at step 9, waiting for data; 2 others are further, such as at step 9, computing",
+        "has made no progress for 500 s, at step 9, waiting for data; 2 others are further, such as at step 9, computing",
     )
     both = hang(400, waits, computes, waits)
     assert both is not None and both.detail.startswith(
-        "has made no headway for 500 s, at step 9, waiting for data, like rank 2; the other rank is at step 9, computing"
+        "has made no progress for 500 s, at step 9, waiting for data, like rank 2; the other rank is at step 9, computing"
     )
     assert hang(400, computes, waits, waits._replace(stalled_s=3)) is None  # one of those that are behind gets on
     assert hang(400, computes, waits._replace(stalled_s=3)) is None
@@ -248,7 +246,7 @@ def test_who_has_just_been_waited_for_is_no_hang() -> None:
 def test_a_collective_that_times_out_is_laid_to_the_rank_that_did_not_come() -> None:
     computes, waits = Standing(41, 9, "computing", 600.5), Standing(40, 9, "waiting for data", 600.0)
     found = table(computes, waits)
-    assert found.behind(PEERS[0]) == f"{PEERS[1]} has made no headway for 600 s, at step 9, waiting for data"
+    assert found.behind(PEERS[0]) == f"{PEERS[1]} has made no progress for 600 s, at step 9, waiting for data"
     assert found.behind(PEERS[1]) == ""  # it failed by itself
     assert table(computes, waits._replace(stalled_s=2)).behind(PEERS[0]) == ""  # just now: it may wait for that one
     assert table(waits, waits).behind(PEERS[0]) == "" and table().behind(PEERS[0]) == ""

@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
-from pretrain.ranks.heartbeat import Heartbeat
-from pretrain.ranks.heartbeat_wire import LONGEST_LINE, Message, Peer, Wire, encoded, listen
+from pretrain.ranks.heartbeat import LONGEST_LINE, Heartbeat, Message, Wire, encoded, listen
 from pretrain.ranks.preemption import Interrupted, StopFlag
-from pretrain.ranks.world import World, read_world
+from pretrain.ranks.world import Peer, World, read_world
 from tests.forked import begin, environments, wait
 
 LATE_S = 120
@@ -39,14 +39,14 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
 
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(str(world.rank)) == "waits"
-    heartbeat = Heartbeat(
-        world,
-        timeout_s=timeout_s,
+    heartbeat = Heartbeat(world, timeout_s=timeout_s)
+    heartbeat.attend(
         at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
-        waits_in_vain_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
-        tell=lambda: {"load": world.rank * 10},
-        heard=lambda rank, said: heard.update({rank: said}),
-    ).start(announce)
+        stuck_wait_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
+        report=lambda: {"load": world.rank * 10},
+        received=lambda rank, report: heard.update({rank: report}),
+    )
+    heartbeat.start(announce)
     deadline_s = time.monotonic() + LATE_S
     if world.is_first:
         while len(heard) < world.num_ranks:
@@ -165,16 +165,16 @@ def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: py
     monkeypatch.setattr("pretrain.ranks.preemption.time.monotonic", lambda: clock[0])
     with stop.waiting():
         clock[0] = 500.0
-        assert stop.waits_in_vain_s() == 0
+        assert stop.stuck_wait_s() == 0
         stop._raise(signal.SIGTERM, None)
         clock[0] = 507.0
         stop._raise(signal.SIGUSR2, None)  # a second one changes nothing
         clock[0] = 510.0
-        assert stop.waits_in_vain_s() == 10
-    assert stop.waits_in_vain_s() == 0
+        assert stop.stuck_wait_s() == 10
+    assert stop.stuck_wait_s() == 0
     with stop.waiting():
         clock[0] = 512.0
-        assert stop.waits_in_vain_s() == 2
+        assert stop.stuck_wait_s() == 2
 
 
 def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_no_end_of_ours() -> None:
@@ -191,7 +191,7 @@ def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_
 def test_strangers_are_ignored(tmp_path: Path) -> None:
     ranks = started(tmp_path, 2)
     port = json.loads((tmp_path / "facts").read_text())[0]
-    hello = json.dumps(Peer(1, "x", 1).as_message() | {"token": "0-0"}).encode() + b"\n"
+    hello = encoded(asdict(Peer(1, "x", 1)) | {"token": "0-0"})
     for words in (hello, b'{"verdict": "gone"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 3 * LONGEST_LINE):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
@@ -213,7 +213,7 @@ def test_a_line_that_comes_in_pieces_is_one_message() -> None:
         assert list(wire.receive()) == [{"beat": {"a": 1}}, {"bye": True}] and wire.is_open
         theirs.close()
         assert list(wire.receive()) == [] and not wire.is_open
-        wire.close()
+        ours.close()
 
 
 def hangs_up(theirs: socket.socket) -> bool:
@@ -226,7 +226,8 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
     """Only who has sent something is read; and who comes after a goodbye may get the same descriptor."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
-    heartbeat = Heartbeat(World(0, 0, 21), timeout_s=60, heard=lambda rank, said: heard.append(rank))
+    heartbeat = Heartbeat(World(0, 0, 21), timeout_s=60)
+    heartbeat.attend(received=lambda rank, report: heard.append(rank))
 
     def announce(numbers: list[int]) -> list[int]:
         facts.extend(numbers)
@@ -240,7 +241,7 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
 
     def joined(rank: int) -> socket.socket:
         theirs = socket.create_connection(("127.0.0.1", facts[0]))
-        theirs.sendall(encoded(Peer(rank, "x", rank).as_message() | {"token": "-".join(map(str, facts[1:]))}))
+        theirs.sendall(encoded(asdict(Peer(rank, "x", rank)) | {"token": "-".join(map(str, facts[1:]))}))
         theirs.settimeout(20)
         assert b"token" in theirs.recv(LONGEST_LINE)
         return theirs
