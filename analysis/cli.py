@@ -1,4 +1,4 @@
-"""Command line of the top floor: `analysis report | filters | scaling | efficiency`."""
+"""Command line of the top floor: `analysis report | table | filters | scaling | efficiency`."""
 
 import argparse
 import sys
@@ -23,6 +23,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", type=Path)
     report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
     report.set_defaults(run=_report)
+    table = verbs.add_parser("table", help="what finished runs reached, beside the papers' tables: Markdown and PNG")
+    table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
+    table.add_argument(
+        "--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs"
+    )
+    table.set_defaults(run=_table)
     filters = verbs.add_parser("filters", help="the first-layer filters of an MLP checkpoint as a picture")
     filters.add_argument("checkpoint", type=Path)
     filters.add_argument("--out", type=Path, default=Path("filters.png"))
@@ -44,14 +50,40 @@ def _parser() -> argparse.ArgumentParser:
 def _report(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from analysis.collect import collect
-    from analysis.report import draw, print_table
+    from analysis.report import collect, draw, print_table
 
     runs = collect(options.runs)
     print_table(runs, Console(width=None if sys.stdout.isatty() else 120))
     path = options.out or options.runs / "report.png"
     draw(runs, path)
     print(f"picture: {path}")
+    return OK
+
+
+def _table(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from analysis.published import TABLES
+    from analysis.table import fill
+    from analysis.table_pages import NOTES, console_table, draw, markdown
+    from data_prep.publish import make_directory, write_atomic
+    from finetune.runs import runs_below
+
+    runs = runs_below(options.runs)
+    if not runs:
+        raise ValueError(f"{options.runs}: holds no runs; name the folder that they lie in")
+    tables, out = fill(TABLES, runs), options.out or options.runs
+    make_directory(out)
+    write_atomic(out / "transfer.md", markdown(tables).encode())
+    draw(tables, out / "transfer.png")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for table in tables:
+        console.print(console_table(table))
+        console.print()
+    for note in NOTES:
+        console.print(note, style="dim")
+    finished = sum(bool(run.result) for run in runs)
+    print(f"{out / 'transfer.md'}, transfer.png: of {finished:,} finished runs among {len(runs):,}")
     return OK
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.efficiency import IMAGE_SIZE, PRINTED, Conditions, Row
+from analysis.table_pages import rows_of
 from data_prep.publish import write_atomic, write_json
 from data_prep.settings import UserError
 
@@ -54,9 +55,8 @@ def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
 
 
 def markdown(rows: list[Row], *, heading: str) -> str:
-    lines = ["| " + " | ".join((*COLUMNS, *PAPER_COLUMNS)) + " |", "|---" * len(COLUMNS + PAPER_COLUMNS) + "|"]
-    lines += ["| " + " | ".join(cells(row, first=rows[0].name)) + " |" for row in rows]
-    return "\n".join([heading, "", *lines, "", "paper: as printed, on an A5000.", ""])
+    shown = rows_of((*COLUMNS, *PAPER_COLUMNS), [cells(row, first=rows[0].name) for row in rows])
+    return "\n".join([heading, "", shown, "", "paper: as printed, on an A5000.", ""])
 
 
 def check_out(path: Path | None) -> None:

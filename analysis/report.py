@@ -6,32 +6,36 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from analysis.collect import Run
 from data_prep.images import decode
 from data_prep.manifest import load_index, load_manifest
+from finetune.runs import TASKS, Run, runs_below
 
 matplotlib.use("Agg")
-TASK_WORDS = {
-    "pretrain": "pretrained",
-    "probe": "linear probe",
-    "knn": "k-NN",
-    "tune": "fine-tuned",
-    "scratch": "from scratch",
-    "evaluate": "evaluated",
-}
-TASK_COLOURS = {
-    "pretrain": "#4477aa",
-    "probe": "#66aa77",
-    "knn": "#88ccee",
-    "tune": "#cc6677",
-    "scratch": "#bbbbbb",
-    "evaluate": "#8877bb",
+TASK_LOOKS = {
+    "pretrain": ("pretrained", "#4477aa"),
+    "probe": ("linear probe", "#66aa77"),
+    "knn": ("k-NN", "#88ccee"),
+    "tune": ("fine-tuned", "#cc6677"),
+    "scratch": ("from scratch", "#bbbbbb"),
+    "evaluate": ("evaluated", "#8877bb"),
 }
 _NUM_PICTURES = 24
+
+
+def collect(root: Path) -> list[Run]:
+    """Every run below `root`, sorted by task and name; repetitions are in the figures of their group."""
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such directory of runs; give the folder that holds them, such as runs/demo")
+    runs = runs_below(root)
+    if not runs:
+        raise ValueError(f"{root}: holds no runs (folders with a config.yaml and a journal)")
+    groups = {run.directory for run in runs if run.is_group}
+    runs = [run for run in runs if run.directory.parent not in groups]
+    return sorted(runs, key=lambda run: (TASKS.index(run.task), run.name))
 
 
 def print_table(runs: list[Run], console: Console) -> None:
@@ -46,11 +50,13 @@ def print_table(runs: list[Run], console: Console) -> None:
             f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished",
             f"{run.chance:.1%}" if run.chance else "?",
         )
-        task = "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASK_WORDS[run.task]
-        table.add_row(
-            run.directory.name, task, run.model_name, Path(run.dataset).name, *cells, f"{rate:,.0f}" if rate else ""
-        )
+        images_per_s = f"{rate:,.0f}" if rate else ""
+        table.add_row(run.name, _task(run), run.model_name, run.dataset.name, *cells, images_per_s)
     console.print(table)
+
+
+def _task(run: Run) -> str:
+    return "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASK_LOOKS[run.task][0]
 
 
 def spread_of(run: Run) -> str:
@@ -60,18 +66,16 @@ def spread_of(run: Run) -> str:
 
 def draw(runs: list[Run], path: Path) -> None:
     """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
-    # an evaluation is a figure of a run that has a bar of its own; the table tells it
+    # an evaluation is a figure of a run that has a bar of its own; the table has it
     runs = [run for run in runs if run.task != "evaluate"] or runs
     datasets = sorted({run.dataset for run in runs})
     figure = Figure(figsize=(11, 3.0 + 0.9 * len(datasets)), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=[0.9 * len(datasets), 3.0])
     pictures, panels = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
     for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
-        axes.imshow(contact_sheet(Path(dataset), count=_NUM_PICTURES))
+        axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
         axes.set_axis_off()
-        axes.set_title(
-            f"{Path(dataset).name}: {len(load_manifest(dataset).classes)} classes", fontsize=9, loc="left", pad=2
-        )
+        axes.set_title(f"{dataset.name}: {len(load_manifest(dataset).classes)} classes", fontsize=9, loc="left", pad=2)
     loss, accuracy, bars = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
     draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
     draw_accuracies([run for run in runs if run.task != "pretrain" and run.top1 is not None], bars)
@@ -93,18 +97,13 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
 
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     runs = sorted(runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0))
-    names = [
-        "linear on pixels"
-        if (run.model_name, run.task) == ("pixels", "probe")
-        else f"{run.model_name}, {TASK_WORDS[run.task]}"
-        for run in runs
-    ]
+    names = [_task(run) if run.model_name == "pixels" else f"{run.model_name}, {_task(run)}" for run in runs]
     if len({run.dataset for run in runs}) > 1:
-        names = [f"{name}, {Path(run.dataset).name}" for name, run in zip(names, runs, strict=True)]
+        names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
     axes.barh(
         range(len(runs)),
         [run.top1 or 0.0 for run in runs],
-        color=["#ddaa44" if run.model_name == "pixels" else TASK_COLOURS[run.task] for run in runs],
+        color=["#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1] for run in runs],
     )
     axes.set_yticks(range(len(runs)), names)
     for row, run in enumerate(runs):
@@ -123,16 +122,14 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def contact_sheet(directory: Path, *, count: int) -> Image.Image:
+def contact_sheet(directory: Path, *, count: int) -> NDArray[np.uint8]:
     """The first pictures of a dataset's first training shard, side by side, as the model gets them."""
     manifest = load_manifest(directory)
     split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
     shard, size = split.shards[0], manifest.image_size
-    rows = load_index(directory, shard)[:count]
-    sheet = Image.new("RGB", (size * len(rows), size))
+    pictures = []
     with open(directory / shard.file, "rb") as file:
-        for place, (offset, length, _) in enumerate(rows.tolist()):
+        for offset, length, _ in load_index(directory, shard)[:count].tolist():
             file.seek(offset)
-            picture, _ = decode(file.read(length))
-            sheet.paste(picture.resize((size, size)), (place * size, 0))
-    return sheet
+            pictures.append(np.asarray(decode(file.read(length))[0].resize((size, size))))
+    return np.concatenate(pictures, axis=1)

@@ -1,4 +1,4 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | export | table`.
+"""Command line of the third floor: `finetune probe | tune | evaluate | export`.
 
 Started by --ranks N, accelerate, torchrun or srun.
 """
@@ -9,7 +9,6 @@ from data_prep.settings import parse_command_line
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.probe import command as probing
-from finetune.tables import command as tables
 from finetune.tune import command as tuning
 from pretrain.cli import guarded
 
@@ -23,6 +22,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for room in (probing, tuning, judging, exporting, tables):
+    for room in (probing, tuning, judging, exporting):
         room.add_verbs(verbs)
     return parser

@@ -28,8 +28,8 @@ from finetune.export.config import ExportSettings
 from finetune.export.graphs import Agreement
 from finetune.export.model_card import Facts, input_name, readme
 from finetune.export.place import ONNX, PT2, README, RECORD, exported_before, request_of
-from finetune.export.provenance import Provenance, provenance_of
-from pretrain.checkpoints.card import CONFIG, HASHES, MODEL, ModelCard, config_of, hash_of_weights, resolve, timms_own
+from finetune.runs import results_of, run_of
+from pretrain.checkpoints.card import CONFIG, HASHES, MODEL, config_of, hash_of_weights, resolve, timms_own
 from pretrain.checkpoints.folder import load_folder
 from pretrain.checkpoints.tensor_file import write_tensors
 from pretrain.models.cost import num_parameters
@@ -53,9 +53,11 @@ def export(settings: ExportSettings) -> list[str]:
         return [f"{out}: exported before, and whole"]
     card, model = load_folder(source)
     model.eval()
-    results_from = Path(settings.results_from) if settings.results_from is not None else None
-    known = provenance_of(source, card, results_from=results_from)
-    facts = Facts(card, known, num_parameters(model), sha256, settings)
+    run = run_of(source)
+    beside = Path(settings.results_from) if settings.results_from else (run.directory if run else source).parent
+    places = [beside, run.directory] if run else [beside]
+    results = results_of(source, run, step=card.step, places=places)
+    facts = Facts(card, run, results, num_parameters(model), sha256, settings)
     with _told_if_full(out), atomic_directory(out) as directory:
         checks = _write_weights(directory, source, model, facts)
         checks |= _write_graphs(directory, model, facts)
@@ -63,7 +65,7 @@ def export(settings: ExportSettings) -> list[str]:
         write_json(directory / RECORD, record(facts, request, checks))
         names = sorted(file.name for file in directory.iterdir())
         write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
-    return _told(out, card, known, checks)
+    return _told(out, facts, checks)
 
 
 @contextmanager
@@ -148,7 +150,7 @@ def record(facts: Facts, request: dict[str, Any], checks: dict[str, Agreement]) 
         "request": request,
         "model": card.model.label,
         "step": card.step,
-        "run": facts.provenance.run,
+        "run": facts.run.name if facts.run else "",
         "run_key": card.run_key,
         "origin": card.origin,
         "num_parameters": facts.num_parameters,
@@ -156,7 +158,7 @@ def record(facts: Facts, request: dict[str, Any], checks: dict[str, Agreement]) 
             graph: asdict(found) | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
             for graph, found in checks.items()
         },
-        "results": [asdict(each) for each in facts.provenance.results],
+        "results": [asdict(each) for each in facts.results],
         "code": git_commit(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
     }
@@ -169,8 +171,9 @@ def _version(library: str) -> str:
         return "not installed"
 
 
-def _told(out: Path, card: ModelCard, known: Provenance, checks: dict[str, Agreement]) -> list[str]:
-    where = f" of {known.run}, step {card.step:,}" if known.run else f" of {card.origin}" if card.origin else ""
+def _told(out: Path, facts: Facts, checks: dict[str, Agreement]) -> list[str]:
+    card, run = facts.card, facts.run
+    where = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin}" if card.origin else ""
     lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
     for file in sorted(out.iterdir()):
         graph = next((graph for graph, name in FILES.items() if name == file.name and graph in checks), None)

@@ -12,7 +12,7 @@ import yaml
 
 from finetune.export.config import ExportSettings
 from finetune.export.place import ONNX, PT2
-from finetune.export.provenance import Provenance, Result
+from finetune.runs import Result, Run
 from pretrain.checkpoints.card import ModelCard, timms_own
 from pretrain.models.cost import cost_of
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
@@ -22,16 +22,22 @@ UNKNOWN = "not stated"
 TASKS = {
     "pretrain": "training",
     "tune": "fine-tuning",
+    "scratch": "training from scratch",
     "probe": "linear probe",
     "knn": "nearest neighbours",
     "evaluate": "evaluation",
 }
+RECIPE = ("optimizer", "schedule", "train", "augment", "engine")
+"""Sections of a training's config, without its paths."""
+PROBE = ("lrs", "lr", "weight_decay", "weight_decays", "epochs", "optimizer", "batch_size", "seed")
 
 
 @dataclass(frozen=True)
 class Facts:
     card: ModelCard
-    provenance: Provenance
+    run: Run | None
+    """That made the weights; None of weights from elsewhere."""
+    results: Sequence[Result]
     num_parameters: int
     weights_sha256: str
     settings: ExportSettings
@@ -48,7 +54,7 @@ def readme(facts: Facts) -> str:
         "## Training",
         _training(facts),
         "## Results",
-        _results(facts.provenance.results),
+        _results(facts.results),
         "## Use",
         _use(facts),
         "## Limitations",
@@ -61,7 +67,7 @@ def readme(facts: Facts) -> str:
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:
-    card, own = facts.card, [each for each in facts.provenance.results if each.is_of_these_weights]
+    card, own = facts.card, [each for each in facts.results if each.is_of_these_weights]
     front: dict[str, Any] = {
         "license": facts.settings.license,
         "library_name": "timm" if timms_own(card) else "wide-mlps",
@@ -129,23 +135,27 @@ def _renamed(card: ModelCard) -> str:
 
 
 def _training(facts: Facts) -> str:
-    card, known = facts.card, facts.provenance
-    images = f", {known.num_images:,} images" if known.num_images is not None else f", number of images {UNKNOWN}"
+    card, run = facts.card, facts.run
+    is_same = run is not None and run.manifest is not None and run.manifest.content_hash == card.content_hash
+    num_images = run.num_images if run is not None and is_same else None
+    images = f", {num_images:,} images" if num_images is not None else f", number of images {UNKNOWN}"
     content = f", content `{card.content_hash}`" if card.content_hash else ""
     rows = [
         ("Data", f"{card.dataset}{images}{content}"),
-        ("Started from", known.started_from or ("random weights" if known.task == "pretrain" else UNKNOWN)),
+        ("Started from", (run.started_from if run else "") or UNKNOWN),
         ("Step", f"{card.step:,}" if card.step else UNKNOWN),
-        ("Run", known.run or UNKNOWN),
-        ("Code", f"commit `{known.commit}`" if known.commit not in ("", "unknown") else UNKNOWN),
+        ("Run", run.name if run else UNKNOWN),
+        ("Code", f"commit `{run.commit}`" if run and run.commit not in ("", "unknown") else UNKNOWN),
     ]
-    if not known.recipe:
+    if run is None:
         return f"{_table(rows)}\n\nRecipe: {UNKNOWN}."
-    recipe = yaml.safe_dump(known.recipe, sort_keys=False, default_flow_style=None, width=100)
+    sections = RECIPE if "train" in run.settings else PROBE
+    settings = {name: run.settings[name] for name in sections if name in run.settings}
+    recipe = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=100)
     return f"{_table(rows)}\n\nRecipe:\n\n```yaml\n{recipe}```"
 
 
-def _results(results: tuple[Result, ...]) -> str:
+def _results(results: Sequence[Result]) -> str:
     if not results:
         return f"{UNKNOWN.capitalize()}: no finished evaluation, probe or tuning of these weights was found."
     header = ("task", "dataset", "split", "metric", "value", "run")

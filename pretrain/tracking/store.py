@@ -19,7 +19,6 @@ from PIL import Image, features
 from data_prep.publish import Superseded
 from data_prep.settings import UserError
 from pretrain.tracking.embedded_store import EmbeddedStore, Schema
-from pretrain.tracking.stored_run import StoredRun
 from pretrain.tracking.tracker import RunIdentity
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.paren
 _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
 """Errors of a store that is out of order, or not reached: the event is sent again later."""
 _LONGEST_WORDS = 300
-_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _RUNS_AT_ONCE, _THUMBNAIL = 1000, 100, 1000, 256
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _THUMBNAIL = 1000, 100, 256
 
 
 class Store:
@@ -194,31 +193,6 @@ class Store:
         if first is not None and first != made:
             client.delete_model_version(name, made)
         return first or made
-
-    def runs(self) -> list[StoredRun]:
-        """Every run of ours in the store, oldest first."""
-        client, found, token = self._client, [], None
-        ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        while True:
-            page = client.search_runs(
-                ids, f"tags.`{RUN_KEY_TAG}` != ''", max_results=_RUNS_AT_ONCE, order_by=["start_time"], page_token=token
-            )
-            found += list(page)
-            token = page.token
-            if not token:
-                break
-        return [
-            StoredRun(
-                run_key=run.data.tags[RUN_KEY_TAG],
-                name=run.info.run_name,
-                status=run.info.status,
-                parent_key=run.data.tags.get(PARENT_KEY_TAG),
-                params=run.data.params,
-                tags=run.data.tags,
-                metrics=run.data.metrics,
-            )
-            for run in found
-        ]
 
     def _version_of(self, name: str, weights_sha256: str) -> str | None:
         """The oldest, where there are several."""

@@ -48,13 +48,17 @@ def write_run(tmp_path: Path) -> WriteRun:
         result: dict[str, Any] | None = None,
         metrics: list[tuple[int, dict[str, float]]] | None = None,
         spec: MlpSpec | MixerSpec | None = None,
+        tags: dict[str, str] | None = None,
+        key: str = "",
+        parent_key: str = "",
     ) -> Path:
         run = tmp_path / "runs" / name
         (run / "tracking").mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
-        events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": {}, "time_ms": 1}]
+        events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": tags or {}, "time_ms": 1}]
         events += [{"event": "metrics", "step": step, "values": values, "time_ms": 2} for step, values in metrics or []]
         (run / "tracking" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        (run / "tracking" / "identity.json").write_text(json.dumps({"run_key": key, "parent_key": parent_key or None}))
         if result is not None:
             (run / "result.json").write_text(json.dumps(result))
         if spec is not None:

@@ -13,8 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from analysis.cli import main
-from analysis.collect import collect
-from analysis.report import contact_sheet, draw_accuracies, draw_curves, print_table
+from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, print_table
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 
 

@@ -11,8 +11,7 @@ import sklearn.metrics as sk
 import torch
 from torch import Tensor
 
-from analysis.collect import collect
-from analysis.report import draw
+from analysis.report import collect, draw
 from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
@@ -252,7 +251,7 @@ def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
             assert trained["eval/top1"] == pytest.approx(expected, abs=1e-9)
     runs = collect(mixed.parent)
     assert [run.task for run in runs] == ["pretrain", "evaluate", "evaluate"]
-    assert {run.dataset for run in runs[1:]} == {str(shapes), str(other_shapes)}
+    assert {run.dataset for run in runs[1:]} == {shapes, other_shapes}
     assert all(run.model_name == "B-2/Wi-32" and run.top1 is not None for run in runs[1:])
     draw(runs, tmp_path / "all.png")
     draw(runs[1:], tmp_path / "evaluations.png")

@@ -10,7 +10,7 @@ import yaml
 from data_prep.publish import sha256_of
 from finetune.export.config import ExportSettings
 from finetune.export.model_card import Facts, readme
-from finetune.export.provenance import provenance_of
+from finetune.runs import results_of, run_of
 from pretrain.checkpoints.card import list_checkpoints
 from pretrain.checkpoints.folder import load_folder
 from tests.finetune.exporting import MLP, folder_of
@@ -70,18 +70,18 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
 def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
     older, newest = list_checkpoints(run)[-2:]
     for checkpoint, expected in ((older, False), (newest, True)):
-        known = provenance_of(checkpoint, load_folder(checkpoint)[0], results_from=None)
-        assert {each.is_of_these_weights for each in known.results if each.task in ("pretrain", "evaluate")} == {
-            expected
-        }
+        step = load_folder(checkpoint)[0].step
+        results = results_of(checkpoint, run_of(checkpoint), step=step, places=[run.parent])
+        assert {each.is_of_these_weights for each in results if each.task in ("pretrain", "evaluate")} == {expected}
 
 
 def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
     folder_of(MLP, tmp_path / "imported")
     card, _ = load_folder(tmp_path / "imported")
-    known = provenance_of(tmp_path / "imported", card, results_from=None)
+    assert run_of(tmp_path / "imported") is None
+    assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []
     settings = ExportSettings(pretrained="imported", out="out", formats=("timm",), license="apache-2.0")
-    text = readme(Facts(card, known, 1, "0", settings))
+    text = readme(Facts(card, None, [], 1, "0", settings))
     assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
     assert "Imported from a public file (scaling_mlps: B_weights" in text
     for unknown in (

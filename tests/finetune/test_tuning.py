@@ -15,10 +15,10 @@ from data_prep.build.merge import write_annotation
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, dump, load_settings
 from finetune.cli import main as finetune
-from finetune.export.provenance import provenance_of
+from finetune.runs import read_run
 from finetune.tune.config import TuneSettings
 from finetune.tune.repeats import check_resume_of, repeats_of
-from pretrain.checkpoints.card import CheckpointError, list_checkpoints, read_card, resolve
+from pretrain.checkpoints.card import CheckpointError, read_card, resolve
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.data.reader import open_split
@@ -125,8 +125,7 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
         counts = [(labels == label).sum() for label in set(labels.tolist())]
         assert profile["num_samples"] == len(members)
         assert (profile["fewest_per_class"], profile["most_per_class"]) == (min(counts), max(counts))
-        newest = list_checkpoints(tmp_path / "run" / f"fold-{fold}-seed-1")[-1]
-        assert provenance_of(newest, read_card(newest), results_from=None).num_images == len(members)
+        assert read_run(tmp_path / "run" / f"fold-{fold}-seed-1").num_images == len(members)
         epochs, samples = data.order(seed=0, global_batch_size=8).locate(np.arange(2 * len(members)))
         for epoch in range(2):
             np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)

@@ -9,5 +9,5 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pretrain.tracking.store import Store
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    Store(f"sqlite:///{path}").runs()
+    assert not Store(f"sqlite:///{path}").has_run("none")
     return path

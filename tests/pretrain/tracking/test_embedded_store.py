@@ -124,7 +124,9 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
 
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", not_yet)
     Store(second.uri).open_run(second)
-    assert len(Store(second.uri).runs()) == 2 and len(asked) == 2
+    client = MlflowClient(tracking_uri=second.uri)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    assert len(client.search_runs(experiments)) == 2 and len(asked) == 2
 
 
 def test_the_last_line_of_a_run_says_why(

@@ -62,10 +62,12 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
         "f00d": {"weights_sha256": "f00d", "checkpoint": str(checkpoint), "probe/cifar10": "0.5", "tune/stl10": "0.7"},
         "beef": {"weights_sha256": "beef", "checkpoint": str(checkpoint), "probe/cifar10": "0.6"},
     }
-    stored = {each.name: each for each in Store(identity.uri).runs()}
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    stored = {each.info.run_name: each for each in client.search_runs(experiments)}
     assert sorted(stored) == ["child-0", "child-1", "child-2", "pretrained"]
-    assert stored["child-0"].parent_key == stored["pretrained"].run_key and stored["pretrained"].parent_key is None
-    assert stored["child-0"].metrics == {"probe/test_top1": 0.5} and stored["child-0"].status == "FINISHED"
+    assert stored["child-0"].data.tags["mlflow.parentRunId"] == stored["pretrained"].info.run_id
+    assert "mlflow.parentRunId" not in stored["pretrained"].data.tags
+    assert stored["child-0"].data.metrics == {"probe/test_top1": 0.5} and stored["child-0"].info.status == "FINISHED"
     mlflow_run = client.get_run(str(versions["f00d"].run_id))
     assert mlflow_run.info.run_name == "pretrained"
     assert [artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id, "checkpoint")] == [

@@ -6,33 +6,51 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from finetune.cli import main as finetune
-from finetune.tables.cells import Cell, Filled, fill
-from finetune.tables.published import TABLES
-from finetune.tables.words import markdown
-from pretrain.tracking.store import Store
-from pretrain.tracking.stored_run import StoredRun
+from analysis.cli import main as analysis
+from analysis.published import TABLES
+from analysis.table import Cell, Filled, fill
+from analysis.table_pages import markdown
+from finetune.runs import Run
+from tests.analysis.conftest import WriteRun
 
 FLIPPED = {"augment.flip_probability": "0.5", "augment.crop_scale": "None"}
 PLAIN = {"augment.flip_probability": "0.0", "augment.crop_scale": "None", "augment.mixup_alpha": "0.0"}
 
 
-def run(key: str, task: str, top1: float | None, *, metric: str = "eval/top1", **more: Any) -> StoredRun:
-    parts: dict[str, Any] = {"name": key, "status": "FINISHED", "params": {}, "tags": {}, "parent_key": None} | more
-    parts["tags"] = {"task": task, "model": "B-12/Wi-1024"} | parts["tags"]
-    return StoredRun(run_key=key, metrics={} if top1 is None else {metric: top1}, **parts)
+TASKS: dict[str, dict[str, Any]] = {
+    "pretrain": {},
+    "tune": {"init": "pretrained"},
+    "scratch": {"init": "scratch"},
+    "tune_seeds": {"init": "pretrained", "seeds": [0, 1, 2]},
+    "probe": {"dataset": "d", "pretrained": "body", "lrs": [0.1]},
+    "knn": {"dataset": "d", "pretrained": "body", "neighbours": [20]},
+    "evaluate": {"dataset": "d", "pretrained": "body"},
+}
+
+
+def run(
+    key: str, task: str, top1: float | None, *, metric: str = "eval/top1", parent_key: str = "", **more: Any
+) -> Run:
+    """`top1` None: unfinished."""
+    params = more.get("params", {})
+    data = {name.removeprefix("data."): value for name, value in params.items() if name.startswith("data.")}
+    flat = {name: value for name, value in params.items() if name in ("views", "split", "test_split")}
+    settings = {"data": data} | ({"split": "val"} if task == "evaluate" else {}) | flat | TASKS[task]
+    tags = {"model": "B-12/Wi-1024"} | more.get("tags", {})
+    result = {} if top1 is None else {metric: top1}
+    return Run(Path(key), settings, result=result, params=params, tags=tags, key=key, parent_key=parent_key)
 
 
 BODY = run("body", "pretrain", 0.4, tags={"target": "imagenet21k", "dataset": "imagenet21k-64"})
 
 
-def tuned(key: str, top1: float, *, seed: int = 0, target: str = "cifar10", **more: Any) -> StoredRun:
+def tuned(key: str, top1: float | None, *, seed: int = 0, target: str = "cifar10", **more: Any) -> Run:
     split = "val" if target in ("tinyimagenet", "imagenet1k", "synthetic") else "test"
     params = FLIPPED | {"train.seed": str(seed), "run_dir": f"runs/{key}", "optimizer.lr": "0.001"}
     params |= {"data.eval_split": split, "data.fold": "None"}
     words: dict[str, Any] = {"parent_key": "body", "params": params | more.pop("params", {})}
-    tags = {"target": target, "dataset": f"{target}-64", "init": "pretrained"} | more.pop("tags", {})
-    return run(key, "tune", top1, tags=tags, **words | more)
+    tags = {"target": target, "dataset": f"{target}-64"} | more.pop("tags", {})
+    return run(key, more.pop("task", "tune"), top1, tags=tags, **words | more)
 
 
 def cell(tables: list[Filled], row: str, column: str) -> Cell:
@@ -60,15 +78,14 @@ def test_the_gap_is_ours_less_the_papers_and_unfinished_runs_do_not_count() -> N
     found = cell(fill(TABLES, [BODY, tuned("a", 0.9125)]), ROW, "CIFAR-10")
     assert (found.mean, found.num_repetitions, found.std, found.num_left_out) == (pytest.approx(91.25), 1, None, 0)
     assert found.gap == pytest.approx(-2.35)  # 91.25 - 93.6
-    for status in ("FAILED", "KILLED", "RUNNING"):
-        tables = fill(TABLES, [BODY, tuned("a", 0.99, status=status)])
-        assert cell(tables, ROW, "CIFAR-10").mean is None and "not run / 93.6" in markdown(tables)
+    tables = fill(TABLES, [BODY, tuned("a", None)])
+    assert cell(tables, ROW, "CIFAR-10").mean is None and "not run / 93.6" in markdown(tables)
 
 
 def test_seeds_make_a_mean_and_a_deviation() -> None:
     """0.90, 0.92, 0.97: mean 0.93, deviation sqrt((9 + 1 + 16) / 2) = 3.6056 points."""
     three = [tuned(f"s{seed}", top1, seed=seed) for seed, top1 in enumerate((0.90, 0.92, 0.97))]
-    parent = run("seeds", "tune_seeds", 0.93, metric="eval/top1_mean", parent_key="body", tags={"target": "cifar10"})
+    parent = run("seeds", "tune_seeds", 0.93, parent_key="body", tags={"target": "cifar10"})
     below = [tuned(f"s{seed}", top1, seed=seed, parent_key="seeds") for seed, top1 in enumerate((0.90, 0.92, 0.97))]
     for found in ([BODY, *three], [BODY, parent, *below]):
         tables = fill(TABLES, found)
@@ -85,7 +102,7 @@ def test_folds_are_repetitions_and_stay_apart_from_runs_on_the_whole_split() -> 
         tuned(f"f{n}", 0.80 + 0.01 * n, target="stl10", parent_key="group", params={"data.fold": str(n)})
         for n in range(10)
     ]
-    group = run("group", "tune_seeds", 0.845, metric="eval/top1_mean", parent_key="body", tags={"target": "stl10"})
+    group = run("group", "tune_seeds", 0.845, parent_key="body", tags={"target": "stl10"})
     tables = fill(TABLES, [BODY, tuned("whole", 0.9, target="stl10"), group, *folds])
     whole, single = cell(tables, ROW, "STL-10"), cell(tables, f"{ROW}, per fold, of imagenet21k", "STL-10")
     assert (whole.mean, whole.num_repetitions, whole.num_left_out) == (pytest.approx(90.0), 1, 0)
@@ -125,29 +142,29 @@ def test_the_last_recipe_stands_not_the_best_and_a_seed_counts_once() -> None:
         ({"params": PLAIN, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024, no DA"),
         ({"params": PLAIN | {"augment.mixup_alpha": "0.8"}, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024 + DA"),
         (
-            {"parent_key": None, "tags": {"origin": "scaling_mlps: B-12_Wi-1024_res_64_imagenet21_epochs_800_weights, sha256 0"}},
+            {"parent_key": "", "tags": {"origin": "scaling_mlps: B-12_Wi-1024_res_64_imagenet21_epochs_800_weights, sha256 0"}},
             "fine-tune B-12/Wi-1024 + DA, public checkpoint",
         ),
-        ({"parent_key": None, "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_400"}}, ROW),
+        ({"parent_key": "", "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_400"}}, ROW),
         (
-            {"tags": {"init": "scratch", "model": "B-6/Wi-1024"}, "params": {"train.duration": "1000 epochs"}},
+            {"task": "scratch", "tags": {"model": "B-6/Wi-1024"}, "params": {"train.duration": "1000 epochs"}},
             "MLP-Inv + DA, 1000 epochs",
         ),
         (
-            {"tags": {"init": "scratch", "model": "MLP-6/1024"}, "params": PLAIN | {"train.duration": "100 epochs"}},
+            {"task": "scratch", "tags": {"model": "MLP-6/1024"}, "params": PLAIN | {"train.duration": "100 epochs"}},
             "MLP, 100 epochs",
         ),
         # what the papers have no row for
         ({"params": PLAIN}, "fine-tune B-12/Wi-1024, no DA, of imagenet21k"),
         ({"tags": {"model": "Mixer P4 C24 L2"}}, "fine-tune Mixer P4 C24 L2 + DA, of imagenet21k"),
-        ({"parent_key": None}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
+        ({"parent_key": ""}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
         ({"params": {"data.eval_split": "val"}}, "fine-tune B-12/Wi-1024 + DA, of imagenet21k, on val"),
         (
             {"parent_key": "gone", "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_800"}},
             "fine-tune B-12/Wi-1024 + DA, of unknown",
         ),
         (
-            {"tags": {"init": "scratch", "model": "B-6/Wi-1024"}, "params": {"train.duration": "300 epochs"}},
+            {"task": "scratch", "tags": {"model": "B-6/Wi-1024"}, "params": {"train.duration": "300 epochs"}},
             "from scratch B-6/Wi-1024 + DA, 300 epochs",
         ),
     ],
@@ -174,17 +191,17 @@ def test_probes_neighbours_and_other_datasets() -> None:
         [
             BODY,
             synthetic,
-            run("p", "probe", 0.883, metric="probe/test_top1", params={"views": "8", "test_split": "test"}, **common),
-            run("q", "probe", 0.7, metric="probe/test_top1", params={"views": "0", "test_split": "test"}, **common),
+            run("p", "probe", 0.883, metric="test_top1", params={"views": "8", "test_split": "test"}, **common),
+            run("q", "probe", 0.7, metric="test_top1", params={"views": "0", "test_split": "test"}, **common),
             run(
                 "h",
                 "probe",
                 0.99,
-                metric="probe/test_top1",
+                metric="test_top1",
                 params={"views": "8", "test_split": "unlabelled"},
                 **common,
             ),
-            run("k", "knn", 0.6, metric="knn/top1_k20", params={"test_split": "test"}, **common),
+            run("k", "knn", 0.6, metric="top1_k20", params={"test_split": "test"}, **common),
             tuned("t", 0.2, parent_key="s", target="synthetic", tags={"dataset": "shapes-b"}),
         ],
     )
@@ -198,7 +215,7 @@ def test_probes_neighbours_and_other_datasets() -> None:
 
 def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> None:
     origin = {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_800"}
-    body = [tuned(f"t{seed}", 0.9, seed=seed, parent_key=None, tags=origin) for seed in (0, 1)]
+    body = [tuned(f"t{seed}", 0.9, seed=seed, parent_key="", tags=origin) for seed in (0, 1)]
     seen = [
         run(f"e{seed}", "evaluate", top1, parent_key=f"t{seed}",
             params={"views": "100", "pretrained": f"runs/t{seed}", "split": "test"},
@@ -216,42 +233,32 @@ def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> 
     assert [line.name for line in tables[2].lines] == ["fine-tune, TTA B-12/Wi-1024 + DA, of imagenet21k, on train"]
 
 
-def test_the_command_writes_both_files_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_reads_runs_and_writes_both_files(
+    tmp_path: Path, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")  # or a narrow terminal would break a cell in two
-    asked: list[str] = []
-
-    def read(store: Store) -> list[StoredRun]:
-        asked.append(store.uri)
-        return [BODY, tuned("a", 0.912), tuned("b", 0.5, status="KILLED"), tuned("c", 0.2, target="synthetic")]
-
-    monkeypatch.setattr(Store, "runs", read)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert finetune(["table", str(tmp_path)]) == 2
-    assert "holds no mlflow.db; name the folder of the runs, or give --store URI" in capsys.readouterr().err
-    (tmp_path / "mlflow.db").touch()
-    assert finetune(["table", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "of 3 finished runs among 4" in said and "91.2 / 93.6 / -2.4" in said
-    assert asked == [f"sqlite:///{tmp_path}/mlflow.db"]
-    assert (
-        finetune(["table", f"runs_dir={tmp_path}", f"out={tmp_path}/other"]) == 0
-    )  # settings, as every verb takes them
-    assert (tmp_path / "other" / "transfer.md").read_bytes() == (tmp_path / "out" / "transfer.md").read_bytes()
+    assert analysis(["table", str(tmp_path)]) == 2
+    assert "holds no runs; name the folder that they lie in" in capsys.readouterr().err
+    data: dict[str, Any] = {"data": {"dataset": "cifar", "eval_split": "test"}, "augment": {"flip_probability": 0.5}}
+    start = {"model": "B-12/Wi-1024", "target": "cifar10", "dataset": "cifar"}
+    body = start | {"target": "imagenet21k", "dataset": "i21k"}
+    write_run("body", {"data": {}}, result={"eval/top1": 0.4}, tags=body, key="body")
+    for name, result in (("a", {"eval/top1": 0.912}), ("b", None)):
+        write_run(name, data | {"init": "pretrained"}, result=result, tags=start, key=name, parent_key="body")
+    other = start | {"target": "shapes", "dataset": "shapes"}
+    write_run("c", data | {"init": "scratch"}, result={"eval/top1": 0.2}, tags=other, key="c", parent_key="body")
+    runs = tmp_path / "runs"
+    assert analysis(["table", str(runs), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "of 3 finished runs among 4" in shown and "91.2 / 93.6 / -2.4" in shown
+    assert analysis(["table", str(runs)]) == 0
+    assert (runs / "transfer.md").read_bytes() == (tmp_path / "out" / "transfer.md").read_bytes()
     rows = [
         [word.strip() for word in line.strip("|").split(" | ")]
-        for line in (tmp_path / "out" / "transfer.md").read_text().splitlines()
+        for line in (runs / "transfer.md").read_text().splitlines()
         if line.startswith("| ")
     ]
     assert {len(row) for row in rows[:7]} == {5} and {len(row) for row in rows[7:16]} == {6}
     assert [row[1:3] for row in rows if row[0] == ROW] == [["91.2 / 93.6 / -2.4", "not run / 79.2"]]
-    with Image.open(tmp_path / "out" / "transfer.png") as picture:
+    with Image.open(runs / "transfer.png") as picture:
         assert picture.format == "PNG" and picture.width > 1000
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [
-        "mlflow.db",
-        "other",
-        "out",
-        *(["transfer.md"] * 2),
-        *(["transfer.png"] * 2),
-    ]

@@ -1,0 +1,100 @@
+"""The papers' tables with our numbers as Markdown, on the console, and as one picture: the same cells, the same words."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.table import Table as ConsoleTable
+
+from analysis.table import Cell, Filled
+
+NOT_RUN = "not run"
+NOTES = (
+    "A cell is ours / the paper's / the gap in points, top-1 in per cent. Ours is the mean over the runs of the recipe "
+    "that was run last, with the sample deviation and their number n where they differ in seeds or folds; +N counts the "
+    "finished runs that are left out: of earlier recipes, or of a seed or fold that was run again.",
+    "DA: any of crop, flip, auto-augment, erasing and mixing is on; of a linear probe, augmented views. TTA: an "
+    "evaluation with augmented views of a tuned checkpoint. Only finished runs count. A row of a paper takes runs of its "
+    "model alone, from scratch or straight from weights pretrained on ImageNet-21k, judged on the split that everybody's "
+    "numbers are of (test of CIFAR and STL-10, val of TinyImageNet and ImageNet); from scratch its number of epochs as "
+    "well, where one is named. Runs on single folds stand by themselves: the papers' numbers are of whole splits.",
+)
+COLOURS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
+LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, LONGEST = 0.46, 3.9, 1.55, 0.078, 17
+
+
+def rows_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, numbers to the right."""
+    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def markdown(tables: Sequence[Filled]) -> str:
+    parts = ["# Transfer, beside the published numbers"]
+    for table in tables:
+        source = f" ({table.source})" if table.source else ""
+        rows = [[line.name, *(words_of(cell, table) for cell in line.cells)] for line in table.lines]
+        parts += [f"## {table.title}{source}", rows_of(["", *table.columns], rows)]
+    return "\n\n".join([*parts, *NOTES]) + "\n"
+
+
+def console_table(table: Filled) -> ConsoleTable:
+    title = table.title + (f"  ({table.source}; ours / paper / gap)" if table.source else "")
+    shown = ConsoleTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    shown.add_column("")
+    for column in table.columns:
+        shown.add_column(column, justify="right")
+    for line in table.lines:
+        shown.add_row(line.name, *(words_of(cell, table) for cell in line.cells))
+    return shown
+
+
+def words_of(cell: Cell, table: Filled, *, between: str = " / ") -> str:
+    if not table.source:
+        return _ours(cell) if cell.mean is not None else "-"
+    paper = "-" if cell.paper is None else f"{cell.paper:.1f}"
+    return f"{_ours(cell)}{between}{paper}" + (f" / {cell.gap:+.1f}" if cell.gap is not None else "")
+
+
+def _ours(cell: Cell) -> str:
+    if cell.mean is None:
+        return NOT_RUN
+    spread = f" ± {cell.std:.1f} (n={cell.num_repetitions})" if cell.std is not None else ""
+    return f"{cell.mean:.1f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
+
+
+def draw(tables: Sequence[Filled], path: Path) -> None:
+    """Our number above, the paper's and the gap below it; green where ours is not worse."""
+    longest = max(len(line.name) for table in tables for line in table.lines)
+    name_inches = max(NAME_INCHES, CHARACTER_INCHES * longest + 0.3)
+    width = name_inches + CELL_INCHES * max(len(table.columns) for table in tables)
+    heights = [LINE_INCHES * (len(table.lines) + 1) for table in tables]
+    figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)), layout="constrained")
+    panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, table in zip(panels, tables, strict=True):
+        source = f"beside {table.source}" if table.source else "what the papers have no row or column for"
+        axes.set_title(f"{table.title}: {source}", fontsize=11, loc="left")
+        axes.set_axis_off()
+        used = name_inches + CELL_INCHES * len(table.columns)
+        drawn = axes.table(
+            [[line.name, *(words_of(cell, table, between="\n") for cell in line.cells)] for line in table.lines],
+            colLabels=["", *(each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in table.columns)],
+            colWidths=[name_inches / used, *[CELL_INCHES / used] * len(table.columns)],
+            cellLoc="center",
+            edges="horizontal",
+            bbox=(0, 0, used / width, 1),
+        )
+        drawn.auto_set_font_size(False)
+        for (row, column), cell in drawn.get_celld().items():
+            cell.set_edgecolor("#d0d7de")
+            if row and not column:
+                cell.set_text_props(ha="left")
+            elif row:
+                cell.set_text_props(color=COLOURS[_kind(table.lines[row - 1].cells[column - 1])])
+    figure.savefig(path, dpi=150)
+
+
+def _kind(cell: Cell) -> str:
+    if cell.mean is None:
+        return "not run"
+    return "ours" if cell.gap is None else "better" if cell.gap >= 0 else "worse"

@@ -1,0 +1,291 @@
+"""A finished run as others read it: what it did, on what, from which weights, and what it reached. No torch, no MLflow, no store.
+
+    RUN/config.yaml              the resolved settings; `pretrained` names what the run started from
+    RUN/result.json              once it is finished
+    RUN/tracking/identity.json   the keys of the run and of the one whose weights it started from
+    RUN/tracking/journal.jsonl   parameters and tags of its start, then its curves
+
+The report, the tables beside the papers' and the model card read runs here alone. What cannot be read is not known: nothing is made
+up.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.settings import UserError, read_yaml
+from pretrain.checkpoints.card import CheckpointError, ModelCard, list_checkpoints, parse_card
+from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten
+from pretrain.data.datasets import Part
+from pretrain.tracking.journal import readable_events
+
+Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
+TASKS: tuple[Task, ...] = ("pretrain", "probe", "knn", "tune", "scratch", "evaluate")
+SPREAD = ", deviation over repetitions"
+ACCURACIES = {
+    r"(test_)?top1": "top-1",
+    r"(test_)?top5": "top-5",
+    r"(test_)?real": "top-1, ReaL labels",
+    r"top1_std": f"top-1{SPREAD}",
+    r"top1_k(\d+)": r"top-1, k = \1",
+}
+"""Names in a result.json, after the last slash, and their words."""
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    settings: Mapping[str, Any]
+    result: Mapping[str, Any] = field(default_factory=dict)
+    """Empty while the run is unfinished."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """The flattened settings ({"train.duration": "50 epochs"}), and what the run found out at its start, such as the hash of its
+    data and the model that its weights are of."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    began_ms: int = 0
+    key: str = ""
+    parent_key: str = ""
+    """Of the run that the weights come from, or of the group that this run is a repetition of."""
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def task(self) -> Task:
+        if "lrs" in self.settings:
+            return "probe"
+        if "neighbours" in self.settings:
+            return "knn"
+        if "split" in self.settings:
+            return "evaluate"
+        if "init" in self.settings:
+            return "tune" if self.settings["init"] == "pretrained" else "scratch"
+        return "pretrain"
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its figures are those of repetitions, which are runs below it."""
+        return self.settings.get("seeds") is not None or bool(self.settings.get("folds"))
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """Of a training its section `data`; all others name their dataset beside their other settings."""
+        return self.settings if "dataset" in self.settings else self.settings.get("data") or {}
+
+    @property
+    def dataset(self) -> Path:
+        return self.path_of(str(self.data.get("dataset", "")))
+
+    @property
+    def split(self) -> str:
+        """That its accuracies are of."""
+        return str(self.data.get("eval_split") or self.data.get("test_split") or self.data.get("split") or "not stated")
+
+    @property
+    def pretrained(self) -> Path | None:
+        """The run or checkpoint that this one started from."""
+        path = self.settings.get("pretrained")
+        return self.path_of(str(path)) if path else None
+
+    def path_of(self, words: str) -> Path:
+        """A path of the settings. A relative one is relative to where the command was typed, as far as `run_dir` shows it."""
+        typed, place = Path(str(self.settings.get("run_dir") or "")), self.directory.resolve()
+        if typed.is_absolute() or not typed.parts or place.parts[-len(typed.parts) :] != typed.parts:
+            return Path(words)
+        return place.parents[len(typed.parts) - 1] / words
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        try:
+            return load_manifest(self.dataset)
+        except (DatasetError, OSError, ValueError):
+            return None
+
+    @property
+    def dataset_name(self) -> str:
+        return self.tags.get("dataset") or (self.manifest.name if self.manifest else self.dataset.name)
+
+    @property
+    def chance(self) -> float | None:
+        return 1 / len(self.manifest.classes) if self.manifest else None
+
+    @cached_property
+    def model_name(self) -> str:
+        """Such as B-4/Wi-256, or `pixels` for the linear baseline. What a training is of, and what all others look at."""
+        is_of_others = self.task in ("probe", "knn", "evaluate") or self.is_group
+        source = self.pretrained if is_of_others else self.directory
+        if source is None:
+            return "pixels"
+        card = None if "model" in self.tags else _card_of(source)
+        return card.model.label if card else self.tags.get("model", "?")
+
+    @property
+    def started_from(self) -> str:
+        """In words; "" where nobody knows."""
+        if self.task in ("pretrain", "scratch"):
+            return "random weights"
+        if self.pretrained is None:
+            return ""
+        card = _card_of(self.pretrained)
+        if card is None:
+            return self.pretrained.name
+        return f"{card.model.label} trained on {card.dataset}" + (f", {card.origin}" if card.origin else "")
+
+    @property
+    def commit(self) -> str:
+        """Of the code that began the run."""
+        return self.tags.get("mlflow.source.git.commit", "")
+
+    @property
+    def num_images(self) -> int | None:
+        """That were trained on, of one split or of its fold; of a mixture the parts are not told apart here."""
+        split, manifest = str(self.data.get("train_split", "")), self.manifest
+        if manifest is None or split not in manifest.splits or self.data.get("also"):
+            return None
+        try:
+            return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
+        except (DatasetError, KeyError, IndexError):  # there are no such folds any more
+            return None
+
+    @property
+    def top1(self) -> float | None:
+        """Of k-NN the first k that was asked for."""
+        return self.accuracies.get("top-1")
+
+    @property
+    def top1_std(self) -> float | None:
+        """Of a run that is the mean of several."""
+        return self.accuracies.get(f"top-1{SPREAD}")
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """By their words: {"top-1": 0.75, "top-1, k = 20": 0.6}."""
+        found = {}
+        for key, value in self.result.items():
+            name = key.rsplit("/", 1)[-1]
+            for pattern, words in ACCURACIES.items():
+                if isinstance(value, int | float) and not isinstance(value, bool) and re.fullmatch(pattern, name):
+                    found[re.sub(pattern, words, name)] = float(value)
+        return found
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric."""
+        events = [
+            event for event in _events(self.directory) if event["event"] == "metrics" and metric in event["values"]
+        ]
+        return [event["step"] for event in events], [event["values"][metric] for event in events]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One accuracy of some weights."""
+
+    task: str
+    dataset: str
+    split: str
+    metric: str
+    value: float
+    run: str
+    is_of_these_weights: bool
+    """As they are, with their own classifier; else of what was trained on top of them, or of another step."""
+
+
+def read_run(directory: Path) -> Run:
+    """Raises where its settings cannot be read."""
+    settings = read_yaml(directory / CONFIG_FILE)
+    start = next(iter(_events(directory, limit=1)), {})
+    identity = _json(directory / "tracking" / "identity.json")
+    params = flatten(settings) | start.get("params", {})
+    return Run(
+        directory,
+        settings,
+        result=finished_result(directory) or {},
+        params={name: str(value) for name, value in params.items()},
+        tags=start.get("tags", {}),
+        began_ms=start.get("time_ms", 0),
+        key=identity.get("run_key") or "",
+        parent_key=identity.get("parent_key") or "",
+    )
+
+
+def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
+    """Every run in `root` and in the folders below it, sorted by path; `deepest`: so many folders down at most. One that cannot be
+    read is left out, with a line on stderr. (A store keeps copies of config files among its artifacts: these are no runs.)"""
+    places = root.rglob(CONFIG_FILE)
+    if deepest is not None:
+        places = (path for depth in range(deepest + 1) for path in root.glob("*/" * depth + CONFIG_FILE))
+    found = []
+    for directory in sorted({path.parent for path in places}):
+        if (directory / "tracking").is_dir() or finished_result(directory) is not None:
+            try:
+                found.append(read_run(directory))
+            except (UserError, OSError) as error:
+                print(f"{error}; the run is left out", file=sys.stderr)
+    return found
+
+
+def run_of(checkpoint: Path) -> Run | None:
+    """Whose weights these are: of RUN/checkpoints/step-N, RUN/NAME or RUN itself."""
+    path = checkpoint.resolve()
+    place = next((each for each in (path, path.parent, path.parent.parent) if (each / CONFIG_FILE).is_file()), None)
+    try:
+        return read_run(place) if place is not None else None
+    except (UserError, OSError):
+        return None
+
+
+def results_of(checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]) -> list[Result]:
+    """What is known of these weights (of `run`, at `step`): what their training ended with, then what finished runs in `places`
+    found that started from them."""
+    own = _results(run, is_of_these_weights=run.result.get("step", step) == step) if run is not None else []
+    checkpoint = checkpoint.resolve()
+    meant = {checkpoint} | ({run.directory.resolve()} if run is not None else set())
+    others = {each.directory.resolve(): each for place in places for each in runs_below(place, deepest=2)}
+    for directory, each in sorted(others.items()):
+        start = each.pretrained.resolve() if each.pretrained is not None else None
+        if directory not in meant and start in meant:
+            # a run that is named as a whole was read at its newest checkpoint
+            is_same = start == checkpoint or list_checkpoints(start)[-1:] == [checkpoint]
+            own += _results(each, is_of_these_weights=is_same and each.task == "evaluate")
+    return own
+
+
+def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
+    views = f", {run.settings['views']} views" if run.task == "evaluate" and run.settings.get("views") else ""
+    return [
+        Result(run.task, run.dataset_name, run.split, metric + views, value, run.name, is_of_these_weights)
+        for metric, value in run.accuracies.items()
+    ]
+
+
+def _card_of(weights: Path) -> ModelCard | None:
+    """Of a folder of weights, or of the newest checkpoint of a run."""
+    try:
+        return parse_card((list_checkpoints(weights) or [weights])[-1])
+    except CheckpointError:
+        return None
+
+
+def _events(directory: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """Of the journal; a kill may have cut its last line."""
+    try:
+        with open(directory / "tracking" / "journal.jsonl", "rb") as journal:
+            return readable_events([line for line in islice(journal, limit) if line.endswith(b"\n")])
+    except OSError:
+        return []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

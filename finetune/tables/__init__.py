@@ -1,1 +1,0 @@
-"""What our runs reached beside what the papers print: `finetune table`."""
