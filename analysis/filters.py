@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.images.sheet import save_sheet
-from pretrain.checkpoints.checkpoint import load_weights
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_weights
 from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, filter_side, filters_of, strongest_filters
 
 
@@ -24,7 +25,8 @@ def draw(checkpoint: Path, path: Path, *, columns: int = 5) -> None:
 
 
 def _weight(checkpoint: Path) -> tuple[Tensor, int]:
-    card, weights = load_weights(checkpoint)
+    opened = Checkpoint.open(checkpoint)
+    card, weights = opened.card, load_weights(opened)
     side = filter_side(card.model, image_size=card.image_size)
     if side is None:
         raise ValueError(

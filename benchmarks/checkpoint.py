@@ -21,9 +21,8 @@ from rich.table import Table
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import Snapshot, TrainerState, save
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
-from pretrain.checkpoints.retention import Retention
+from pretrain.checkpoints.files import Retention, Snapshot, TrainerState, publish, settle
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
 from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
@@ -79,7 +78,7 @@ def main() -> None:
     }
     for number in range(3 if options.quick else 9):
         alone_s = statistics.median(step_s() for _ in range(STEPS))
-        writer = CheckpointWriter(run_dir, Retention(1, None))
+        writer = CheckpointWriter(run_dir, Retention(1))
         began_s = time.perf_counter()
         snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 1, 0), card)
         writer.make_room(timeout_s=600)
@@ -89,8 +88,9 @@ def main() -> None:
             during_s.append(step_s())
         writer.finish(None)
         began_s = time.perf_counter()
-        state = engine.export_state()
-        save(run_dir, engine=state, trainer=TrainerState(number * 2 + 2, 0), card=card, keep_last=1)
+        snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 2, 0), card)
+        publish(run_dir, snapshot)
+        settle(run_dir, snapshot, Retention(1))
         on_the_spot_s = time.perf_counter() - began_s
         values = (alone_s, stall_s, statistics.median(during_s), news["checkpoint/write_s"], on_the_spot_s)
         for name, value in zip(found, values, strict=True):

@@ -37,7 +37,7 @@ from finetune.probe.grid import cells_of
 from finetune.probe.heads import Cell, judge, order_of, train_heads
 from finetune.probe.rows import Rows, Standard, filled_width
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.files import save_folder
 from pretrain.data.reader import open_split
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.spec import MlpSpec

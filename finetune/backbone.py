@@ -10,7 +10,7 @@ from data_prep.manifest import Filter, Manifest
 from data_prep.settings import UserError
 from finetune.recording import Weights
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.files import load_model
 from pretrain.config import AugmentSettings
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
@@ -64,7 +64,7 @@ def open_backbone(
             f"{pretrained}: the ranks found different weights there (is it still being trained?); "
             "name one of its checkpoints/step-*"
         )
-    card, model = load_folder(weights.checkpoint)
+    card, model = weights.card, load_model(weights.opened)
     if image_size not in (None, card.image_size):
         raise ValueError(f"image_size: {image_size}, but {pretrained} was trained at {card.image_size}; leave it out")
     model.to(device).eval()

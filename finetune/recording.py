@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.settings import Settings
-from pretrain.checkpoints.card import ModelCard, hash_of_weights, parse_card, resolve
-from pretrain.checkpoints.run import CONFIG_FILE, Patience, claim, flatten, owner_of
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.run import CONFIG_FILE, Patience, claim, flatten
 from pretrain.config import TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.ranks.preemption import Interrupted, StopFlag
@@ -26,19 +27,28 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 class Weights:
     """What is measured, and where it lies."""
 
-    checkpoint: Path
-    sha256: str
-    card: ModelCard
+    opened: Checkpoint
 
     @classmethod
     def at(cls, pretrained: str) -> "Weights":
-        checkpoint = resolve(Path(pretrained))
-        return cls(checkpoint, hash_of_weights(checkpoint), parse_card(checkpoint))
+        return cls(Checkpoint.open(pretrained))
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.opened.directory
+
+    @property
+    def sha256(self) -> str:
+        return self.opened.sha256
+
+    @property
+    def card(self) -> ModelCard:
+        return self.opened.card
 
     @property
     def run_dir(self) -> Path | None:
         """The run that they belong to; None for a bare folder."""
-        return owner_of(self.checkpoint)
+        return self.opened.run_dir
 
     @property
     def name(self) -> str:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import UserError, read_yaml
-from pretrain.checkpoints.card import CheckpointError, ModelCard, list_checkpoints, parse_card
-from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten
+from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
+from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten, list_checkpoints
 from pretrain.data.datasets import Part
 from pretrain.tracking.journal import readable_events
 
@@ -269,7 +269,7 @@ def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
 def _card_of(weights: Path) -> ModelCard | None:
     """Of a folder of weights, or of the newest checkpoint of a run."""
     try:
-        return parse_card((list_checkpoints(weights) or [weights])[-1])
+        return read_card((list_checkpoints(weights) or [weights])[-1])
     except CheckpointError:
         return None
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from data_prep.publish import Busy
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
-from pretrain.checkpoints.card import list_checkpoints
-from pretrain.checkpoints.run import check_resume, check_settings, finished_result
+from pretrain.checkpoints.run import check_resume, check_settings, finished_result, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES

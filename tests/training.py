@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints
 from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike
 

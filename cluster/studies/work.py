@@ -19,8 +19,7 @@ from data_prep.settings import Settings, SettingsError, apply_override, read_yam
 from finetune.probe.config import ProbeSettings
 from finetune.tune import repeats
 from finetune.tune.config import TuneSettings
-from pretrain.checkpoints.card import list_checkpoints
-from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result
+from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result, list_checkpoints
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 

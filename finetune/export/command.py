@@ -8,7 +8,7 @@ from data_prep.settings import load_settings
 from finetune.export.config import ExportSettings
 from finetune.export.place import check_libraries, check_space, exported_before, request_of
 from finetune.verbs import end_on_signals, show
-from pretrain.checkpoints.card import MODEL, hash_of_weights, resolve
+from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
 
@@ -35,15 +35,15 @@ def _export(options: argparse.Namespace) -> int:
         return show(settings)
     if not read_world().is_first:
         return OK  # of several ranks one is enough
-    source, out = resolve(Path(settings.pretrained)), Path(settings.out)
-    if exported_before(out, request_of(settings, weights_sha256=hash_of_weights(source))):
+    source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
+    if exported_before(out, request_of(settings, weights_sha256=source.sha256)):
         print(f"{out}: exported before, and whole; remove it, or name another directory, to do it anew")
         return OK
     check_libraries(settings)
-    check_space(out, num_bytes=(source / MODEL).stat().st_size * (1 + len(settings.graphs)))
+    check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
     options.started = True
     end_on_signals()  # before the long imports
     from finetune.export.export import export
 
-    print("\n".join(export(settings)))
+    print("\n".join(export(settings, source)))
     return OK

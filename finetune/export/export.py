@@ -1,6 +1,6 @@
 """`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or nothing.
 
-1. The checkpoint's hashes are held to its files, and its weights to its model (`resolve`, `load_folder`).
+1. The checkpoint's hashes are held to its files, and its weights to its model (`Checkpoint.open`, `load_model`).
 2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere; but where timm has the
    architecture itself, the weights get timm's names, and plain timm, which must give the model's answers, takes them.
 3. Each graph is written, read back, and held to the model's answers (`graphs`).
@@ -29,9 +29,9 @@ from finetune.export.graphs import Agreement
 from finetune.export.model_card import Facts, input_name, readme
 from finetune.export.place import ONNX, PT2, README, RECORD, exported_before, request_of
 from finetune.runs import results_of, run_of
-from pretrain.checkpoints.card import CONFIG, HASHES, MODEL, config_of, hash_of_weights, resolve, timms_own
-from pretrain.checkpoints.folder import load_folder
-from pretrain.checkpoints.tensor_file import write_tensors
+from pretrain.checkpoints.card import CONFIG, config_of, timms_own
+from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint
+from pretrain.checkpoints.files import load_model, write_tensors
 from pretrain.models.cost import num_parameters
 from pretrain.models.foreign import to_timm
 from pretrain.models.image_model import ImageModel
@@ -44,22 +44,21 @@ TOOLS = {"onnx": (graphs.write_onnx, graphs.answers_of_onnx), "torch": (graphs.w
 LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime")
 
 
-def export(settings: ExportSettings) -> list[str]:
+def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     """What to tell of it."""
-    source, out = resolve(Path(settings.pretrained)), Path(settings.out)
-    sha256 = hash_of_weights(source)
-    request = request_of(settings, weights_sha256=sha256)
+    out, card = Path(settings.out), source.card
+    request = request_of(settings, weights_sha256=source.sha256)
     if exported_before(out, request):
         return [f"{out}: exported before, and whole"]
-    card, model = load_folder(source)
-    model.eval()
-    run = run_of(source)
-    beside = Path(settings.results_from) if settings.results_from else (run.directory if run else source).parent
+    model, run = load_model(source).eval(), run_of(source.directory)
+    beside = (
+        Path(settings.results_from) if settings.results_from else (run.directory if run else source.directory).parent
+    )
     places = [beside, run.directory] if run else [beside]
-    results = results_of(source, run, step=card.step, places=places)
-    facts = Facts(card, run, results, num_parameters(model), sha256, settings)
+    results = results_of(source.directory, run, step=card.step, places=places)
+    facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
     with _told_if_full(out), atomic_directory(out) as directory:
-        checks = _write_weights(directory, source, model, facts)
+        checks = _write_weights(directory, source.directory, model, facts)
         checks |= _write_graphs(directory, model, facts)
         write_atomic(directory / README, readme(facts).encode())
         write_json(directory / RECORD, record(facts, request, checks))

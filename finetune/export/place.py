@@ -18,7 +18,7 @@ from typing import Any
 from data_prep.publish import make_directory
 from data_prep.settings import UserError
 from finetune.export.config import ExportSettings
-from pretrain.checkpoints.card import HASHES, fault_of
+from pretrain.checkpoints.checkpoint import HASHES, fault_of
 
 README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
 from data_prep.settings import Settings, UserError
 from finetune.probe.checksums import Blocks, digest_of
-from pretrain.checkpoints.flushing import FLUSHED_BYTES, Flusher, flush
+from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
 
 FEATURES, LABELS, CHECKSUMS, FACTS = "features.npy", "labels.npy", "checksums.npy", "features.json"
 _RANKS_OF_A_NODE = 8

@@ -12,8 +12,8 @@ from torch import Tensor
 from data_prep.manifest import Filter, Manifest
 from finetune.backbone import Backbone
 from finetune.probe.rows import Rows, Standard
-from pretrain.checkpoints.card import checkpoints_dir
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.files import save_folder
+from pretrain.checkpoints.run import checkpoints_dir
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from data_prep.settings import SettingsError, load_settings
 from finetune.apart import check_apart
 from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, say_once, show
-from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import OK, leave, world_of
 from pretrain.ranks.world import World
@@ -106,7 +106,7 @@ def check_sources(settings: FeatureSettings, manifest: Manifest, world: World, *
             raise DatasetError(f"{settings.dataset}: its split {split!r} is empty; choose another")
     check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
     if settings.pretrained is not None:
-        card = read_card(Path(settings.pretrained))
+        card = Checkpoint.open(settings.pretrained).card
         if settings.image_size not in (None, card.image_size):
             raise SettingsError(
                 f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"

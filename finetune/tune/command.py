@@ -9,7 +9,8 @@ from finetune.apart import check_apart
 from finetune.tune.config import TuneSettings
 from finetune.tune.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
 from finetune.verbs import add_common, launch_ranks, say_once, show
-from pretrain.checkpoints.card import ModelCard, read_card
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_settings, finished_result
 from pretrain.cli import OK, leave, world_of
 from pretrain.config import check_against_ranks
@@ -40,7 +41,7 @@ def _tune(options: argparse.Namespace) -> int:
         return OK
     repeats = repeats_of(settings)
     check_resume_of(settings, repeats)
-    card = read_card(Path(settings.pretrained))  # once: it reads and hashes the weights
+    card = Checkpoint.open(settings.pretrained).card  # once: it reads and hashes the weights
     for each in repeats:
         _check(each, card, num_ranks=world.num_ranks)
     if settings.init == "pretrained":

@@ -13,8 +13,7 @@ from typing import Any
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, read_yaml
 from finetune.tune.config import TuneSettings
-from pretrain.checkpoints.card import list_checkpoints
-from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result
+from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, list_checkpoints
 from pretrain.data.datasets import Part, num_folds
 
 SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")

@@ -12,7 +12,7 @@ from finetune.tune.config import TuneSettings
 from finetune.tune.engine import AccelerateEngine
 from finetune.tune.repeats import repeats_of, summary
 from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import claim, finished_result, save_result
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
@@ -156,6 +156,6 @@ def starting_model(settings: TuneSettings, weights: Weights, *, num_classes: int
     if settings.init == "scratch":
         seed = settings.train.seed
         return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
-    _, model = load_folder(weights.checkpoint)
+    model = load_model(weights.opened)
     model.reset_classifier(num_classes)
     return model

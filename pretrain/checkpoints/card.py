@@ -1,7 +1,4 @@
-"""Finding and judging checkpoints, without torch: what a config check may look at before anything heavy is imported.
-
-A checkpoint is a directory `RUN/checkpoints/step-NNNNNNNN` (see checkpoint.py for its files and how it is published).
-"""
+"""The card of weights, config.json beside them: what makes them usable, in our words and in timm's. No torch here."""
 
 import json
 from pathlib import Path
@@ -10,19 +7,10 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from data_prep.manifest import CropPolicy, Filter, Manifest
-from data_prep.publish import sha256_of
 from data_prep.settings import Settings, UserError
 from pretrain.models.spec import MixerSpec, ModelSpec
-from pretrain.ranks.hangs import PROGRESS
 
-MODEL, CONFIG, OPTIMIZER, TRAINER, HASHES = (
-    "model.safetensors",
-    "config.json",
-    "optimizer.safetensors",
-    "trainer.json",
-    "sha256.json",
-)
-LATEST = "latest"
+CONFIG = "config.json"
 
 
 class CheckpointError(UserError):
@@ -136,33 +124,8 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
     return fields | timm
 
 
-def checkpoints_dir(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    return sorted(checkpoints_dir(run_dir).glob("step-*"))
-
-
-def fault_of(path: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> str | None:
-    """What is wrong with the needed files of a published checkpoint, or None."""
-    try:
-        hashes: dict[str, str] = json.loads((path / HASHES).read_text())
-        for name in needed:
-            if sha256_of(path / name, gets_on=PROGRESS.touch) != hashes.get(name):
-                return f"{name} has changed"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def read_card(path: Path) -> ModelCard:
-    """The card of a checkpoint directory, or of the newest whole checkpoint of a run directory."""
-    return parse_card(resolve(path))
-
-
-def parse_card(directory: Path) -> ModelCard:
+def read_card(directory: Path) -> ModelCard:
+    """Of a directory of weights."""
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
@@ -180,31 +143,3 @@ def parse_card(directory: Path) -> ModelCard:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-
-
-def resolve(path: Path) -> Path:
-    """The checkpoint directory that a user means by `path`; verified when it carries hashes."""
-    candidates = [path] if (path / MODEL).is_file() else list(reversed(list_checkpoints(path)))
-    if not candidates:
-        repetitions = [str(each) for each in sorted(path.glob("*/")) if list_checkpoints(each)]
-        if repetitions:
-            more = ", ..." if len(repetitions) > 3 else ""
-            raise CheckpointError(
-                f"{path}: holds no checkpoint itself, but its repetitions do; name one of them: {', '.join(repetitions[:3])}{more}"
-            )
-        raise CheckpointError(
-            f"{path}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
-        )
-    for directory in candidates:
-        fault = fault_of(directory, needed=(MODEL, CONFIG)) if (directory / HASHES).exists() else None
-        if fault is None:
-            return directory
-    raise CheckpointError(f"{path}: no checkpoint there is whole ({fault}); copy it again, or use another")
-
-
-def hash_of_weights(checkpoint: Path) -> str:
-    """The sha256 of a resolved checkpoint's weights."""
-    try:
-        return str(json.loads((checkpoint / HASHES).read_text())[MODEL])  # `resolve` has held the file to it
-    except FileNotFoundError:
-        return sha256_of(checkpoint / MODEL)

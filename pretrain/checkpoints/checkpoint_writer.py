@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoints.card import CheckpointError, checkpoints_dir
-from pretrain.checkpoints.checkpoint import Snapshot, publish, settle
-from pretrain.checkpoints.retention import Best, Retention, published_best, write_best
+from pretrain.checkpoints.card import CheckpointError
+from pretrain.checkpoints.files import Best, Retention, Snapshot, publish, published_best, settle, write_best
+from pretrain.checkpoints.run import checkpoints_dir
 from pretrain.ranks.hangs import PROGRESS
 
 _REMEDIES = {

@@ -15,8 +15,9 @@ from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import UserError, read_lines
 from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.card import CONFIG, ModelCard, parse_card, resolve
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.card import CONFIG, ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import save_folder
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.foreign import Family, Flattening, Foreign, Reading, convert
@@ -113,7 +114,7 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
 
 def _write_once(out: Path, card: ModelCard, foreign: Foreign) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if (out / CONFIG).is_file() and parse_card(resolve(out)) == card:
+        if (out / CONFIG).is_file() and Checkpoint.open(out).card == card:
             return  # the same command, typed again
         raise UserError(f"out: {out} exists and is something else; name another directory, or remove it")
     save_folder(out, card=card, weights=foreign.weights)

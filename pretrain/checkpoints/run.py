@@ -23,7 +23,6 @@ from typing import Any, Protocol
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.publish import write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
-from pretrain.checkpoints.card import list_checkpoints
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.starts import started
 
@@ -66,6 +65,19 @@ PLACES = ("dataset", "data.dataset", "data.also")
 """They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
 
 
+def checkpoints_dir(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Published ones, oldest first."""
+    return sorted(checkpoints_dir(run_dir).glob("step-*"))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def stacks_dir(run_dir: Path | str) -> Path:
     return Path(run_dir) / "stacks"
 
@@ -80,13 +92,6 @@ def finished_result(run_dir: Path) -> dict[str, Any] | None:
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:
     write_json(run_dir / RESULT, result)
-
-
-def owner_of(weights: Path) -> Path | None:
-    """The run that a run directory or one of its checkpoints belongs to; None for a bare folder of weights."""
-    place = weights.absolute()
-    run_dir = place.parent.parent if place.parent.name == "checkpoints" else place
-    return run_dir if (run_dir / CONFIG_FILE).is_file() and list_checkpoints(run_dir) else None
 
 
 def check_settings(run_dir: Path, settings: Settings) -> None:

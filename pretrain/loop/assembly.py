@@ -10,7 +10,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.feed import Feed
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
-from pretrain.checkpoints.retention import Retention
+from pretrain.checkpoints.files import Retention
 from pretrain.checkpoints.run import CONFIG_FILE, flatten
 from pretrain.config import PretrainSettings, parse_length
 from pretrain.data.bad_samples import BadSamples, check_share

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pretrain.checkpoints.card import CheckpointError, ModelCard
-from pretrain.checkpoints.checkpoint import Snapshot, TrainerState
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
-from pretrain.checkpoints.retention import Best
+from pretrain.checkpoints.files import Best, Snapshot, TrainerState
 from pretrain.data.loader import num_cpu_threads
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores

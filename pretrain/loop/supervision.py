@@ -12,11 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from pretrain.checkpoints import checkpoint
-from pretrain.checkpoints.card import CheckpointError, checkpoints_dir, parse_card
-from pretrain.checkpoints.checkpoint import TrainerState
-from pretrain.checkpoints.retention import step_of
-from pretrain.checkpoints.run import save_result, stacks_dir
+from pretrain.checkpoints.card import CheckpointError, read_card
+from pretrain.checkpoints.checkpoint import mark_of, newest_whole
+from pretrain.checkpoints.files import TrainerState, load_state
+from pretrain.checkpoints.run import checkpoints_dir, save_result, stacks_dir, step_of
 from pretrain.data.loader import num_cpu_threads
 from pretrain.loop.saving import LOOK_S
 from pretrain.loop.trainer import Outcome, Trainer
@@ -95,20 +94,18 @@ def restore(trainer: Trainer) -> TrainerState:
     path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
     if path is None:
         return TrainerState(step=0, samples_consumed=0)
-    restored = patiently(lambda: checkpoint.load(path), device=trainer.engine.device)
-    if parse_card(restored.path).pixels_hash != trainer.card_at(0).pixels_hash:
+    engine, state = patiently(lambda: load_state(path), device=trainer.engine.device)
+    if read_card(path).pixels_hash != trainer.card_at(0).pixels_hash:
         raise CheckpointError(
-            f"{restored.path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
+            f"{path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
         )
-    if restored.trainer.samples_consumed != restored.trainer.step * trainer.plan.global_batch_size:
-        raise CheckpointError(
-            f"{restored.path}: was made with another global batch size; set it back, or name another run_dir"
-        )
-    trainer.engine.import_state(restored.engine)
+    if state.samples_consumed != state.step * trainer.plan.global_batch_size:
+        raise CheckpointError(f"{path}: was made with another global batch size; set it back, or name another run_dir")
+    trainer.engine.import_state(engine)
     if trainer.world.is_first:
-        print(f"{trainer.title}: going on from {restored.path.name}")
-        _tell_of_threads(restored.trainer.num_cpu_threads, num_cpu_threads(trainer.engine.device))
-    return restored.trainer
+        print(f"{trainer.title}: going on from {path.name}")
+        _tell_of_threads(state.num_cpu_threads, num_cpu_threads(trainer.engine.device))
+    return state
 
 
 def _tell_of_threads(before: int | None, now: int | None) -> None:
@@ -137,7 +134,7 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> P
     same disks, and if they do not, their sha256.json differs."""
     found, fault = None, None
     try:
-        found = patiently(lambda: checkpoint.newest_whole(run_dir) if world.local_rank == 0 else None, device=device)
+        found = patiently(lambda: newest_whole(run_dir) if world.local_rank == 0 else None, device=device)
     except CheckpointError as error:
         fault = error
     if any_rank(fault is not None, device=device):
@@ -145,7 +142,7 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> P
     step = highest(step_of(found) if found else -1, device=device)
     path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
     agrees = world.local_rank != 0 or found == path
-    if any_rank(not agrees, device=device) or not same_on_all_ranks(checkpoint.mark_of(path), device=device):
+    if any_rank(not agrees, device=device) or not same_on_all_ranks(mark_of(path), device=device):
         raise CheckpointError(
             f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
         )

@@ -17,8 +17,8 @@ from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.feed import Feed
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import TrainerState
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
+from pretrain.checkpoints.files import TrainerState
 from pretrain.data.first_read import FirstRead
 from pretrain.data.order import BatchPlan, hash64
 from pretrain.engine.step import Engine

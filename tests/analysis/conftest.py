@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import TrainerState, save
+from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.engine.step import EngineState
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
@@ -34,7 +34,9 @@ def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, im
         run_key="key",
     )
     state = EngineState(weights=weights, optimizer={}, num_updates=10)
-    return save(run, engine=state, trainer=TrainerState(step=10, samples_consumed=40), card=card, keep_last=1)
+    snapshot = Snapshot(state, TrainerState(step=10, samples_consumed=40), card)
+    publish(run, snapshot)
+    return snapshot.place(run)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.checkpoints.card import fault_of, list_checkpoints
+from pretrain.checkpoints.checkpoint import fault_of
+from pretrain.checkpoints.run import list_checkpoints
 from tests.moments import Strike, wait_until
 from tests.training import (
     Run,

@@ -12,7 +12,7 @@ from finetune.backbone import Backbone, open_backbone
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Views
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.files import save_folder
 from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec

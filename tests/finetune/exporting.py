@@ -8,7 +8,8 @@ import yaml
 from finetune.export.config import ExportSettings
 from finetune.export.export import export
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MlpSpec
@@ -33,11 +34,12 @@ def folder_of(spec: AnySpec, path: Path) -> ImageModel:
     weights = {name: tensor + moved.get(name.rsplit(".", 1)[-1], 0) for name, tensor in model.state_dict().items()}
     weights |= {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
     save_folder(path, card=card, weights=weights)
-    return load_folder(path)[1].eval()
+    return load_model(Checkpoint.open(path)).eval()
 
 
 def export_of(source: Path, out: Path, **settings: object) -> Path:
-    export(ExportSettings.model_validate({"pretrained": str(source), "out": str(out)} | settings))
+    wanted = ExportSettings.model_validate({"pretrained": str(source), "out": str(out)} | settings)
+    export(wanted, Checkpoint.open(source))
     return out
 
 

@@ -12,8 +12,8 @@ from data_prep.manifest import load_manifest
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import load_weights
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_weights, save_folder
 from pretrain.config import TrackingSettings
 from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
@@ -56,7 +56,8 @@ def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any)
 
 def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
     """(logits, labels) of the whole validation split at once, normalised by hand."""
-    card, weights = load_weights(checkpoint)
+    opened = Checkpoint.open(checkpoint)
+    card, weights = opened.card, load_weights(opened)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     model.load_state_dict(weights)
     reader = open_split(dataset, load_manifest(dataset), "val")

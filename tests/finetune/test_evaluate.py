@@ -20,8 +20,8 @@ from finetune.evaluate import answering
 from finetune.evaluate.evaluate import evaluate_checkpoint
 from finetune.evaluate.place import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.checkpoints.card import read_card
-from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
@@ -63,7 +63,7 @@ def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, s
     assert result["eval/top5"] == pytest.approx(sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9)
     assert result["eval/loss"] == pytest.approx(sk.log_loss(labels, chances), rel=1e-5)
 
-    _, model = load_folder(folder)
+    model = load_model(Checkpoint.open(folder))
     augmentation = views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
         trained = evaluate(
@@ -107,7 +107,7 @@ def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
 @torch.no_grad()
 def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
     """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K) after each."""
-    _, model = load_folder(folder)
+    model = load_model(Checkpoint.open(folder))
     augmentation = views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed)
     reader = open_split(dataset, load_manifest(dataset), "val")
     sums, means = torch.zeros(reader.num_samples, 8, dtype=torch.float64), []
@@ -229,7 +229,7 @@ def test_a_picture_that_does_not_decode_is_left_out_and_named(
 def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
     mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    card = read_card(mixed)
+    card = Checkpoint.open(mixed).card
     assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
     trained = json.loads((mixed / "result.json").read_text())
     for dataset in (other_shapes, shapes):
@@ -268,7 +268,7 @@ def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
     assert data_prep([*words, "num_workers=1"]) == 0
     reader = open_split(small, load_manifest(small), "val")
     doubled = reader.images(np.arange(reader.num_samples)).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
-    _, model = load_folder(area)
+    model = load_model(Checkpoint.open(area))
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     with torch.no_grad():
         logits = model.eval()((doubled.permute(0, 3, 1, 2).float() / 255 - mean) / std)

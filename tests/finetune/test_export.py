@@ -22,8 +22,9 @@ from data_prep.settings import UserError
 from finetune.cli import main as finetune
 from finetune.export import graphs
 from finetune.export.export import TOOLS
-from pretrain.checkpoints.card import list_checkpoints
-from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model, save_folder
+from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.finetune.exporting import MLP, export_of, folder_of
@@ -59,7 +60,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path, exported: Path) -> None:
-    _, model = load_folder(list_checkpoints(run)[-1])
+    model = load_model(Checkpoint.open(list_checkpoints(run)[-1]))
     theirs = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
     program = torch.export.load(exported / "model.pt2").module()
     for batch in (1, 7):
@@ -103,7 +104,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -
         for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
             if "stem" in name or "outer" in name:
                 weight.mul_(3e-3)
-    save_folder(tmp_path / "folder", card=load_folder(tmp_path / "folder")[0], weights=model.state_dict())
+    save_folder(tmp_path / "folder", card=Checkpoint.open(tmp_path / "folder").card, weights=model.state_dict())
     out = export_of(tmp_path / "folder", tmp_path / "out", formats=("timm",))
     x = torch.randn(3, 3, 16, 16)
     torch.save(x, tmp_path / "x")
@@ -113,7 +114,9 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -
     assert (done.returncode, done.stdout) == (0, "MlpMixer\n"), done.stderr
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "y"), model(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(load_folder(out)[1].eval()(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
+        torch.testing.assert_close(
+            load_model(Checkpoint.open(out)).eval()(x), model(x), rtol=1e-4, atol=1e-5
+        )  # here, too
     text = (out / "README.md").read_text()
     assert "library_name: timm\n" in text and "timm_names" not in text
     assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)

@@ -11,8 +11,8 @@ from data_prep.publish import sha256_of
 from finetune.export.config import ExportSettings
 from finetune.export.model_card import Facts, readme
 from finetune.runs import results_of, run_of
-from pretrain.checkpoints.card import list_checkpoints
-from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.run import list_checkpoints
 from tests.finetune.exporting import MLP, folder_of
 
 
@@ -31,7 +31,7 @@ def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, export
     loaded = onnx.load(exported / "model.onnx")
     onnx.checker.check_model(loaded)
     metadata = {entry.key: entry.value for entry in loaded.metadata_props}
-    card = load_folder(newest)[0]
+    card = Checkpoint.open(newest).card
     assert json.loads(metadata["mean"]) == list(card.channel_mean) and len(json.loads(metadata["classes"])) == 8
     assert metadata["image_size"] == "16" and metadata["input"] == "images"
 
@@ -70,14 +70,14 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
 def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
     older, newest = list_checkpoints(run)[-2:]
     for checkpoint, expected in ((older, False), (newest, True)):
-        step = load_folder(checkpoint)[0].step
+        step = Checkpoint.open(checkpoint).card.step
         results = results_of(checkpoint, run_of(checkpoint), step=step, places=[run.parent])
         assert {each.is_of_these_weights for each in results if each.task in ("pretrain", "evaluate")} == {expected}
 
 
 def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
     folder_of(MLP, tmp_path / "imported")
-    card, _ = load_folder(tmp_path / "imported")
+    card = Checkpoint.open(tmp_path / "imported").card
     assert run_of(tmp_path / "imported") is None
     assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []
     settings = ExportSettings(pretrained="imported", out="out", formats=("timm",), license="apache-2.0")

@@ -18,6 +18,7 @@ from data_prep.settings import UserError
 from finetune.probe import cache, features
 from finetune.probe.cache import FACTS, FEATURES, Writing
 from pretrain.augment.augmentation import Augmentation
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
@@ -26,9 +27,11 @@ from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of
 
 def independent_features(folder: Path, dataset: Path, split: str) -> torch.Tensor:
     """All pictures at once, normalised by hand."""
-    from pretrain.checkpoints.folder import load_folder
+    from pretrain.checkpoints.files import load_model
 
-    card, model = load_folder(folder)
+    checkpoint = Checkpoint.open(folder)
+
+    card, model = checkpoint.card, load_model(checkpoint)
     reader = open_split(dataset, load_manifest(dataset), split)
     images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))

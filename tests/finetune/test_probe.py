@@ -22,7 +22,7 @@ from finetune.probe.heads import Cell, Score
 from finetune.probe.probe import Splits, choose_and_test, held_out, probe
 from finetune.probe.report import draw_grid
 from finetune.recording import Weights
-from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import TrackingSettings
 from tests.conftest import Command
 from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
@@ -158,7 +158,7 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     assert scores is not None and scores["num_samples"] == 35
     assert scores["eval/top1"] == pytest.approx(result["test_top1"], abs=1e-9)
     assert scores["eval/top5"] == pytest.approx(result["test_top5"], abs=1e-9) == 1.0
-    card = read_card(Path(settings.run_dir))
+    card = Checkpoint.open(settings.run_dir).card
     assert card.classes == load_manifest(other_shapes).classes and card.dataset == "shapes-b"
     assert card.step == result["steps"] == 6 * 4 and card.run_key != "0" * 32
 

@@ -17,7 +17,8 @@ from finetune.probe import features, grid
 from finetune.probe.cache import Writing
 from finetune.probe.grid import cells_of, judged_cells, shares
 from finetune.probe.probe import tables_of
-from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.ranks.world import World
 from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
 from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
@@ -80,7 +81,8 @@ def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str
 
 def test_a_fault_of_one_rank_is_the_end_of_all(backbone_folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    card, model = load_folder(backbone_folder)
+    checkpoint = Checkpoint.open(backbone_folder)
+    card, model = checkpoint.card, load_model(checkpoint)
     save_folder(other, card=card, weights={name: tensor + 1 for name, tensor in model.state_dict().items()})
     words = (str(backbone_folder), str(other), str(other_shapes), str(tmp_path / "place"))
     one, two = run_ranks(quarrel_case, *words, num_ranks=2)

@@ -12,7 +12,7 @@ from finetune.probe.config import ProbeSettings
 from finetune.recording import Weights, recorded
 from finetune.verbs import end_on_signals
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.folder import save_folder
+from pretrain.checkpoints.files import save_folder
 from pretrain.config import TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.models.build import build_model

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from data_prep.cli import main as data_prep
-from pretrain.checkpoints.card import list_checkpoints, read_card
-from pretrain.checkpoints.checkpoint import load_weights
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_weights
+from pretrain.checkpoints.run import list_checkpoints
 from tests.conftest import Command
 from tests.training import final_state, finish, start, write_config
 
@@ -48,7 +49,7 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
     command: Command, tune_config: Path, pretrained: Path, tmp_path: Path
 ) -> None:
     """One step at a vanishing learning rate leaves the body where it started."""
-    body = load_weights(pretrained)[1]["stem.weight"]
+    body = load_weights(Checkpoint.open(pretrained))["stem.weight"]
     for init in ("pretrained", "scratch"):
         settings = [f"run_dir={tmp_path}/{init}", f"init={init}", "optimizer.lr=1e-12", "train.duration=1 steps"]
         done = command("finetune", "tune", str(tune_config), *settings)
@@ -69,7 +70,7 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
     settings = [f"run_dir={tmp_path}/run", f"data.dataset={out}", "train.duration=2 steps"]
     done = command("finetune", "tune", str(tune_config), *settings)
     assert done.returncode == 0, done.stderr
-    card = read_card(tmp_path / "run")
+    card = Checkpoint.open(tmp_path / "run").card
     assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
 
 

@@ -18,7 +18,8 @@ from finetune.cli import main as finetune
 from finetune.runs import read_run
 from finetune.tune.config import TuneSettings
 from finetune.tune.repeats import check_resume_of, repeats_of
-from pretrain.checkpoints.card import CheckpointError, read_card, resolve
+from pretrain.checkpoints.card import CheckpointError
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.data.reader import open_split
@@ -114,7 +115,7 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
     with pytest.raises(
         CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"
     ):
-        resolve(tmp_path / "run")
+        Checkpoint.open(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
     assert names == [f"fold-{fold}-seed-1" for fold in range(3)]
     for fold in range(3):
@@ -209,7 +210,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_sha
 
 
 def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(pretrained: Path) -> None:
-    card = read_card(pretrained).model_copy(update={"fed_interpolation": "area"})
+    card = Checkpoint.open(pretrained).card.model_copy(update={"fed_interpolation": "area"})
     words = [
         f"pretrained={pretrained}",
         "run_dir=x",

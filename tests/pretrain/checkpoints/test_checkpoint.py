@@ -21,16 +21,16 @@ from safetensors.torch import save as save_tensors
 
 from data_prep import publish
 from data_prep.publish import use_workspace
-from pretrain.checkpoints import checkpoint
-from pretrain.checkpoints.card import CheckpointError, ModelCard, fault_of, list_checkpoints, resolve
-from pretrain.checkpoints.checkpoint import Snapshot, TrainerState
+from pretrain.checkpoints import files
+from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint, fault_of, newest_whole
 from pretrain.checkpoints.checkpoint_writer import CheckpointWriter, Patience
-from pretrain.checkpoints.retention import Best, Retention, step_of
-from pretrain.checkpoints.tensor_file import read_tensors
+from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
+from pretrain.checkpoints.run import list_checkpoints, step_of
 from pretrain.engine.step import EngineState
+from pretrain.loop import supervision
 from pretrain.loop.evaluate import Scores
 from pretrain.loop.saving import Saver, SavingPlan
-from pretrain.loop.supervision import agreed_checkpoint, patiently
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import started
@@ -58,12 +58,26 @@ def state(value: float) -> EngineState:
 
 def save(run_dir: Path, step: int, *, keep_last: int = 2, best: Best | None = None) -> Path:
     trainer = TrainerState(step=step, samples_consumed=step * 16, best=best)
-    return checkpoint.save(run_dir, engine=state(float(step)), trainer=trainer, card=CARD, keep_last=keep_last)
+    snapshot = Snapshot(state(float(step)), trainer, CARD)
+    files.publish(run_dir, snapshot)
+    files.settle(run_dir, snapshot, Retention(keep_last))
+    return snapshot.place(run_dir)
+
+
+@dataclass(frozen=True)
+class Restored:
+    engine: EngineState
+    trainer: TrainerState
+
+
+def restore(run_dir: Path) -> Restored | None:
+    newest = newest_whole(run_dir)
+    return Restored(*files.load_state(newest)) if newest else None
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    restored = checkpoint.restore(tmp_path)
+    restored = restore(tmp_path)
     assert restored is not None
     assert restored.trainer == TrainerState(7, 112) and restored.engine.num_updates == 7
     assert torch.equal(restored.engine.weights["w"], torch.full((3,), 7.0))
@@ -87,7 +101,7 @@ OPERATIONS = [
     (publish.os, "fsync"),
     (Path, "unlink"),
     (shutil, "rmtree"),
-    (checkpoint, "write_tensors"),
+    (files, "write_tensors"),
 ]
 
 
@@ -104,7 +118,7 @@ def crashing(original: Any, tick: Callable[[], bool]) -> Any:
     return wrapped
 
 
-RMTREE, WRITE_TENSORS = shutil.rmtree, checkpoint.write_tensors
+RMTREE, WRITE_TENSORS = shutil.rmtree, files.write_tensors
 
 
 def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_checkpoint(
@@ -136,7 +150,7 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         with started(run_dir, lock_wait_s=0):
             pass
         assert not list(run_dir.rglob(".tmp-*"))
-        restored = checkpoint.restore(run_dir)
+        restored = restore(run_dir)
         assert restored is not None and restored.trainer.step == published[-1] and published[-1] in (2, 3)
         assert float(restored.engine.weights["w"][0]) == restored.trainer.step
         best = restored.trainer.best
@@ -180,7 +194,7 @@ class Rank:
     slow: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.go_on, publish_really = threading.Event(), checkpoint.publish
+        self.go_on, publish_really = threading.Event(), files.publish
 
         def publish(run_dir: Path, snapshot: Snapshot) -> int:
             if snapshot.trainer.step in self.refused:
@@ -208,7 +222,7 @@ class Rank:
         self.saver.finish(999)
         assert [step_of(path) for path in list_checkpoints(self.run_dir)] == steps
         assert json.loads((self.run_dir / "checkpoints" / "best.json").read_text()) == asdict(best)
-        restored = checkpoint.restore(self.run_dir)
+        restored = restore(self.run_dir)
         assert restored is not None and restored.trainer.best == best == self.saver.best
         assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
 
@@ -308,11 +322,11 @@ class SlowDisk:
 
 def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
-    monkeypatch.setattr("pretrain.checkpoints.tensor_file.FLUSHED_BYTES", 16_000)
-    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 4_000)
+    monkeypatch.setattr("pretrain.checkpoints.files.FLUSHED_BYTES", 16_000)
+    monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 4_000)
     PROGRESS.mark("making a checkpoint")
     engine = EngineState({"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1)
-    checkpoint.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
+    files.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
     assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
 
 
@@ -324,7 +338,7 @@ def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypat
     digest = WRITE_TENSORS(path / "model.safetensors", tensors)
     (path / "sha256.json").write_text(json.dumps({"model.safetensors": digest}))
     monkeypatch.setattr("data_prep.publish.HASHED_BYTES", 400)
-    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 200)
+    monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 200)
     monkeypatch.setattr(PROGRESS, "touch", lambda: touches.append("hashing"))
     assert fault_of(path, needed=("model.safetensors",)) is None and 20 <= len(touches) <= 22
     monkeypatch.setattr(PROGRESS, "touch", lambda: touches.append("loading"))
@@ -337,15 +351,15 @@ def slow_reads(world: World, folder: str) -> list[Any]:
     """What each rank finds when the first takes longer to verify, and the second to load, than any collective may."""
     torch.distributed.init_process_group("gloo")
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
-    device, newest_whole = torch.device("cpu"), checkpoint.newest_whole
+    device = torch.device("cpu")
 
     def slow(run_dir: Path) -> Path | None:
         time.sleep(7)
         return newest_whole(run_dir)
 
-    checkpoint.newest_whole = slow
-    path = agreed_checkpoint(Path(folder), world, device=device)
-    return [path and path.name, patiently(lambda: time.sleep(7 * world.rank) or world.rank, device=device)]
+    supervision.newest_whole = slow
+    path = supervision.agreed_checkpoint(Path(folder), world, device=device)
+    return [path and path.name, supervision.patiently(lambda: time.sleep(7 * world.rank) or world.rank, device=device)]
 
 
 def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
@@ -401,7 +415,7 @@ def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     assert writer.make_room(timeout_s=10)
     odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
     writer.submit(Snapshot(odd, TrainerState(1, 16), CARD))
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="complex64"):
         writer.finish(None)
 
 
@@ -414,7 +428,7 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
         go_on.wait(20)
         return WRITE_TENSORS(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    monkeypatch.setattr(files, "write_tensors", slow)
     writer = CheckpointWriter(tmp_path, Retention(2))
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(state(1), TrainerState(1, 16), CARD))
@@ -435,7 +449,7 @@ def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeyp
         "flag": torch.ones(3) > 0,
     }
     expected = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    monkeypatch.setattr("pretrain.checkpoints.tensor_file.PIECE_BYTES", 7)
+    monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 7)
     digest = WRITE_TENSORS(tmp_path / "a", tensors)
     assert (tmp_path / "a").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
 
@@ -459,21 +473,21 @@ def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys
     else:
         (newest / "sha256.json").unlink()
     assert fault_of(newest) is not None
-    restored = checkpoint.restore(tmp_path)
+    restored = restore(tmp_path)
     assert restored is not None and restored.trainer.step == 1
     assert "is damaged" in capsys.readouterr().err
 
 
 def test_training_never_silently_starts_over(tmp_path: Path) -> None:
-    assert checkpoint.restore(tmp_path) is None
+    assert restore(tmp_path) is None
     path = save(tmp_path, 1)
     (path / "trainer.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="never silently starts over"):
-        checkpoint.restore(tmp_path)
-    assert resolve(tmp_path) == path  # the weights are whole, and that is all that later stages need
+        restore(tmp_path)
+    assert Checkpoint.open(tmp_path).directory == path  # the weights are whole, and that is all that later stages need
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
-        resolve(tmp_path)
+        Checkpoint.open(tmp_path)
 
 
 def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
 from finetune.probe.config import ProbeSettings
 from finetune.probe.probe import probe
-from pretrain.checkpoints.card import read_card
-from pretrain.checkpoints.folder import load_folder
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model
 from pretrain.cli import main
 from pretrain.config import TrackingSettings
 from pretrain.data.reader import open_split
@@ -69,7 +69,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         assert f"{out}: B-1/Wi-12 of scaling_mlps, 16 px, 8 classes, 10,568 parameters" in said
         assert "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it" in said
         assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
-    card = read_card(out)
+    card = Checkpoint.open(out).card
     assert card.dataset == "imagenet21" and card.fed_interpolation == "area"
     assert (card.stored_crop, card.stored_interpolation) == ("longer_side", "area")
 
@@ -94,7 +94,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         world,
     )
     assert result is not None and 0 <= result["test_top1"] <= 1
-    card = read_card(tmp_path / "probe")
+    card = Checkpoint.open(tmp_path / "probe").card
     assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == ("center", "bicubic", "area")
     assert np.allclose(first_layer(out), weights["linear_in.weight"].view(-1, 3, 16, 16).amax(dim=1).numpy())
 
@@ -113,7 +113,7 @@ def test_the_normalisation_is_of_the_command_line_the_name_or_the_config(
     torch.save(public_weights(), tmp_path / name)
     (tmp_path / "config.txt").write_text(json.dumps(config | {"act": "relu"} if config else config))
     assert main(["import", str(tmp_path / name), "--out", str(tmp_path / "out"), *words]) == 0
-    card = read_card(tmp_path / "out")
+    card = Checkpoint.open(tmp_path / "out").card
     assert (card.channel_mean[0], card.channel_std[0]) == pytest.approx(expected, abs=1e-4)
     assert card.classes[:2] == ("class_00000", "class_00001") and len(card.classes) == 8
     assert isinstance(card.model, MlpSpec) and card.model.activation == ("relu" if config else "gelu")
@@ -124,7 +124,7 @@ def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.Captu
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     words = ["import", str(tmp_path / "pytorch_model.bin"), "--out"]
     assert main([*words, str(tmp_path / "plain")]) == 0
-    card = read_card(tmp_path / "plain")
+    card = Checkpoint.open(tmp_path / "plain").card
     assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == ((0.5, 0.5, 0.5), None, "bicubic")
     said = capsys.readouterr().out
     assert (
@@ -136,7 +136,8 @@ def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_b16_224", "pretrained_cfg": cfg}))
     assert main([*words, str(tmp_path / "hub")]) == 0
     assert "of the config beside the file" in capsys.readouterr().out
-    card, ours = load_folder(tmp_path / "hub")
+    checkpoint = Checkpoint.open(tmp_path / "hub")
+    card, ours = checkpoint.card, load_model(checkpoint)
     assert (card.channel_mean, card.channel_std, card.classes) == ((0.0,) * 3, (1.0,) * 3, ("ant", "bee"))
     assert card.fed_interpolation == "bilinear"
     images = torch.randn(2, 3, 16, 16)
@@ -160,7 +161,8 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
         out = tmp_path / f"out{len(words)}"
         assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0
         assert said in capsys.readouterr().out
-        card, model = load_folder(out)
+        checkpoint = Checkpoint.open(out)
+        card, model = checkpoint.card, load_model(checkpoint)
         assert torch.equal(model.state_dict()["head.weight"], taken["linear_out.weight"])
         assert ("running average" in card.origin) == (not words)
 

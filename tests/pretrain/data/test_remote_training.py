@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
-from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.loader import as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order

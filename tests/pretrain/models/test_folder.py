@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from data_prep.settings import UserError
-from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, parse_card
-from pretrain.checkpoints.checkpoint import TrainerState, save
-from pretrain.checkpoints.folder import load_folder, save_folder
+from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, read_card
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import Snapshot, TrainerState, load_model, publish, save_folder
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
@@ -51,7 +51,8 @@ def test_a_folder_is_the_same_model_here_and_in_timm(tmp_path: Path, spec: AnySp
     card, images = card_of(spec), torch.randn(4, 3, 16, 16)
     weights = random_weights(card)
     save_folder(tmp_path / "folder", card=card, weights=weights)
-    read, ours = load_folder(tmp_path / "folder")
+    checkpoint = Checkpoint.open(tmp_path / "folder")
+    read, ours = checkpoint.card, load_model(checkpoint)
     assert read == card
     assert all(torch.equal(tensor, weights[name]) for name, tensor in ours.state_dict().items())
     theirs = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
@@ -65,9 +66,12 @@ def test_a_folder_is_the_same_model_here_and_in_timm(tmp_path: Path, spec: AnySp
 def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(tmp_path: Path) -> None:
     card = card_of(SPECS[1])
     state = EngineState(random_weights(card), {"exp_avg.w": torch.zeros(1)}, 20)
-    path = save(tmp_path, engine=state, trainer=TrainerState(20, 320), card=card, keep_last=1)
+    snapshot = Snapshot(state, TrainerState(20, 320), card)
+    publish(tmp_path, snapshot)
+    path = snapshot.place(tmp_path)
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # whoever may read one may read all
-    ours, theirs = load_folder(tmp_path)[1], timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
+    ours = load_model(Checkpoint.open(tmp_path))
+    theirs = timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(theirs.forward_features(images), ours.forward_features(images))
     assert theirs(images).shape == (2, 9)
@@ -78,7 +82,7 @@ def test_a_named_model_starts_from_our_file(tmp_path: Path) -> None:
     save_folder(tmp_path / "folder", card=card, weights=random_weights(card))
     overlay = {"file": str(tmp_path / "folder" / "model.safetensors")}
     theirs = timm.create_model("smixer_c32", pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay)
-    ours, images = load_folder(tmp_path / "folder")[1], torch.randn(2, 3, 32, 32)
+    ours, images = load_model(Checkpoint.open(tmp_path / "folder")), torch.randn(2, 3, 32, 32)
     assert torch.equal(theirs.forward_features(images), ours.forward_features(images))
     assert theirs(images).shape == (2, 5)
 
@@ -88,7 +92,7 @@ def test_cards_old_and_new_are_read_and_strange_keys_are_not(tmp_path: Path) -> 
 
     def read(tree: object) -> ModelCard:
         (tmp_path / "config.json").write_text(json.dumps(tree))
-        return parse_card(tmp_path)
+        return read_card(tmp_path)
 
     old = {
         "model": {"kind": "mixer", "patch_size": 4, "num_channels": 6, "depth": 2},

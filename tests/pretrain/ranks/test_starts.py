@@ -14,9 +14,8 @@ import pytest
 from data_prep import publish
 from data_prep.publish import Busy, Holder, Superseded, workspace_of
 from data_prep.settings import UserError
-from pretrain.checkpoints.card import checkpoints_dir
-from pretrain.checkpoints.retention import Best, write_best
-from pretrain.checkpoints.run import save_result
+from pretrain.checkpoints.files import Best, write_best
+from pretrain.checkpoints.run import checkpoints_dir, save_result
 from pretrain.ranks import starts
 from pretrain.ranks.preemption import StopFlag, entered
 from pretrain.ranks.starts import started

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
-from pretrain.checkpoints.card import list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.tracking.page import datasets_of, on_slurm, shown_command, slurm_tags
