@@ -19,14 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frame import DATA, arguments, commit, machine
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
 from data_prep.build.config import BuildSettings
-from data_prep.build.workers import worker_pool
 from data_prep.build.workplan import prepare
 from data_prep.settings import load_settings
 from data_prep.sources import Arrangement, Source
-from data_prep.sources.arrange import move_to_val
-from data_prep.sources.base import by_container
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.sources.base import by_container, move_to_val
+from data_prep.workers import worker_pool
 
 PER_CONTAINER = 700
 

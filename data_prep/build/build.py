@@ -19,16 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
+from data_prep.build.parts import forget_parts, own_place
 from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
-from data_prep.build.workers import Tally, worker_pool
-from data_prep.build.workplan import ShardPlan, Workplan, forget_parts, own_place, prepare
+from data_prep.build.workplan import ShardPlan, Workplan, prepare
 from data_prep.images import ImageSpec, Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.progress import progress
 from data_prep.sources import Source, open_source
-from data_prep.sources.inventory import open_inventory
+from data_prep.workers import Tally, worker_pool
 
 MAX_INPUT_BYTES = 1 << 30
 """A larger file is no picture, and is not read."""

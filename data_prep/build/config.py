@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from data_prep.images import MAX_PIXELS, PIXEL_BUDGET, ImageSpec
 from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import NumWorkers, Settings, read_lines
-from data_prep.sources.config import SourceSettings, SyntheticSettings
+from data_prep.sources import SourceSettings, SyntheticSettings
 
 
 class BuildSettings(Settings):

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.archives.inventory import Inventory
 from data_prep.publish import hash_of_json
 from data_prep.settings import UserError, printable
-from data_prep.sources.inventory import Inventory
 
 
 @dataclass(frozen=True)

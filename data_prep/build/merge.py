@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import __version__
+from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
-from data_prep.build.shards import PARTS, ShardRecord, changed_files, load_record
-from data_prep.build.workers import worker_pool
-from data_prep.build.workplan import Begun, Workplan, forget_parts, layout_of, load_begun
+from data_prep.build.parts import PARTS, forget_parts, sole_builder
+from data_prep.build.shards import ShardRecord, changed_files, load_record
+from data_prep.build.workplan import Begun, Workplan, layout_of, load_begun
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,
@@ -34,10 +35,10 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_atomic
+from data_prep.publish import TEMPORARY_PREFIX, write_atomic
 from data_prep.settings import UserError
 from data_prep.sources import Source, SourceError, open_source
-from data_prep.sources.inventory import open_inventory
+from data_prep.workers import worker_pool
 
 NUM_COMPARISONS = 512
 """About as many jobs compare a source with its listing, however many containers it has."""
@@ -64,7 +65,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
         raise UserError(f"{directory}: no such directory; name the one that the tasks wrote to")
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
-    with sole_writer(directory):
+    with sole_builder(directory):
         begun = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
         if begun is None:
             manifest = load_manifest(directory)

@@ -19,15 +19,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.tar_writer import TarWriter
+from data_prep.build.parts import read_record, write_record
 from data_prep.images import EncodedImage
 from data_prep.images.channels import ChannelSums, ChannelTotals
 from data_prep.manifest import INDEX_DTYPE, Shard
-from data_prep.publish import atomic_file, sealed, sha256_of, unsealed, write_atomic, write_json
-from data_prep.settings import S, Settings
-
-PARTS = "wide-mlps-parts"
-"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (`claim`), and no user's."""
+from data_prep.publish import atomic_file, sha256_of, write_atomic
+from data_prep.settings import Settings
+from data_prep.tar import TarWriter
 
 
 @dataclass(frozen=True)
@@ -135,17 +133,6 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def write_record(directory: Path, name: str, record: Settings) -> None:
-    write_json(record_path(directory, name), sealed(record.model_dump(mode="json")))
-
-
-def read_record(directory: Path, name: str, schema: type[S]) -> S:
-    """ValueError where it is not as it was written."""
-    return schema.model_validate_json(
-        json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
-    )
-
-
 def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
     """The record of a shard that this very build has finished before, with its files still as they were."""
     try:
@@ -176,7 +163,3 @@ def changed_files(directory: Path, shard: Shard, *, trust: bool = False) -> list
         except FileNotFoundError:
             changed.append(file)
     return changed
-
-
-def record_path(directory: Path, name: str) -> Path:
-    return directory / PARTS / f"{name}.json"

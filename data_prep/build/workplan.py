@@ -5,8 +5,6 @@
     OUT/PARTS/order-SPLIT.npy  rows of the inventory in the order in which they are packed
     OUT/PARTS/NAME.json        the record of a finished shard (shards.py)
 
-PARTS is made before anything else is written in OUT (`claim`) and goes last, begun.json last of what it holds.
-
 The plan is a function of the config and of what the source lists, never of workers or tasks. Steps of `prepare`, under the sole
 lock of OUT:
 
@@ -20,15 +18,15 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
-from data_prep.build.shards import PARTS, read_record, record_path, write_record
+from data_prep.build.parts import BEGUN, PARTS, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
@@ -36,15 +34,12 @@ from data_prep.publish import (
     TEMPORARY_PREFIX,
     atomic_file,
     hash_of_json,
-    make_directory,
     remove_leftovers,
-    sole_writer,
 )
 from data_prep.settings import Settings, UserError, printable
 from data_prep.sources import Arrangement, Source, SourceError
-from data_prep.sources.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
 
-BEGUN, INVENTORY_NAME = "begun", "inventory"
+INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
 """Of what is damaged."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
@@ -123,7 +118,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     """The plan that other tasks are working on, if it is ours and the source is still as they found it."""
     directory = Path(settings.out)
     begun = load_begun(directory)
-    assert begun is not None  # the gate of tasks.py
+    assert begun is not None  # whoever is at work has one
     if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
         raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
     _check_decoder(directory, begun)
@@ -139,47 +134,6 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     return Workplan(directory, begun)
 
 
-def claim(directory: Path) -> None:
-    """Marks the place as ours before anything else is written in it; what others keep there is neither deleted nor overwritten
-    (issue 17: `parts/`, `.tmp-*`, `rejected.jsonl` of users were).
-
-    Array tasks claim side by side: whoever else has written here by the time of the listing had made the mark before.
-    """
-    make_directory(directory)
-    strangers = sorted({path.name for path in directory.iterdir()} - {".lock"})
-    if strangers and not (directory / PARTS).is_dir():
-        if not (directory / MANIFEST_NAME).exists():
-            raise UserError(
-                f"out: {directory} holds {strangers[0]}, and no dataset was begun there; name another directory, or move it"
-            )
-        load_manifest(directory)  # or it is no manifest of ours
-    (directory / PARTS).mkdir(exist_ok=True)
-
-
-@contextmanager
-def own_place(directory: Path) -> Iterator[None]:
-    """The directory, claimed, for this process alone."""
-    claim(directory)
-    with sole_writer(directory):
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                (directory / PARTS).rmdir()  # where it is empty nothing has begun, or all is finished
-
-
-def forget_parts(directory: Path) -> None:
-    """Of a finished dataset; whatever remains goes the next time."""
-    parts = directory / PARTS
-    for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):
-        parts.rmdir()
-
-
 def load_begun(directory: Path) -> Begun | None:
     try:
         return read_record(directory, BEGUN, Begun)
@@ -189,12 +143,6 @@ def load_begun(directory: Path) -> Begun | None:
         raise UserError(
             f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again"
         ) from None
-
-
-def has_plan(directory: Path) -> bool:
-    """Whether all of it stands: a task that was killed while it replaced the inventory has left a begun.json of before."""
-    begun, inventory = load_begun(directory), directory / PARTS / INVENTORY_NAME
-    return begun is not None and (inventory / HEAD_NAME).exists() and Inventory(inventory).stamp == begun.stamp
 
 
 def _check_decoder(directory: Path, begun: Begun | None) -> None:

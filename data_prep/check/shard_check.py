@@ -11,21 +11,20 @@ The tar is read as a plain tar, from its first header to its last, and walked be
 import hashlib
 import json
 import mmap
-import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.workers import Tally
-from data_prep.check.stored import Storage, key_of, local_tar, tar_content
+from data_prep.check.stored import Storage, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
 from data_prep.remote import MissingError, RemoteError
+from data_prep.tar import Member, Run, TarError, members, runs
+from data_prep.workers import Tally
 
 BORROWED = ("subset", "index")
 """The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""
@@ -81,19 +80,6 @@ def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
     if manifest.source.get("kind") == "index" and manifest.source.get("label") != "cls":
         return None
     return tuple(range(len(manifest.classes)))
-
-
-class Member(NamedTuple):
-    extension: str
-    offset: int
-    size: int
-
-
-class TarSample(NamedTuple):
-    """Consecutive members of one key."""
-
-    key: str
-    members: list[Member]
 
 
 @dataclass
@@ -195,24 +181,30 @@ class _Walk:
     def check(self, path: Path) -> None:
         num_samples, key = 0, ""
         try:
-            for sample in tar_samples(path, ignore_zeros=self.expected.is_borrowed):
+            for sample in runs(members(path, ignore_zeros=self.expected.is_borrowed)):
+                if self.expected.is_borrowed and not sample.key:
+                    continue  # belongs to no sample
                 num_samples += 1
                 if not self.expected.is_borrowed and sample.key <= key:
                     self.faults.add(f"{self.shard.file} {sample.key}: does not come after {key}; keys ascend strictly")
                 key = sample.key
                 self._check_sample(sample)
-        except (tarfile.TarError, OSError, ValueError) as error:
+        except (TarError, OSError) as error:
             self.faults.add(f"{self.shard.file}: not readable after {num_samples} samples ({error})")
         if self.expected.is_borrowed:
             self._skip_rows_before(len(self.content) + 1)
         elif num_samples != self.shard.num_samples:
             self.faults.add(f"{self.shard.file}: {num_samples} samples, {self.shard.num_samples} expected")
 
-    def _check_sample(self, sample: TarSample) -> None:
-        self._skip_rows_before(sample.members[0].offset)
+    def _check_sample(self, sample: Run) -> None:
+        self._skip_rows_before(sample.members[0][1].offset)
         offset, length, label = self.rows[self.row] if self.row < len(self.rows) else (-1, -1, -1)
-        picture = next((member for member in sample.members if (member.offset, member.size) == (offset, length)), None)
-        if picture is None and self.expected.is_borrowed and offset not in (m.offset for m in sample.members):
+        picture = next((member for _, member in sample.members if member[1:] == (offset, length)), None)
+        if (
+            picture is None
+            and self.expected.is_borrowed
+            and offset not in (member.offset for _, member in sample.members)
+        ):
             return  # not one of the chosen
         self.row += 1
         Tally.add(1)
@@ -222,7 +214,7 @@ class _Walk:
             self.faults.add(f"{name}: the index points elsewhere")
         if not (0 <= label < self.expected.num_classes or (label == -1 and self.expected.is_unlabelled)):
             self.faults.add(f"{name}: label {label} of {self.expected.num_classes} classes")
-        picture = picture or next((m for m in sample.members if m.extension not in _BESIDE_PICTURES), None)
+        picture = picture or next((member for suffix, member in sample.members if suffix not in _BESIDE_PICTURES), None)
         if picture is not None:
             self.faults.add(*self._picture_faults(name, picture))
 
@@ -232,10 +224,10 @@ class _Walk:
             self.faults.add(f"{self.shard.file}: row {self.row} of {self.shard.index_file} points at no picture")
             self.row += 1
 
-    def _label_in_tar(self, sample: TarSample) -> int | None:
-        found = [member for member in sample.members if member.extension.lower() == "cls"]
+    def _label_in_tar(self, sample: Run) -> int | None:
+        found = next((member for suffix, member in sample.members if suffix.lower() == "cls"), None)
         try:
-            return int(self.content[found[0].offset : found[0].offset + found[0].size]) if found else None
+            return int(self.content[found.offset : found.offset + found.num_bytes]) if found else None
         except ValueError:
             return None
 
@@ -249,31 +241,10 @@ class _Walk:
 
     def _picture_faults(self, name: str, picture: Member) -> Iterable[str]:
         try:
-            image, _ = decode(self.content[picture.offset : picture.offset + picture.size])
+            image, _ = decode(self.content[picture.offset : picture.offset + picture.num_bytes])
         except Rejection as rejection:
             return [f"{name}: {rejection}"]
         size = self.expected.picture_size
         if size is not None and image.size != (size, size):
             return [f"{name}: {image.size} pixels, {(size, size)} expected"]
         return []
-
-
-def tar_samples(path: Path, *, ignore_zeros: bool) -> Iterator[TarSample]:
-    """The samples of a plain tar in its order; members of other kinds than files are passed over.
-
-    `ignore_zeros`: also those behind its end mark, which an index may have been told to read.
-    """
-    sample: TarSample | None = None
-    with tarfile.open(path, mode="r:", ignore_zeros=ignore_zeros) as archive:
-        while (member := archive.next()) is not None:
-            archive.members = []  # type: ignore[attr-defined]  # or every header of the shard stays in memory
-            if not member.isreg():
-                continue
-            key, extension = key_of(member.name)
-            if sample is not None and key != sample.key:
-                yield sample
-                sample = None
-            sample = sample or TarSample(key, [])
-            sample.members.append(Member(extension, member.offset_data, member.size))
-    if sample is not None:
-        yield sample

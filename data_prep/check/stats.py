@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.workers import Tally
 from data_prep.check.stored import Storage, sweep, tar_content
 from data_prep.images import Rejection, decode, resize, size_of
 from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
 from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_index, load_manifest, load_rejected
+from data_prep.workers import Tally
 
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""

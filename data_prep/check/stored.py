@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.build.workers import Tally, worker_pool
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import NUM_ATTEMPTS, copied
+from data_prep.tar import BLOCK, TarError, header_name, key_of
+from data_prep.workers import Tally, worker_pool
 
 R = TypeVar("R")
 
@@ -103,18 +104,7 @@ def sweep(
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
     """The key of the sample whose picture starts at `offset`, from the header before it."""
-    import tarfile
-
-    header = content[offset - tarfile.BLOCKSIZE : offset]
     try:
-        name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
-    except tarfile.HeaderError:
+        return key_of(header_name(content[offset - BLOCK : offset]))[0]
+    except TarError:
         return ""
-    return key_of(name)[0]
-
-
-def key_of(name: str) -> tuple[str, str]:
-    """A member's name as WebDataset reads it: the key is everything before the first dot of the file name."""
-    folder, slash, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    return folder + slash + stem, extension

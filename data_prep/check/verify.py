@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.build.shards import PARTS
+from data_prep.build.parts import PARTS
 from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard
 from data_prep.check.stored import Storage, known_files, sweep
 from data_prep.manifest import (

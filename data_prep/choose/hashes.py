@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.build.workers import Tally
 from data_prep.check.stored import Storage, tar_content
 from data_prep.images import Rejection, decode, resize
 from data_prep.manifest import DatasetError, Shard, load_index
 from data_prep.publish import write_atomic
+from data_prep.workers import Tally
 
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colours", "i1", 48), ("plain", "?")])

@@ -72,9 +72,9 @@ def _build(options: argparse.Namespace) -> int:
         print(dump(settings), end="")
         return OK
     if options.task is not None:
-        from data_prep.build.tasks import Task, build_task
+        from data_prep.build.tasks import ArrayTask, build_task
 
-        num_shards = build_task(settings, Task.parse(options.task))
+        num_shards = build_task(settings, ArrayTask.parse(options.task))
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK

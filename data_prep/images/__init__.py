@@ -138,6 +138,16 @@ def ppm_header(width: int, height: int) -> bytes:
     return b"P6\n%d %d\n255\n" % (width, height)
 
 
+def ppm(pixels_HW3: NDArray[np.uint8]) -> bytes:
+    height, width, _ = pixels_HW3.shape
+    return ppm_header(width, height) + pixels_HW3.tobytes()
+
+
+def pgm(pixels_HW: NDArray[np.uint8]) -> bytes:
+    height, width = pixels_HW.shape
+    return b"P5\n%d %d\n255\n" % (width, height) + pixels_HW.tobytes()
+
+
 def encode_jpeg(image: Image.Image, *, quality: int) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=quality, subsampling=0)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.build.merge import check_reject_share, with_limit
-from data_prep.build.shards import PARTS, read_record, write_record
-from data_prep.build.workers import Tally, worker_pool
-from data_prep.build.workplan import BEGUN, all_in_one, forget_parts, own_place
+from data_prep.build.parts import BEGUN, PARTS, forget_parts, own_place, read_record, write_record
+from data_prep.build.workplan import all_in_one
 from data_prep.index.config import IndexSettings
 from data_prep.index.places import StockShard, list_shards, versions_of
 from data_prep.index.publishing import VERSIONS_NAME, described, finished_plan_hash, publish
@@ -32,6 +31,7 @@ from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, write_json
 from data_prep.settings import Settings, UserError
+from data_prep.workers import Tally, worker_pool
 
 T = TypeVar("T")
 

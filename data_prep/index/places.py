@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from data_prep import remote
-from data_prep.build.shards import PARTS
+from data_prep.build.parts import PARTS
 from data_prep.index.config import IndexSettings
 from data_prep.index.patterns import expand
 from data_prep.progress import progress

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from data_prep import __version__
 from data_prep.build.merge import split_records, write_rejected
-from data_prep.build.shards import PARTS, ShardRecord, count_labels, write_index
+from data_prep.build.parts import PARTS
+from data_prep.build.shards import ShardRecord, count_labels, write_index
 from data_prep.images.channels import channel_statistics
 from data_prep.images.decoding import decoder_version
 from data_prep.index.config import IndexSettings

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.build.shards import PARTS, ShardRecord, read_record, write_index, write_paths, write_record
+from data_prep.build.parts import PARTS, read_record, write_record
+from data_prep.build.shards import ShardRecord, write_index, write_paths
 from data_prep.index.config import IndexSettings
 from data_prep.index.places import StockShard, opened, version_of
 from data_prep.index.stock import Contents, Rule, read_shard
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import sha256_of
 from data_prep.settings import Settings, UserError, printable
-from data_prep.sources.tars import TarError
+from data_prep.tar import TarError
 
 
 class DamagedShard(UserError):  # noqa: N818

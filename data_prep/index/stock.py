@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from data_prep.build.shards import Rejected
-from data_prep.build.workers import Tally
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
 from data_prep.index.labels import UNLABELLED, BadSample, label_of
 from data_prep.manifest import CropPolicy, Filter
 from data_prep.settings import printable
-from data_prep.sources.tars import BLOCK, Member, TarError, members, read_member
+from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
+from data_prep.workers import Tally
 
 PICTURES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")
@@ -30,7 +30,6 @@ PICTURES = frozenset(
 MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
 """Of a shard, where not every picture is decoded."""
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
@@ -57,7 +56,7 @@ class Rule:
 class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
-    num_runs: int = 1
+    num_runs: int = 0
     """More than 1: other keys stand between its members, and a stock reader takes it for several samples."""
 
 
@@ -132,25 +131,18 @@ def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSamp
     if reason is not None:
         raise TarError(reason)
     samples: dict[str, StockSample] = {}
-    last = None
 
     def goes_on(place: int) -> None:
         found.goes_on_at = place
 
-    for member in members(path, ignore_zeros=ignore_zeros, goes_on=goes_on):
-        if _META.match(member.name):
-            continue
-        name = _NAME.match(member.name)
-        if name is None:
+    found_members = members(path, ignore_zeros=ignore_zeros, goes_on=goes_on)
+    for key, run in runs(member for member in found_members if not _META.match(member.name)):
+        if not key:
             found.num_without_key += 1
             continue
-        key = name[1]
-        if key not in samples:
-            samples[key] = StockSample(key)
-        elif key != last:
-            samples[key].num_runs += 1
-        samples[key].members.append((name[2].lower(), member))
-        last = key
+        sample = samples.setdefault(key, StockSample(key))
+        sample.num_runs += 1
+        sample.members += [(suffix.lower(), member) for suffix, member in run]
     return list(samples.values())
 
 

@@ -1,51 +1,54 @@
 """One file per archive layout; each turns what people download into a `Source`.
 
-A new layout is a new file with a class that satisfies `Source`, a settings section in `config.py`, and a line in `open_source`.
+A new layout is a file here with its settings section (a `kind`) and a class that satisfies `Source`, and a line in either list
+below.
 """
 
-from data_prep.sources.base import Arrangement, Source, SourceError
-from data_prep.sources.cifar import CifarSource
-from data_prep.sources.config import (
-    CifarSettings,
-    DatasetSettings,
-    FolderSettings,
-    ImageNet1kSettings,
-    ImageNet21kSettings,
-    MnistSettings,
-    SourceSettings,
-    Stl10Settings,
-    SyntheticSettings,
-    TinyImageNetSettings,
-)
-from data_prep.sources.dataset import DatasetSource
-from data_prep.sources.folder import FolderSource
-from data_prep.sources.imagenet1k import ImageNet1kSource
-from data_prep.sources.imagenet21k import ImageNet21kSource
-from data_prep.sources.mnist import MnistSource
-from data_prep.sources.stl10 import Stl10Source
-from data_prep.sources.synthetic import SyntheticSource
-from data_prep.sources.tinyimagenet import TinyImageNetSource
+from typing import Annotated, Any
 
-__all__ = ["Arrangement", "Source", "SourceError", "SourceSettings", "open_source"]
+from pydantic import Field
+
+from data_prep.archives.guard import SourceError
+from data_prep.sources.base import Arrangement, Source
+from data_prep.sources.cifar import CifarSettings, CifarSource
+from data_prep.sources.dataset import DatasetSettings, DatasetSource
+from data_prep.sources.folder import FolderSettings, FolderSource
+from data_prep.sources.imagenet1k import ImageNet1kSettings, ImageNet1kSource
+from data_prep.sources.imagenet21k import ImageNet21kSettings, ImageNet21kSource
+from data_prep.sources.mnist import MnistSettings, MnistSource
+from data_prep.sources.stl10 import Stl10Settings, Stl10Source
+from data_prep.sources.synthetic import SyntheticSettings, SyntheticSource
+from data_prep.sources.tinyimagenet import TinyImageNetSettings, TinyImageNetSource
+
+__all__ = ["Arrangement", "Source", "SourceError", "SourceSettings", "SyntheticSettings", "open_source"]
+
+SourceSettings = Annotated[
+    FolderSettings
+    | SyntheticSettings
+    | ImageNet21kSettings
+    | ImageNet1kSettings
+    | CifarSettings
+    | MnistSettings
+    | Stl10Settings
+    | TinyImageNetSettings
+    | DatasetSettings,
+    Field(discriminator="kind"),
+]
+
+_SOURCES: dict[type[Any], type[Any]] = {
+    FolderSettings: FolderSource,
+    SyntheticSettings: SyntheticSource,
+    ImageNet21kSettings: ImageNet21kSource,
+    ImageNet1kSettings: ImageNet1kSource,
+    CifarSettings: CifarSource,
+    MnistSettings: MnistSource,
+    Stl10Settings: Stl10Source,
+    TinyImageNetSettings: TinyImageNetSource,
+    DatasetSettings: DatasetSource,
+}
 
 
 def open_source(settings: SourceSettings, *, num_workers: int) -> Source:
-    match settings:
-        case FolderSettings():
-            return FolderSource(settings)
-        case ImageNet21kSettings():
-            return ImageNet21kSource(settings)
-        case ImageNet1kSettings():
-            return ImageNet1kSource(settings)
-        case SyntheticSettings():
-            return SyntheticSource(settings, num_workers=num_workers)
-        case CifarSettings():
-            return CifarSource(settings)
-        case MnistSettings():
-            return MnistSource(settings)
-        case Stl10Settings():
-            return Stl10Source(settings)
-        case TinyImageNetSettings():
-            return TinyImageNetSource(settings)
-        case DatasetSettings():
-            return DatasetSource(settings)
+    source: Source = _SOURCES[type(settings)](settings)
+    source.num_workers = num_workers
+    return source

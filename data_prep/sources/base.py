@@ -1,25 +1,25 @@
-"""What every archive layout provides to `build`.
+"""What every archive layout provides to `build`: a `Source`.
 
 A source is a list of containers (a folder, a tar, a file of records), each of which lists its own entries, so that listing and
-reading can both be done by many processes. A source never decides an order: containers and entries are sorted by `build`.
+reading can both be done by many processes. A source never decides an order: containers and entries are sorted by `build`. What it
+holds out for validation is drawn by a seed and the class's own name, so that it depends on nothing but that class's inputs.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.settings import UserError
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import Settings
 
 UNLABELLED = -1
-
-
-class SourceError(UserError):
-    """An archive that is not there or not in its published layout; the text names the place and the remedy."""
+Md5Policy = Literal["published", "off"]
+"""published: a file that is not the published one, to the byte, is refused; off: its structure alone is checked."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,16 @@ class Arrangement:
 class Source(ABC):
     """Picklable: every worker process of a build reads through its own copy."""
 
-    @abstractmethod
+    settings: Settings
+    num_workers = 1
+    """Processes that a source may use which has to make its pictures first."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
     def describe(self) -> dict[str, Any]:
         """What goes into the manifest: the kind and whatever decides the content, but no path of this machine."""
+        return self.settings.model_dump(mode="json", exclude={"path", "md5"})
 
     @abstractmethod
     def layout(self) -> Layout:
@@ -79,11 +86,38 @@ def by_container(inventory: Inventory) -> Arrangement:
     )
 
 
-def check_size(entry: Entry, data: bytes) -> bytes:
-    """`data`, if it has the size that was listed."""
-    if len(data) != entry.num_bytes:
-        raise SourceError(
-            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed; the source changes while it is "
-            "read: wait until it is complete, remove the unfinished dataset and build again"
-        )
-    return data
+def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
+    """A seeded share of every class of `train` becomes `val`: at least one image where a class has two."""
+
+    def count(total: int) -> int:
+        return max(1, round(total * share)) if total > 1 else 0
+
+    return move_to_val(inventory, arrangement, count=count, seed=seed)
+
+
+def move_to_val(
+    inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int
+) -> Arrangement:
+    """Of every class of `train`, `count(images of the class)` seeded ones become `val`."""
+    train = arrangement.splits["train"]
+    held = np.zeros(len(train), np.bool_)
+    for label, places in places_by_label(inventory.labels[train]).items():
+        generator = class_generator(inventory.classes[label], seed=seed)
+        held[generator.permutation(places)[: count(len(places))]] = True
+    splits = arrangement.splits | {"train": train[~held], "val": train[held]}
+    return Arrangement(splits=splits, labels=arrangement.labels, left_out=arrangement.left_out)
+
+
+def places_by_label(labels: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:
+    """Where each label stands, for labels >= 0."""
+    order = np.argsort(labels, kind="stable")
+    num_unlabelled = int(np.count_nonzero(labels < 0))
+    counts = np.bincount(labels[labels >= 0] if num_unlabelled else labels)
+    pieces = np.split(order[num_unlabelled:], np.cumsum(counts)[:-1])
+    return {label: places for label, places in enumerate(pieces) if len(places)}
+
+
+def class_generator(name: str, *, seed: int) -> np.random.Generator:
+    """Randomness for one class, the same whatever the other classes are."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])))

@@ -2,9 +2,11 @@
 
 Which of the four it is is told by the names of its files. MD5: of the whole .tar.gz, or of each file of a folder of the python
 version; no sums are published of the files of the binary version. The sums are checked before an archive is opened or a pickle
-looked at, and the pickles are read without running anything (unpickle.py).
+looked at, and of a pickle nothing is imported or called, whatever it names (`_Unpickler`).
 """
 
+import io
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +14,41 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.sources.base import SourceError
-from data_prep.sources.config import CifarSettings
-from data_prep.sources.guard import check_md5, md5_of, refusing
-from data_prep.sources.published import CIFAR_ARCHIVES, CIFAR_FILES
+from data_prep.archives.guard import SourceError, check_md5, refusing
+from data_prep.archives.gzipped import read_members
+from data_prep.settings import Settings
+from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
-from data_prep.sources.targz import read_members
-from data_prep.sources.unpickle import PickledArray, load_plain
 
 _PICTURE = (3, 32, 32)
 _NUM_PICTURE_BYTES = 3 * 32 * 32
+_NUMBERS = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")
 _TEN = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
+
+CIFAR_ARCHIVES = {
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
+    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
+    "cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8",
+}
+CIFAR_FILES = {
+    "cifar-10-batches-py": {
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        "test_batch": "40351d587109b95175f43aff81a1287e",
+        "batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+    },
+    "cifar-100-python": {
+        "train": "16019d7e3df5f24257cddd939b257f8d",
+        "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+        "meta": "7973b15100ade9c7d40fb424638fde48",
+    },
+}
+"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py); of the binary archives from the table on
+https://www.cs.toronto.edu/~kriz/cifar.html."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +104,19 @@ _VERSIONS = (
 _ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
 
 
-class CifarSource(RecordSource[CifarSettings]):
-    def __init__(self, settings: CifarSettings):
-        super().__init__(settings)
-        self.path = Path(settings.path)
+class CifarSettings(Settings):
+    """CIFAR-10 or CIFAR-100, python or binary version; which of them is told by the content."""
+
+    kind: Literal["cifar"]
+    path: str
+    """The .tar.gz as downloaded, or the folder that it unpacks to."""
+    labels: Literal["fine", "coarse"] = "fine"
+    """CIFAR-100 has 100 fine and 20 coarse classes."""
+    md5: Md5Policy = "published"
+
+
+class CifarSource(RecordSource):
+    settings: CifarSettings
 
     def files(self) -> tuple[Path, ...]:
         if self.path.is_file():
@@ -114,7 +149,7 @@ class CifarSource(RecordSource[CifarSettings]):
     def _contents(self) -> tuple[dict[str, bytes], Version]:
         if not self.path.is_dir():
             if self.settings.md5 == "published":
-                _check_archive(self.path)
+                check_md5(self.path, CIFAR_ARCHIVES)
             contents = read_members(self.path, _ALL_FILES)
             return contents, self._version(set(contents))
         files = {path.name: path for path in self.files()}
@@ -144,19 +179,6 @@ class CifarSource(RecordSource[CifarSettings]):
         return version
 
 
-def _check_archive(path: Path) -> None:
-    """Refuses what is none of the published archives, whatever it is called."""
-    found = md5_of(path)
-    if found not in CIFAR_ARCHIVES.values():
-        published = CIFAR_ARCHIVES.get(path.name) or ", ".join(
-            f"{md5} ({name})" for name, md5 in CIFAR_ARCHIVES.items()
-        )
-        raise SourceError(
-            f"source.path: {path} has the MD5 {found}, published is {published}; download it again, or set source.md5=off "
-            "if you know that it is another version"
-        )
-
-
 def _class_names(data: bytes, key: str) -> tuple[str, ...]:
     """From a pickle under `key`, or from lines."""
     if not key:
@@ -182,7 +204,7 @@ def _records(
     labels, pixels = fields[version.keys[kind]], fields["data"]
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
         raise ValueError(f"{version.keys[kind]} is no list of integers")
-    array = pixels.to_numpy() if isinstance(pixels, PickledArray) else None
+    array = pixels.to_numpy() if isinstance(pixels, _PickledArray) else None
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != _NUM_PICTURE_BYTES:
         found = "no array" if array is None else f"{array.dtype} of the shape {array.shape}"
         raise ValueError(f"data is {found}, not uint8 of the shape (records, {_NUM_PICTURE_BYTES})")
@@ -195,7 +217,7 @@ class _Fields(dict[str, Any]):
 
 
 def _fields(data: bytes) -> _Fields:
-    value = load_plain(data)
+    value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("is no dict")
     return _Fields({_text(key): item for key, item in value.items()})
@@ -203,3 +225,46 @@ def _fields(data: bytes) -> _Fields:
 
 def _text(value: object) -> str:
     return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Reads plain values and arrays of integers; any other global ends the reading with its name.
+
+    What stands for numpy's functions merely keeps what they would be given: a damaged pickle cannot make numpy reserve or read
+    what is not there. Python's own machine, not that in C, which reserves memory for whatever number a damaged length is.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        match f"{module}.{name}":
+            case "numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct":
+                return lambda *_: _PickledArray()
+            case "numpy.ndarray":
+                return None
+            case "numpy.dtype":
+                return lambda code, *_: _PickledType(_text(code))
+            case "_codecs.encode" | "codecs.encode":
+                return lambda text, _: text.encode("latin1")
+        raise ValueError(f"asks for the global {module}.{name}, which arrays of numbers never need")
+
+
+class _PickledType:
+    def __init__(self, code: str):
+        self.code, self.byte_order = code, "|"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.byte_order = _text(state[1])
+
+
+class _PickledArray:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, self.type, self.is_fortran, self.data = state
+
+    def to_numpy(self) -> NDArray[Any]:
+        if not (
+            self.type.code in _NUMBERS and self.type.byte_order in ("<", ">", "|") and isinstance(self.data, bytes)
+        ):
+            raise ValueError("an array of something else than integers")
+        dtype = np.dtype(self.type.byte_order.replace("|", "<") + self.type.code)
+        if not all(type(length) is int and length >= 0 for length in self.shape):
+            raise ValueError("an array with a wrong shape")
+        return np.frombuffer(self.data, dtype).reshape(self.shape, order="F" if self.is_fortran else "C")

@@ -15,24 +15,37 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from data_prep.archives.guard import SourceError
+from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.images import pgm, ppm
 from data_prep.publish import hash_of_json
-from data_prep.sources.base import UNLABELLED, Source, SourceError
-from data_prep.sources.config import DatasetSettings
-from data_prep.sources.inventory import Container, Entries, Entry, Layout
-from data_prep.sources.pictures import pgm, ppm
+from data_prep.settings import Settings
+from data_prep.sources.base import UNLABELLED, Source
 
 CHUNK: Final = 4096
 """Items of a container: listing, where it has to fetch pictures, goes on in as many processes as there are chunks."""
 
 
+class DatasetSettings(Settings):
+    """Any object with `len()` and `[i] -> (picture, label)`, such as torchvision's datasets. Its code is imported and run."""
+
+    kind: Literal["dataset"]
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    """module:callable, such as torchvision.datasets:SVHN"""
+    splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(min_length=1)
+    """What the factory is called with, by keyword, for each split."""
+    class_names: tuple[str, ...] | None = None
+    """By default the object's own `classes`, or else numbers."""
+
+
 class DatasetSource(Source):
-    def __init__(self, settings: DatasetSettings):
-        self.settings = settings
+    settings: DatasetSettings
 
     def describe(self) -> dict[str, Any]:
         """The arguments are hashed: they decide the pictures, but may hold paths of this machine, or secrets."""

@@ -2,23 +2,35 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from data_prep.sources.arrange import hold_out
-from data_prep.sources.base import Arrangement, Source, SourceError, by_container
-from data_prep.sources.config import FolderSettings
-from data_prep.sources.files import changed_files, list_files, only_folders, read_file
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from pydantic import Field
+
+from data_prep.archives.files import changed_files, list_files, only_folders, read_file
+from data_prep.archives.guard import SourceError
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import Settings
+from data_prep.sources.base import Arrangement, Source, by_container, hold_out
 
 SPLIT_NAMES = ("train", "val", "test")
 
 
-class FolderSource(Source):
-    def __init__(self, settings: FolderSettings):
-        self.settings, self.root = settings, Path(settings.path)
+class FolderSettings(Settings):
+    """A folder of classes: PATH/CLASS/*.jpg, or PATH/{train,val,test}/CLASS/*.jpg."""
 
-    def describe(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude={"path"})
+    kind: Literal["folder"]
+    path: str
+    val_share: float = Field(0.0, ge=0, lt=1)
+    """Share of each class that becomes the split `val` where the folder has no splits of its own (seeded)."""
+    seed: int = Field(0, ge=0)
+
+
+class FolderSource(Source):
+    settings: FolderSettings
+
+    def __init__(self, settings: FolderSettings):
+        super().__init__(settings)
+        self.root = Path(settings.path)
 
     def layout(self) -> Layout:
         if not self.root.is_dir():

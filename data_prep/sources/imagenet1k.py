@@ -9,22 +9,25 @@ val gets the annotation `real`: a bit for each class that is right, none for the
 """
 
 import hashlib
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from data_prep.sources import devkit
-from data_prep.sources.base import Arrangement, Source, SourceError, by_container
-from data_prep.sources.config import ImageNet1kSettings
-from data_prep.sources.files import kind_of, list_files, read_file
-from data_prep.sources.guard import check_md5, stamp_of
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.files import kind_of, list_files, read_file
+from data_prep.archives.guard import SourceError, check_md5, stamp_of
+from data_prep.archives.gzipped import read_members
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import Settings
+from data_prep.sources.base import Arrangement, Source, by_container
 from data_prep.sources.synsets import (
     changed_synset,
     find_synsets,
@@ -36,15 +39,41 @@ from data_prep.sources.synsets import (
 )
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12"
+DEVKIT_MD5 = "fa75699e90414af021442c21a62c3abf"  # as published on image-net.org and checked by torchvision
+_META, _TRUTH = f"{DEVKIT}/data/meta.mat", f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt"
 PUBLISHED_MD5 = {TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e", VAL_TAR: "29b22e2961454d5413ddabcf34fc5622"}
 NUM_CLASSES = 1000
 _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 _WNID_FOLDER = re.compile(r"n\d{8}")
 
 
+@dataclass(frozen=True)
+class Devkit:
+    wnids: tuple[str, ...]
+    """The classes, sorted: the place is the label that everyone uses."""
+    val_labels: tuple[int, ...]
+    """Of ILSVRC2012_val_00000001.JPEG and so on."""
+
+
+class ImageNet1kSettings(Settings):
+    """ImageNet-1k: a folder with the downloaded archives, or with what they unpack to."""
+
+    kind: Literal["imagenet1k"]
+    path: str
+    splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
+    real: str | None = None
+    """The file real.json, for the reassessed labels of val."""
+    md5: Literal["devkit", "all", "off"] = "devkit"
+    """Which archives are held against their published MD5; `all` reads 144 GB once more."""
+
+
 class ImageNet1kSource(Source):
+    settings: ImageNet1kSettings
+
     def __init__(self, settings: ImageNet1kSettings):
-        self.settings, self.root = settings, Path(settings.path)
+        super().__init__(settings)
+        self.root = Path(settings.path)
         self._val_labels: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
@@ -78,7 +107,7 @@ class ImageNet1kSource(Source):
             if self._val_is_flat(place):
                 if kit is None:
                     raise SourceError(
-                        f"source.path: {self.root / place} has no synset folders, so its labels are in {devkit.NAME}.tar.gz; "
+                        f"source.path: {self.root / place} has no synset folders, so its labels are in {DEVKIT}.tar.gz; "
                         f"download it into {self.root}"
                     )
                 classes = kit.wnids
@@ -182,20 +211,20 @@ class ImageNet1kSource(Source):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
                 raise SourceError(f"source.path: {path} is {kind_of(path)}; mend or remove it")
 
-    def _devkit(self) -> devkit.Devkit | None:
+    def _devkit(self) -> Devkit | None:
         path = self._devkit_path()
-        return None if path is None else devkit.load_devkit(path, must_be_published=self.settings.md5 != "off")
+        return None if path is None else load_devkit(path, must_be_published=self.settings.md5 != "off")
 
     def _devkit_path(self) -> Path | None:
-        self._refuse_odd(f"{devkit.NAME}.tar.gz", devkit.NAME)
-        paths = (self.root / f"{devkit.NAME}.tar.gz", self.root / devkit.NAME)
+        self._refuse_odd(f"{DEVKIT}.tar.gz", DEVKIT)
+        paths = (self.root / f"{DEVKIT}.tar.gz", self.root / DEVKIT)
         return next((path for path in paths if path.exists()), None)
 
     def _files_beside(self) -> list[Path]:
         """Those of the development kit and of the real labels."""
         kit = self._devkit_path()
         real = [] if self.settings.real is None else [self._real_file()]
-        return [*([] if kit is None else devkit.files_of(kit)), *real]
+        return [*([] if kit is None else files_of(kit)), *real]
 
     def _val_is_flat(self, place: str) -> bool:
         if place == VAL_TAR:
@@ -217,3 +246,52 @@ def _val_number(name: str) -> int:
     if not match:
         raise SourceError(f"source.path: {name} is not named like a validation picture, ILSVRC2012_val_00000001.JPEG")
     return int(match[1])
+
+
+# ---- the development kit: which synset each of the 1,000 numbers means, and the numbers of the validation pictures -----
+
+
+def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
+    """From the archive or the folder at `path`."""
+    files = _from_folder(path) if path.is_dir() else _from_archive(path, must_be_published=must_be_published)
+    wnid_of_number = _wnids(files[_META], path)
+    wnids = tuple(sorted(wnid_of_number.values()))
+    labels = {wnid: label for label, wnid in enumerate(wnids)}
+    try:
+        numbers = [int(line) for line in files[_TRUTH].split()]
+        return Devkit(wnids=wnids, val_labels=tuple(labels[wnid_of_number[number]] for number in numbers))
+    except (ValueError, KeyError) as error:
+        raise SourceError(f"source.path: {path}: its ground truth is damaged ({error}); download it again") from None
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """What is read of the development kit at `path`."""
+    return tuple(path / Path(name).relative_to(DEVKIT) for name in (_META, _TRUTH)) if path.is_dir() else (path,)
+
+
+def _from_folder(path: Path) -> dict[str, bytes]:
+    try:
+        return {name: file.read_bytes() for name, file in zip((_META, _TRUTH), files_of(path), strict=True)}
+    except FileNotFoundError as error:
+        raise SourceError(f"source.path: {error.filename} is missing; unpack {DEVKIT}.tar.gz whole") from None
+
+
+def _from_archive(path: Path, *, must_be_published: bool) -> dict[str, bytes]:
+    if must_be_published:
+        check_md5(path, DEVKIT_MD5)
+    found = read_members(path, {Path(name).name for name in (_META, _TRUTH)})
+    if len(found) < 2:
+        raise SourceError(f"source.path: {path} is not the development kit; download it again")
+    return {name: found[Path(name).name] for name in (_META, _TRUTH)}
+
+
+def _wnids(meta: bytes, path: Path) -> dict[int, str]:
+    """The wnid of each number whose synset has no children."""
+    from scipy.io import loadmat  # half a second that no other source should pay
+
+    try:
+        synsets: Any = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+        rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in synsets]
+    except Exception as error:  # noqa: BLE001 (a damaged .mat makes its reader raise anything)
+        raise SourceError(f"source.path: {path}: its meta.mat cannot be read ({error}); download it again") from None
+    return {number: wnid for number, wnid, num_children in rows if num_children == 0}

@@ -7,20 +7,46 @@ own files alone; the manifest says the seed, and `val-*.paths` names the files.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from data_prep.sources.arrange import move_to_val
-from data_prep.sources.base import Arrangement, Source, SourceError, by_container
-from data_prep.sources.config import ImageNet21kSettings
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.guard import SourceError
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import Settings
+from data_prep.sources.base import Arrangement, Source, by_container, move_to_val
 from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, read_synset
 
 
+class ImageNet21kSettings(Settings):
+    """ImageNet-21k: the whole tar, a folder of synset tars, or a folder of synset folders."""
+
+    kind: Literal["imagenet21k"]
+    path: str
+    processing: Literal["ridnik", "raw"] = "ridnik"
+    """ridnik: large classes alone, with a validation split; raw: every class and image, in the split train."""
+    min_images: int = Field(500, ge=0)
+    """Classes with more images than this stay."""
+    val_per_class: int = Field(50, ge=1)
+    seed: int = Field(0, ge=0)
+    """Draws the validation images."""
+
+    @model_validator(mode="after")
+    def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":
+        if self.processing == "ridnik" and self.min_images < self.val_per_class:
+            raise ValueError(
+                f"source.min_images: {self.min_images} is less than val_per_class, {self.val_per_class}; a class could lose all "
+                "its images to validation"
+            )
+        return self
+
+
 class ImageNet21kSource(Source):
+    settings: ImageNet21kSettings
+
     def __init__(self, settings: ImageNet21kSettings):
-        self.settings = settings
+        super().__init__(settings)
         path = Path(settings.path)
         self.root, self.place = (path.parent, path.name) if path.is_file() else (path, "")
 

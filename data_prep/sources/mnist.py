@@ -7,15 +7,15 @@ No sums are published of the decompressed files, nor of EMNIST's, so of these on
 import gzip
 import math
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from data_prep.sources.base import SourceError
-from data_prep.sources.config import MnistSettings
-from data_prep.sources.guard import check_md5, read_all, refusing
-from data_prep.sources.published import MNIST_FILES
+from data_prep.archives.guard import SourceError, check_md5, read_all, refusing
+from data_prep.settings import Settings
+from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
 
 MAX_BYTES: Final = 1 << 30
@@ -40,11 +40,47 @@ _CLASSES: Final = {
     "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
 }
 
+MNIST_FILES = {
+    "mnist": {
+        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+    },
+    "fashion": {
+        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    },
+    "kmnist": {
+        "train-images-idx3-ubyte.gz": "bdb82020997e1d708af4cf47b453dcf7",
+        "train-labels-idx1-ubyte.gz": "e144d726b3acfaa3e44228e80efcd344",
+        "t10k-images-idx3-ubyte.gz": "5c965bf0a639b31b8f53240b1b52f4d7",
+        "t10k-labels-idx1-ubyte.gz": "7320c461ea6c1c855c0b718fb2a4b134",
+    },
+}
+"""MD5 sums, from torchvision 0.26 (torchvision/datasets/mnist.py)."""
 
-class MnistSource(RecordSource[MnistSettings]):
-    def __init__(self, settings: MnistSettings):
-        super().__init__(settings)
-        self.path = Path(settings.path)
+
+class MnistSettings(Settings):
+    """MNIST or what is published in its layout: a folder of four idx files, .gz or not."""
+
+    kind: Literal["mnist"]
+    path: str
+    variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
+    """Whose published sums and class names these are; other (EMNIST, say) has none."""
+    prefix: str = Field("", pattern="^[a-z-]*$")
+    """What all file names begin with, such as emnist-letters-"""
+    transposed: bool = False
+    """EMNIST's pictures are stored with rows and columns exchanged."""
+    class_names: tuple[str, ...] | None = None
+    """By default those of the variant, or else the numbers."""
+    md5: Md5Policy = "published"
+
+
+class MnistSource(RecordSource):
+    settings: MnistSettings
 
     def files(self) -> tuple[Path, ...]:
         return tuple(file for pair in self._pairs().values() for file in pair)

@@ -9,18 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.settings import Settings
-from data_prep.sources.base import Source, SourceError, check_size
-from data_prep.sources.guard import changed_since, check_unchanged, stamp_of
-from data_prep.sources.inventory import Container, Entries, Entry, Layout
-from data_prep.sources.pictures import pgm, ppm
-
-S = TypeVar("S", bound=Settings)
+from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, stamp_of
+from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.images import pgm, ppm
+from data_prep.sources.base import Source
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,10 @@ class Records:
     """By the name of the file that holds them."""
 
 
-class RecordSource(Source, Generic[S]):
-    def __init__(self, settings: S):
-        self.settings = settings
-
-    def describe(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude={"path", "md5"})
+class RecordSource(Source):
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        self.path = Path(settings.path)
 
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
@@ -67,7 +62,7 @@ class RecordSource(Source, Generic[S]):
         return Entries.of([(f"{number:05d}", number, num_bytes) for number in range(len(labels))], label=labels)
 
     def read(self, entry: Entry) -> bytes:
-        check_unchanged(entry, stamp_of(self.files()))
+        check_unchanged(entry.locator, entry.container.stamp, stamp_of(self.files()))
         return check_size(entry, self._picture(entry.container, entry.offset))
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
@@ -82,7 +77,7 @@ class RecordSource(Source, Generic[S]):
 
 
 @lru_cache(maxsize=1)
-def _loaded(kind: type[RecordSource[Any]], settings: Any, stamp: str) -> Records:
+def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
     """The records of a process; the stamp makes those of a changed archive be loaded anew."""
     source = kind(settings)
     records = source.load()

@@ -9,18 +9,26 @@ Reading from the .tar.gz takes milliseconds a picture (gzipped.py); the folder i
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
-from data_prep.sources.config import Stl10Settings
-from data_prep.sources.guard import changed_since, check_md5, check_unchanged, refusing, stamp_of
-from data_prep.sources.gzipped import Range, open_gzipped_tar
-from data_prep.sources.inventory import Container, Entries, Entry, Layout
-from data_prep.sources.pictures import ppm
-from data_prep.sources.published import STL10_ARCHIVE, STL10_FILES
+from data_prep.archives.guard import (
+    SourceError,
+    changed_since,
+    check_md5,
+    check_size,
+    check_unchanged,
+    refusing,
+    stamp_of,
+)
+from data_prep.archives.gzipped import open_gzipped_tar
+from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.images import ppm
+from data_prep.settings import Settings
+from data_prep.sources.base import UNLABELLED, Md5Policy, Source
+from data_prep.tar import Member
 
 ARCHIVE: Final = "stl10_binary.tar.gz"
 _SIDE: Final = 96
@@ -32,14 +40,35 @@ _CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
 _NUM_FOLDS: Final = 10
 _MAX_SMALL_BYTES: Final = 1 << 24
 
+STL10_ARCHIVE = "91f7769df0f17e558f3565bffb0c7dfb"
+STL10_FILES = {
+    "train_X.bin": "918c2871b30a85fa023e0c44e0bee87f",
+    "train_y.bin": "5a34089d4802c674881badbb80307741",
+    "unlabeled_X.bin": "5242ba1fed5e4be9e1e742405eb56ca4",
+    "test_X.bin": "7f263ba9f9e0b06b93213547f721ac82",
+    "test_y.bin": "36f9794fa4beb8a2c72628de14fa638e",
+}
+"""MD5 sums, from torchvision 0.26 (torchvision/datasets/stl10.py)."""
+
+
+class Stl10Settings(Settings):
+    """STL-10, binary version, with its ten folds."""
+
+    kind: Literal["stl10"]
+    path: str
+    """stl10_binary.tar.gz as downloaded, or the folder that it unpacks to."""
+    unlabelled: bool = True
+    """Whether the 100,000 pictures without labels become the split `unlabelled`."""
+    md5: Md5Policy = "published"
+
 
 class Stl10Source(Source):
-    def __init__(self, settings: Stl10Settings):
-        self.settings, self.path = settings, Path(settings.path)
-        self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
+    settings: Stl10Settings
 
-    def describe(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude={"path", "md5"})
+    def __init__(self, settings: Stl10Settings):
+        super().__init__(settings)
+        self.path = Path(settings.path)
+        self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
 
     def layout(self) -> Layout:
         stamp = self._stamp()
@@ -47,7 +76,7 @@ class Stl10Source(Source):
         files = self._files(stamp)
         containers = []
         for name, split in self.splits.items():
-            offset, num_bytes = files[name]
+            _, offset, num_bytes = files[name]
             if num_bytes == 0 or num_bytes % _STRIDE:
                 raise SourceError(
                     f"source.path: {name} has {num_bytes:,} bytes, which is not a number of pictures of {_STRIDE:,}; "
@@ -67,9 +96,8 @@ class Stl10Source(Source):
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
-        check_unchanged(entry, self._stamp())
-        place = Range(container.offset + entry.offset * _STRIDE, _STRIDE)
-        data = self._read(container.path, place, container.stamp)
+        check_unchanged(entry.locator, entry.container.stamp, self._stamp())
+        data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE, container.stamp)
         if len(data) == _STRIDE:
             data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
         return check_size(entry, data)
@@ -142,27 +170,27 @@ class Stl10Source(Source):
         else:
             _check_once(self.path, STL10_ARCHIVE, stamp_of([self.path]))
 
-    def _files(self, stamp: str) -> dict[str, Range]:
+    def _files(self, stamp: str) -> dict[str, Member]:
         if self.path.is_dir():
-            return {name: Range(0, (self.path / name).stat().st_size) for name in self._needed()}
+            return {name: Member(name, 0, (self.path / name).stat().st_size) for name in self._needed()}
         files = open_gzipped_tar(self.path, stamp).files
         missing = [name for name in self._needed() if name not in files]
         if missing:
             raise SourceError(f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as downloaded")
         return files
 
-    def _read(self, name: str, place: Range, stamp: str) -> bytes:
+    def _read(self, name: str, offset: int, num_bytes: int, stamp: str) -> bytes:
         if self.path.is_dir():
             with refusing(self.path / name), open(self.path / name, "rb", buffering=0) as file:
-                file.seek(place.offset)
-                return file.read(place.num_bytes) or b""
-        return open_gzipped_tar(self.path, stamp).read(*place)
+                file.seek(offset)
+                return file.read(num_bytes) or b""
+        return open_gzipped_tar(self.path, stamp).read(offset, num_bytes)
 
     def _small(self, name: str, stamp: str) -> bytes:
-        place = self._files(stamp)[name]
-        if place.num_bytes > _MAX_SMALL_BYTES:
-            raise SourceError(f"source.path: {name} has {place.num_bytes:,} bytes; download it again")
-        return self._read(name, place, stamp)
+        _, offset, num_bytes = self._files(stamp)[name]
+        if num_bytes > _MAX_SMALL_BYTES:
+            raise SourceError(f"source.path: {name} has {num_bytes:,} bytes; download it again")
+        return self._read(name, offset, num_bytes, stamp)
 
     def _text(self, name: str, stamp: str) -> str:
         data = self._small(name, stamp)

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.base import SourceError
-from data_prep.sources.files import changed_files, list_files, read_file, refuse_loose, sort_out
-from data_prep.sources.guard import changed_since, stamp_of
-from data_prep.sources.inventory import Container, Entries, Entry
-from data_prep.sources.tars import Member, TarError, members, read_checked
+from data_prep.archives.files import changed_files, list_files, read_file, refuse_loose, sort_out
+from data_prep.archives.guard import SourceError, changed_since, stamp_of
+from data_prep.archives.inventory import Container, Entries, Entry
+from data_prep.tar import Member, TarError, members, read_checked
 
 _WNID = re.compile(r"n\d{8}")
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -9,29 +9,46 @@ of even parity and "b" those of odd parity, so that every attribute occurs in bo
 cut, delete the folder.)
 """
 
+import colorsys
 import io
 import itertools
 import json
 import shutil
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 
-from data_prep.build.workers import worker_pool
+from data_prep.archives.guard import SourceError
+from data_prep.archives.inventory import Layout
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
-from data_prep.sources.base import Arrangement, Source, SourceError
-from data_prep.sources.config import FolderSettings, SyntheticSettings
-from data_prep.sources.drawing import COLOURS, QUADRANTS, SHAPES, Look, draw
-from data_prep.sources.folder import FolderSource
-from data_prep.sources.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.settings import Settings
+from data_prep.sources.folder import FolderSettings, FolderSource
+from data_prep.workers import worker_pool
 
 JPEG_QUALITY = 90
 BEGUN_NAME, COMPLETE_NAME = "begun.json", "complete.json"
 SPLIT_NUMBERS = {"train": 0, "val": 1}
+SHAPES = ("disc", "square", "triangle", "ring", "cross", "bar")
+COLOURS = {"red-cyan": 0.0, "orange-azure": 0.125, "lime-violet": 0.25, "green-rose": 0.375}
+QUADRANTS = {"nw": (-0.5, -0.5), "ne": (0.5, -0.5), "sw": (-0.5, 0.5), "se": (0.5, 0.5)}
+
+Pixels = NDArray[np.float64]
+
+
+class Look(NamedTuple):
+    """The three attributes that together name a class."""
+
+    shape: str
+    colour: str
+    quadrant: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(self)
 
 
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
@@ -53,31 +70,34 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
     return buffer.getvalue()
 
 
-class SyntheticSource(Source):
-    def __init__(self, settings: SyntheticSettings, *, num_workers: int):
+class SyntheticSettings(Settings):
+    """Procedural pictures: class = shape x colour x position. See `data_prep/sources/synthetic.py`."""
+
+    kind: Literal["synthetic"]
+    class_set: Literal["a", "b"] = "a"
+    """Two disjoint sets of classes, so that a model pretrained on one can be transferred to the other."""
+    num_classes: int = Field(48, ge=2, le=48)
+    num_train_per_class: int = Field(100, ge=1)
+    num_val_per_class: int = Field(20, ge=0)
+    image_size: int = Field(48, ge=16, le=512)
+    seed: int = Field(0, ge=0)
+    images_dir: str | None = None
+    """Where the JPEG files are written; by default `OUT-images` beside the dataset."""
+
+
+class SyntheticSource(FolderSource):
+    def __init__(self, settings: SyntheticSettings):
         assert settings.images_dir is not None, "build resolves the default"
-        self.settings, self.num_workers, self.root = settings, num_workers, Path(settings.images_dir)
-        self._folder = FolderSource(FolderSettings(kind="folder", path=str(self.root)))
+        super().__init__(FolderSettings(kind="folder", path=settings.images_dir))
+        self.drawn = settings
 
     def describe(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude={"images_dir"})
+        return self.drawn.model_dump(mode="json", exclude={"images_dir"})
 
     def layout(self) -> Layout:
         with sole_writer(self.root, wait=True):
             self._write_images()
-        return self._folder.layout()
-
-    def entries(self, container: Container) -> Entries:
-        return self._folder.entries(container)
-
-    def arrange(self, inventory: Inventory) -> Arrangement:
-        return self._folder.arrange(inventory)
-
-    def read(self, entry: Entry) -> bytes:
-        return self._folder.read(entry)
-
-    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return self._folder.changed(container, listed)
+        return super().layout()
 
     def _write_images(self) -> None:
         begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME
@@ -94,8 +114,8 @@ class SyntheticSource(Source):
         if complete.exists():
             return
         write_json(begun, self.describe())
-        looks = class_set(self.settings.class_set, num_classes=self.settings.num_classes)
-        counts = {"train": self.settings.num_train_per_class, "val": self.settings.num_val_per_class}
+        looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
+        counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
         with (
             worker_pool(self.num_workers) as pool,
@@ -113,9 +133,83 @@ class SyntheticSource(Source):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for number in range(count):
-            data = picture_bytes(
-                look, split=split, number=number, size=self.settings.image_size, seed=self.settings.seed
-            )
+            data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
             (temporary / f"{number:06d}.jpg").write_bytes(data)
         temporary.rename(folder)
         return count
+
+
+# ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance --------------------
+#
+# Nuisance: the background's colour and gradient, the object's size, rotation, exact place and brightness, smaller objects of any
+# shape and colour anywhere, a soft shadow of light across the picture, pixel noise. No single attribute names a class, and the
+# contrast of object against background changes sign, so that no linear function of the pixels can do well.
+
+
+def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """A (size, size, 3) picture of `look`; all nuisance comes from `generator`."""
+    axis = (np.arange(size) + 0.5) / size * 2 - 1
+    x, y = np.meshgrid(axis, axis)
+    canvas = _background(x, y, generator)
+    for _ in range(generator.integers(1, 3)):
+        shape = SHAPES[generator.integers(len(SHAPES))]
+        hue = float(generator.uniform())
+        centre = generator.uniform(-0.9, 0.9, 2)
+        _paint(canvas, x, y, shape, hue, centre, float(generator.uniform(0.10, 0.16)), generator)
+    centre = np.array(QUADRANTS[look.quadrant]) + generator.uniform(-0.12, 0.12, 2)
+    hue = COLOURS[look.colour] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
+    _paint(canvas, x, y, look.shape, hue, centre, float(generator.uniform(0.40, 0.55)), generator)
+    light = 1 + generator.uniform(-0.25, 0.25) * x + generator.uniform(-0.25, 0.25) * y
+    noise = generator.normal(0, generator.uniform(0.01, 0.06), canvas.shape)
+    picture = canvas * light[..., None] + noise
+    return (picture.clip(0, 1) * 255 + 0.5).astype(np.uint8)
+
+
+def _background(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
+    """Soft random clouds: a 3 x 3 grid of colours, blended between its points."""
+    knots = np.array([-1.0, 0.0, 1.0])
+    along_x = (1 - np.abs(x[0][:, None] - knots)).clip(min=0)
+    along_y = (1 - np.abs(y[:, 0][:, None] - knots)).clip(min=0)
+    colours = generator.uniform(0.0, 1.0, (3, 3, 3))
+    canvas: Pixels = np.einsum("ya,xb,abc->yxc", along_y, along_x, colours)
+    return canvas
+
+
+def _paint(
+    canvas: Pixels,
+    x: Pixels,
+    y: Pixels,
+    shape: str,
+    hue: float,
+    centre: Pixels,
+    radius: float,
+    generator: np.random.Generator,
+) -> None:
+    """Lays one object over the canvas, with edges one pixel soft."""
+    angle = generator.uniform(0, 2 * np.pi)
+    value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)
+    colour = np.array(colorsys.hsv_to_rgb(hue % 1.0, saturation, value))
+    dx, dy = x - centre[0], y - centre[1]
+    u, v = np.cos(angle) * dx + np.sin(angle) * dy, np.cos(angle) * dy - np.sin(angle) * dx
+    pixel = 2 / canvas.shape[0]
+    cover = (0.5 - _distance(shape, u / radius, v / radius) * radius / pixel).clip(0, 1)[..., None]
+    canvas += cover * (colour - canvas)
+
+
+def _distance(shape: str, u: Pixels, v: Pixels) -> Pixels:
+    """Signed distance (negative inside) of the unit shape; close enough near its edge to soften it."""
+    a, b = np.abs(u), np.abs(v)
+    match shape:
+        case "disc":
+            return np.hypot(u, v) - 0.9
+        case "square":
+            return np.maximum(a, b) - 0.8
+        case "triangle":
+            return np.maximum(0.866 * a + 0.5 * v, -v) - 0.55
+        case "ring":
+            return np.abs(np.hypot(u, v) - 0.75) - 0.22
+        case "cross":
+            return np.minimum(np.maximum(a - 0.28, b - 1.0), np.maximum(b - 0.28, a - 1.0))
+        case "bar":
+            return np.maximum(a - 1.1, b - 0.3)
+    raise AssertionError(shape)

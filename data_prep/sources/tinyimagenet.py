@@ -12,26 +12,36 @@ picture, a class folder that wnids.txt does not name: each is an error, so that 
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from data_prep.sources.base import UNLABELLED, Source, SourceError, check_size
-from data_prep.sources.config import TinyImageNetSettings
-from data_prep.sources.files import changed_files, read_file
-from data_prep.sources.guard import changed_since, check_unchanged, refusing, stamp_of
-from data_prep.sources.inventory import Container, Entries, Entry, Layout
-from data_prep.sources.trees import FolderTree, Tree, open_zip_tree
+from data_prep.archives.files import changed_files, read_file
+from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, refusing, stamp_of
+from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.archives.trees import FolderTree, Tree, open_zip_tree
+from data_prep.settings import Settings
+from data_prep.sources.base import UNLABELLED, Source
 
 TOP = "tiny-imagenet-200"
 _WNIDS = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
 
 
-class TinyImageNetSource(Source):
-    def __init__(self, settings: TinyImageNetSettings):
-        self.settings, self.path = settings, Path(settings.path)
+class TinyImageNetSettings(Settings):
+    """TinyImageNet-200."""
 
-    def describe(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude={"path"})
+    kind: Literal["tinyimagenet"]
+    path: str
+    """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
+    unlabelled_test: bool = False
+    """Whether the 10,000 test pictures, whose labels were never published, become the split `test`."""
+
+
+class TinyImageNetSource(Source):
+    settings: TinyImageNetSettings
+
+    def __init__(self, settings: TinyImageNetSettings):
+        super().__init__(settings)
+        self.path = Path(settings.path)
 
     def layout(self) -> Layout:
         stamp, tree = self._stamp, self._tree()
@@ -80,7 +90,7 @@ class TinyImageNetSource(Source):
     def read(self, entry: Entry) -> bytes:
         if self.path.is_dir():
             return read_file(self.path, entry)
-        check_unchanged(entry, self._stamp)
+        check_unchanged(entry.locator, entry.container.stamp, self._stamp)
         return check_size(entry, self._tree().read(entry.locator))
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:

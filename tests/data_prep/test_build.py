@@ -18,7 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from data_prep.build.shards import PARTS
+from data_prep.build.parts import PARTS
 from data_prep.cli import main
 from data_prep.images import EncodedImage, ImageSpec, convert
 from data_prep.manifest import load_manifest

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.build.shards import PARTS
+from data_prep.build.parts import PARTS
 from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import load_manifest

@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 
 from data_prep.publish import sole_writer
-from data_prep.sources import SourceError
-from data_prep.sources.config import SyntheticSettings
-from data_prep.sources.synthetic import SyntheticSource, class_set, picture_bytes
+from data_prep.sources import SourceError, open_source
+from data_prep.sources.synthetic import SyntheticSettings, class_set, picture_bytes
 from tests.data_prep.samples import files_of
 
 
@@ -25,7 +24,7 @@ def draw(root: Path, *, num_workers: int = 1, **changes: Any) -> dict[str, bytes
     """The pictures that are drawn into `root`."""
     fields = {"num_classes": 4, "num_train_per_class": 5, "num_val_per_class": 2, "image_size": 16}
     settings = SyntheticSettings(kind="synthetic", images_dir=str(root), **(fields | changes))
-    SyntheticSource(settings, num_workers=num_workers).layout()
+    open_source(settings, num_workers=num_workers).layout()
     return pictures(root)
 
 

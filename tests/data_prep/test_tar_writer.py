@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from data_prep.build import tar_writer
-from data_prep.build.tar_writer import BLOCK_BYTES, MAX_MEMBER_BYTES, TarWriter, header
+from data_prep import tar
+from data_prep.tar import BLOCK, MAX_MEMBER_BYTES, TarWriter, header
 
 Members = Sequence[tuple[str, bytes]]
 
@@ -58,7 +58,7 @@ def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(m
     generator = np.random.default_rng(0)
     num_members = 0
     for held_bytes in (1, 5_000, 1 << 20):
-        monkeypatch.setattr(tar_writer, "HELD_BYTES", held_bytes)
+        monkeypatch.setattr(tar, "HELD_BYTES", held_bytes)
         for count in (0, 1, 7, 8, 60):  # around the filling of a record, and beyond
             members = []
             for number in range(count):
@@ -81,7 +81,7 @@ def test_headers_of_large_members_are_as_tarfile_has_them(num_bytes: int) -> Non
     info = tarfile.TarInfo("key.jpg")
     info.size = num_bytes
     assert header("key.jpg", num_bytes) == info.tobuf(tarfile.USTAR_FORMAT)
-    assert len(header("key.jpg", num_bytes)) == BLOCK_BYTES
+    assert len(header("key.jpg", num_bytes)) == BLOCK
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.build.shards import PARTS
+from data_prep.build.parts import PARTS
 from data_prep.cli import main
 from data_prep.publish import Holder, sole_writer
 from tests.data_prep.samples import (
@@ -335,8 +335,8 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
         for words, code, message in (
             (lambda: task(source, out, "1/3"), 2, "2 tasks are at work in"),
             (lambda: task(source, out, "1/2", "image_size=20"), 2, "tasks of another config are at work in"),
-            (lambda: merge(out), 1, "another process is writing here; wait"),
-            (lambda: build(source, out, *CUT), 1, "another process is writing here; wait"),
+            (lambda: merge(out), 1, "array tasks are at work here; wait"),
+            (lambda: build(source, out, *CUT), 1, "array tasks are at work here; wait"),
         ):
             assert words() == code
             said = capsys.readouterr().err
@@ -356,8 +356,8 @@ def test_a_source_that_changes_between_tasks_is_refused(
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
     assert task(mine, out, "1/2") == 2
     assert "holds an unfinished dataset of another config or source" in capsys.readouterr().err
-    (out / PARTS / "plan/failed.json").unlink()  # for those that may have waited meanwhile
-    assert files_of(out) == before
+    (out / PARTS / "failed.json").unlink()  # for those that may have waited meanwhile
+    assert files_of(out) == before | {f"{PARTS}/task-1": b"a directory"}
 
 
 def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
@@ -518,7 +518,7 @@ def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_say
     assert log.read_text() == "planning\n" * 2
     for path in (log, Path(f"{log}-goes-on")):
         path.unlink()
-    (out / PARTS / "plan/failed.json").unlink()
+    (out / PARTS / "failed.json").unlink()
     with planners(log, tasks[0], tasks[3]) as processes:  # n1 alone is wrong
         Path(f"{log}-goes-on").touch()
         assert [each.wait(60) for each in processes] == [2, 0]

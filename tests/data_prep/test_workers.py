@@ -14,7 +14,7 @@ import pytest
 
 from data_prep.build.build import ShardJob, write_job
 from data_prep.build.shards import ShardRecord
-from data_prep.build.workers import Tally, worker_pool
+from data_prep.workers import Tally, worker_pool
 from tests.data_prep.samples import build, files_of, write_classes
 
 CUT = ("samples_per_shard=4", "num_workers=2")

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.archives.inventory import Entries, Entry, Layout
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
-from data_prep.sources.base import Source, SourceError
-from data_prep.sources.inventory import Entries, Entry, Layout
+from data_prep.sources import Source, SourceError
 
 Pixels = NDArray[np.uint8]
 

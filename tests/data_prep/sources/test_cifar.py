@@ -11,8 +11,7 @@ import pytest
 
 from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, cifar
-from data_prep.sources.cifar import CifarSource
-from data_prep.sources.config import CifarSettings
+from data_prep.sources.cifar import CifarSettings, CifarSource
 from tests.data_prep.samples import write_files
 from tests.data_prep.sources.layouts import (
     build,
@@ -248,7 +247,7 @@ def a_batch(**fields: object) -> bytes:
         ),
         ("cifar-10-python", "data_batch_1", python2_pickle([1]), r"data_batch_1 is cut or damaged \(is no dict\)"),
         ("cifar-10-python", "batches.meta", python2_pickle({"label_names": [1]}), "label_names is no list of names"),
-        ("cifar-10-python", "batches.meta", b"", "ends in the middle of a value"),
+        ("cifar-10-python", "batches.meta", b"", "batches.meta is cut or damaged"),
     ],
 )
 @pytest.mark.parametrize("unpacked", [False, True])

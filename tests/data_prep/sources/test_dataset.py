@@ -15,8 +15,7 @@ from data_prep.build.build import build as build_dataset
 from data_prep.build.config import BuildSettings
 from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, dataset
-from data_prep.sources.config import DatasetSettings
-from data_prep.sources.dataset import DatasetSource
+from data_prep.sources.dataset import DatasetSettings, DatasetSource
 from tests.data_prep.sources.datasets import ITEMS
 from tests.data_prep.sources.layouts import build, listed, pixels, ppm_of, written
 

@@ -178,7 +178,7 @@ def _bad_meta(root: Path) -> None:
         (_dangling_devkit, "ILSVRC2012_devkit_t12.tar.gz is a link to nowhere; mend or remove it"),
         (_odd_name, "is not named like a validation picture"),
         (_lost_synset, f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
-        (_damaged_devkit, "is not the development kit"),
+        (_damaged_devkit, "devkit_t12.tar.gz is cut or damaged"),
         (_bad_truth, "its ground truth is damaged"),
         (_bad_meta, "its meta.mat cannot be read"),
     ],

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.archives.files import sort_out
 from data_prep.cli import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
-from data_prep.sources.files import sort_out
 from data_prep.sources.synsets import find_synsets
 from tests.data_prep.samples import read_samples
 from tests.data_prep.sources.archives import (
@@ -196,7 +196,7 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
 ) -> None:
     source, scanned, opened = FORMS["tars"](tmp_path), [], []
     monkeypatch.setattr("data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1])
-    monkeypatch.setattr("data_prep.sources.files._is_picture", opened.append)
+    monkeypatch.setattr("data_prep.archives.files._is_picture", opened.append)
     (source / "LICENSE").write_text("free")
     assert len(find_synsets(source, "", split="train")) == len(FIRST)
     assert (scanned, opened) == ([source], [source / "LICENSE"])
@@ -212,14 +212,13 @@ def test_a_compressed_whole_tar_says_what_to_do(tmp_path: Path, capsys: pytest.C
 
 def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> None:
     from data_prep.sources import SourceError
-    from data_prep.sources.config import ImageNet21kSettings
-    from data_prep.sources.imagenet21k import ImageNet21kSource
+    from data_prep.sources.imagenet21k import ImageNet21kSettings, ImageNet21kSource
 
     source_path = FORMS["whole tar"](tmp_path)
     source = ImageNet21kSource(ImageNet21kSettings(kind="imagenet21k", path=str(source_path), processing="raw"))
     container = source.layout().containers[0]
     entries = source.entries(container)
-    from data_prep.sources.inventory import Entry
+    from data_prep.archives.inventory import Entry
 
     entry = Entry(container, entries.names[0], int(entries.offsets[0]), int(entries.sizes[0]), 0)
     assert source.read(entry) == synset_files(FIRST[0], 9)[entry.name]

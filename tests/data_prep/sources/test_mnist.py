@@ -11,8 +11,7 @@ from PIL import Image
 
 from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, mnist
-from data_prep.sources.config import MnistSettings
-from data_prep.sources.mnist import MnistSource
+from data_prep.sources.mnist import MnistSettings, MnistSource
 from tests.data_prep.samples import write_files
 from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, mutants, pixels, ppm_of, survey, written
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources.tars import Member, TarError, members, read_member
+from data_prep.tar import Member, TarError, members, read_member
 
 BLOCK = 512
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources.tars import Member, TarError, members
+from data_prep.tar import Member, TarError, members
 from tests.data_prep.sources.test_tars import (
     BLOCK,
     LONG,

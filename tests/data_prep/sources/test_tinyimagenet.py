@@ -12,8 +12,7 @@ import pytest
 
 from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError
-from data_prep.sources.config import TinyImageNetSettings
-from data_prep.sources.tinyimagenet import TinyImageNetSource
+from data_prep.sources.tinyimagenet import TinyImageNetSettings, TinyImageNetSource
 from tests.data_prep.samples import encoded, picture, write_files
 from tests.data_prep.sources.layouts import build, listed, mutants, survey, written
 

@@ -11,10 +11,9 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from data_prep.archives.guard import OF_THE_MACHINE, SourceError
+from data_prep.archives.inventory import Container, Entry
 from data_prep.images.rejection import Rejection
-from data_prep.sources.base import SourceError
-from data_prep.sources.guard import OF_THE_MACHINE
-from data_prep.sources.inventory import Container, Entry
 
 NOWHERE, NOT_PLAIN = -1, -2
 """The sizes that are listed for what cannot be read."""

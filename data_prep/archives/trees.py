@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from data_prep.sources.base import SourceError
-from data_prep.sources.files import kind_of, list_files
-from data_prep.sources.guard import refusing
+from data_prep.archives.files import kind_of, list_files
+from data_prep.archives.guard import SourceError, refusing
 
 MAX_MEMBER_BYTES: Final = 1 << 28
 _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

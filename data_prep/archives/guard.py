@@ -5,18 +5,22 @@ Whatever a damaged file makes a parser trip over becomes a `SourceError` here, s
 
 import errno
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from data_prep.sources.base import SourceError
-from data_prep.sources.inventory import Entry
+from data_prep.archives.inventory import Entry
+from data_prep.settings import UserError
 
 _CHUNK_BYTES = 1 << 20
 OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
 """Errors that say nothing of the archive: the same command may succeed later."""
+
+
+class SourceError(UserError):
+    """An archive that is not there or not in its published layout; the text names the place and the remedy."""
 
 
 @contextmanager
@@ -66,24 +70,33 @@ def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
     ]
 
 
-def check_unchanged(entry: Entry, stamp: str) -> None:
-    if entry.container.stamp != stamp:
+def check_unchanged(place: str, stamp: str, now: str) -> None:
+    """`stamp` is that of the listing."""
+    if stamp != now:
         raise SourceError(
-            f"{entry.locator}: the source has changed since it was listed; wait until it is complete, remove the unfinished "
-            "dataset and build again"
+            f"{place}: the source has changed since it was listed; wait until it is complete, remove the unfinished dataset and "
+            "build again"
         )
 
 
-def check_md5(path: Path, expected: str) -> None:
-    """Refuses a file that is not, to the byte, the published one."""
-    found = md5_of(path)
-    if found != expected:
+def check_size(entry: Entry, data: bytes) -> bytes:
+    """`data`, if it has the size that was listed."""
+    if len(data) != entry.num_bytes:
+        raise SourceError(
+            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed; the source changes while it is "
+            "read: wait until it is complete, remove the unfinished dataset and build again"
+        )
+    return data
+
+
+def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
+    """Refuses a file that is not, to the byte, the published one; or one of them, whatever it is called."""
+    with refusing(path), open(path, "rb") as file:
+        found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
+    sums = {path.name: published} if isinstance(published, str) else published
+    if found not in sums.values():
+        expected = sums.get(path.name) or ", ".join(f"{md5} ({name})" for name, md5 in sums.items())
         raise SourceError(
             f"source.path: {path} has the MD5 {found}, published is {expected}; download it again, or set source.md5=off "
             "if you know that it is another version"
         )
-
-
-def md5_of(path: Path) -> str:
-    with refusing(path), open(path, "rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
