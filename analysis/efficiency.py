@@ -179,7 +179,7 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 
 def machine(conditions: Conditions) -> str:
     """What it runs on and beside what: the load of a shared machine, before we add to it, belongs to the figures."""
-    from pretrain.tracking.page import git_commit
+    from pretrain.tracking.run_tags import git_commit
 
     if conditions.device == "cuda":
         where = torch.cuda.get_device_name()

@@ -5,7 +5,6 @@ Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl
 """
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pretrain.config import TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
-from pretrain.tracking.page import dataset_of, git_commit, on_slurm, shown_command, slurm_tags, target_of
+from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
@@ -119,27 +118,13 @@ def _open(
         parent_dir=weights.run_dir if weights else None,
     )
     params = flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash}
-    source = {
-        "mlflow.source.name": shown_command(sys.argv),
-        "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": git_commit(),
-        "dataset": manifest.name,
-        "target": target_of(manifest),
-        "model": weights.card.model.label if weights else "pixels",
-        "origin": weights.card.origin if weights else "",
-    } | slurm_tags()
-    source["mlflow.note.content"] = _note(run_dir, used, weights, source | tags)
-    datasets = tuple(dataset_of(part, context) for part, context in used)
-    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=source | tags, datasets=datasets)
-    tracker.artifact(run_dir / CONFIG_FILE)
-    return tracker
-
-
-def _note(run_dir: Path, used: Sequence[tuple[Part, str]], weights: Weights | None, tags: Mapping[str, str]) -> str:
-    """Markdown, which the page shows above everything else."""
+    model, origin = (weights.card.model.label, weights.card.origin) if weights else ("pixels", "")
+    tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
     splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
     of = f"of `{weights.checkpoint.absolute()}`" if weights else "without a model"
-    return (
-        f"**{tags['task']}** on **{tags['dataset']}**, {splits}: {tags['model']}, {of}\n\n"
-        f"In `{run_dir.absolute()}`: `{tags['mlflow.source.name']}`, code {tags['mlflow.source.git.commit']}{on_slurm()}"
-    )
+    title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
+    tags = with_note(tags, title=title, run_dir=run_dir)
+    datasets = tuple(dataset_of(part, context) for part, context in used)
+    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets)
+    tracker.artifact(run_dir / CONFIG_FILE)
+    return tracker

@@ -24,7 +24,7 @@ from data_prep.settings import UserError, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten, list_checkpoints
 from pretrain.data.datasets import Part
-from pretrain.tracking.journal import readable_events
+from pretrain.tracking.tracker import readable_events
 
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
 TASKS: tuple[Task, ...] = ("pretrain", "probe", "knn", "tune", "scratch", "evaluate")

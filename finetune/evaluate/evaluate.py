@@ -51,7 +51,7 @@ from pretrain.data.real_labels import RealLabels
 from pretrain.ranks.collectives import same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
-from pretrain.tracking.page import target_of
+from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import Tracker
 
 NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20

@@ -36,7 +36,7 @@ from pretrain.models.cost import num_parameters
 from pretrain.models.foreign import to_timm
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
-from pretrain.tracking.page import git_commit
+from pretrain.tracking.run_tags import git_commit
 
 SCHEMA_VERSION = 1
 FILES = {"timm": MODEL, "onnx": ONNX, "torch": PT2}

@@ -21,7 +21,7 @@ from finetune.recording import recorded
 from pretrain.checkpoints.run import save_result
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
-from pretrain.tracking.page import target_of
+from pretrain.tracking.run_tags import target_of
 
 
 def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from pretrain.cli import console
 from pretrain.data.order import hash64, permute
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
-from pretrain.tracking.page import target_of
+from pretrain.tracking.run_tags import target_of
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
 _HOLDOUT = 0x686F6C64

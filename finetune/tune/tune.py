@@ -29,7 +29,7 @@ from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank
 from pretrain.ranks.preemption import Interrupted, StopFlag, entered
 from pretrain.ranks.world import World
-from pretrain.tracking.page import target_of
+from pretrain.tracking.run_tags import target_of
 
 
 def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> Outcome:

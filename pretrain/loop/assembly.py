@@ -1,6 +1,5 @@
 """A task's trainer, put together from validated settings: everything but the engine is the same for pretraining and fine-tuning."""
 
-import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import barrier
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
-from pretrain.tracking.page import datasets_of, git_commit, shown_command, tags_of
+from pretrain.tracking.node import NodeSampler, node_name
 from pretrain.tracking.pictures import (
     FIRST_LAYER,
     draw_filters,
@@ -42,7 +41,7 @@ from pretrain.tracking.pictures import (
     recipe,
     strongest_filters,
 )
-from pretrain.tracking.system_metrics import NodeSampler, node_name
+from pretrain.tracking.run_tags import datasets_of, training_tags
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
@@ -264,9 +263,7 @@ def open_tracker(
         "num_weights": num_weights,
         "content_hash": data.content_hash,
     }
-    command = shown_command(sys.argv)
-    tags = tags_of(settings, data, command=command, commit=git_commit(), num_weights=num_weights)
-    tags |= extra_tags or {"task": "pretrain"}
+    tags = training_tags(settings, data, num_weights=num_weights) | (extra_tags or {"task": "pretrain"})
     tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets_of(data))
     tracker.artifact(run_dir / CONFIG_FILE)
     if tracking.enabled:

@@ -24,7 +24,7 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import Heartbeat
 from pretrain.ranks.preemption import LAST_WRITE_S
 from pretrain.ranks.world import World
-from pretrain.tracking.system_metrics import node_teller
+from pretrain.tracking.node import node_report
 from pretrain.tracking.tracker import Status
 
 Result = TypeVar("Result")
@@ -58,7 +58,7 @@ def supervise(
     heartbeat.attend(
         at_end=at_end,
         stuck_wait_s=trainer.stop.stuck_wait_s,
-        report=node_teller(trainer.world, trainer.run_dir),
+        report=node_report(trainer.world, trainer.run_dir),
         received=lambda _rank, report: trainer.tracker.system(report["values"], node=report["node"]),
     )
     try:

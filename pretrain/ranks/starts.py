@@ -13,7 +13,7 @@ A start begins so:
    workspace; whatever it removes, it renames into it. Without the workspace these renames fail, in the file system itself: so there
    is no moment between a check and an act in which an older start could be frozen, and no reader has to know of numbers. The
    workspace is removed, not only moved, because a node that knows it by its NFS handle would find it anywhere.
-4. Only now it reads what there is: checkpoints, and the journal, which it continues in a copy (journal.py).
+4. Only now it reads what there is: checkpoints, and the journal, which it continues in a copy (tracker.py).
 
 Protected in this way: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json, pictures and files of
 evaluations, the journal, and what the deliverer keeps and sends. The deliverer checks the fence after it has read lines, and before

@@ -26,9 +26,8 @@ from data_prep.publish import Superseded, check_not_superseded, sole_writer, use
 from data_prep.settings import UserError
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
-from pretrain.tracking.journal import readable_events
 from pretrain.tracking.store import Store
-from pretrain.tracking.tracker import RunIdentity, Status
+from pretrain.tracking.tracker import RunIdentity, Status, readable_events
 
 POLL_S = 1.0
 _BATCH_EVENTS = 200
@@ -51,9 +50,9 @@ class Delivery:
         self.num_bytes_sent = 0
         """Of the journal, by this delivery."""
         self._owed: list[dict[str, Any]] = position.get("owed", [])
-        self._said: str | None = None
+        self._status: str | None = None
         """The status that this delivery has given the run."""
-        self._store = Store(self.identity.uri)
+        self.store = Store(self.identity.uri)
         self._is_known = self.run_id is None
         """Whether the store has the run, as far as has been asked."""
 
@@ -61,9 +60,9 @@ class Delivery:
         """Sends all complete lines; raises what the store raises, having kept what arrived."""
         if not self._journal_path.exists():
             return
-        self._store.check_in_place()
+        self.store.check_in_place()
         if not self._is_known:
-            if not self._store.has_run(self.run_id or ""):
+            if not self.store.has_run(self.run_id or ""):
                 self._begin_again()
             self._is_known = True
         with open(self._journal_path, "rb") as journal:
@@ -86,19 +85,16 @@ class Delivery:
                 journal.seek(self.offset)
         self._send_files()
 
-    def say(self, status: Status | str) -> None:
-        if self.run_id is not None and self._said != status:
+    def set_status(self, status: Status | str) -> None:
+        if self.run_id is not None and self._status != status:
             check_not_superseded(self.directory)
-            self._store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
-            self._store.say(self.run_id, status)
-            self._said = status
-
-    def words_of(self, error: Exception) -> str:
-        return self._store.words_of(error)
+            self.store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
+            self.store.set_status(self.run_id, status)
+            self._status = status
 
     def _begin_again(self) -> None:
         """The store was made anew."""
-        self.run_id, self.offset, self.ended, self._owed, self._said = None, 0, False, [], None
+        self.run_id, self.offset, self.ended, self._owed, self._status = None, 0, False, [], None
         self._keep_position()
 
     def _keep_position(self) -> None:
@@ -111,24 +107,24 @@ class Delivery:
             match event["event"]:
                 case "start":
                     run_id = self._opened()
-                    self._store.log_params(run_id, event["params"], event["tags"])
-                    self._store.log_datasets(run_id, event.get("datasets", []))
+                    self.store.log_params(run_id, event["params"], event["tags"])
+                    self.store.log_datasets(run_id, event.get("datasets", []))
                     status = "RUNNING"
                 case "params":
-                    self._store.log_params(self._opened(), event["params"], {})
+                    self.store.log_params(self._opened(), event["params"], {})
                 case "end":
                     status = event["status"]
         metrics = [event for event in events if event["event"] == "metrics"]
         if metrics:
-            self._store.log_metrics(self._opened(), metrics)
+            self.store.log_metrics(self._opened(), metrics)
         if status is not None:
-            self.say(status)
+            self.set_status(status)
             self.ended = status != "RUNNING"
 
     def _opened(self) -> str:
         """The run's id, known from before, found in the store, or new."""
         if self.run_id is None:
-            self.run_id = self._store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
+            self.run_id = self.store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
         return self.run_id
 
     def _send_files(self) -> None:
@@ -143,11 +139,11 @@ class Delivery:
     def _send_file(self, event: dict[str, Any], run_id: str) -> None:
         match event["event"]:
             case "image":
-                self._store.log_image(run_id, event, run_key=self.identity.run_key)
+                self.store.log_image(run_id, event, run_key=self.identity.run_key)
             case "version":
-                self._store.register(run_id, event)
+                self.store.register(run_id, event)
             case _:
-                self._store.log_file(run_id, Path(event["path"]), folder=event["folder"])
+                self.store.log_file(run_id, Path(event["path"]), folder=event["folder"])
 
 
 def _has_ended(journal: Path, offset: int) -> bool:
@@ -168,7 +164,7 @@ def sync(run_dir: Path) -> int:
             try:
                 delivery.deliver()
                 if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
-                    delivery.say("FAILED")
+                    delivery.set_status("FAILED")
             except UserError:
                 raise
             except Exception as error:
@@ -176,7 +172,7 @@ def sync(run_dir: Path) -> int:
                     raise  # not of the store: a mistake of ours
                 if attempt == _ATTEMPTS - 1 or isinstance(error, OSError):
                     raise UserError(
-                        f"{run_dir}: the store does not take it ({delivery.words_of(error)}); sync again later"
+                        f"{run_dir}: the store does not take it ({delivery.store.fault_of(error)}); sync again later"
                     ) from error
                 time.sleep(POLL_S)  # two that write at once may be in each other's way
             else:
@@ -202,7 +198,7 @@ def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeo
             delivery.deliver()
             if not delivery.ended:
                 # also where nothing is new: the one before may have said FAILED, after this trainer had started
-                delivery.say("RUNNING" if closed_at_s is None else "FAILED")
+                delivery.set_status("RUNNING" if closed_at_s is None else "FAILED")
             if closed_at_s is not None:
                 return 0
             wait_s, said = POLL_S, ""
@@ -210,7 +206,7 @@ def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeo
             return 0
         except Exception as error:  # noqa: BLE001
             # whatever the store raises, the journal keeps the events, and the next round tries again
-            fault = delivery.words_of(error)
+            fault = delivery.store.fault_of(error)
             if fault != said:  # an outage of a day is one line
                 print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
             said = fault

@@ -1,24 +1,32 @@
-"""The MLflow store: the only file that imports mlflow. What is said twice stands once, for deliveries are repeated.
+"""The MLflow store: the only file that imports mlflow. What is sent twice is stored once, for deliveries are repeated.
 
 A run is found by its key (`RunIdentity.run_key`), whatever process asks; a picture has a name made of its key and step; a model
-version is found by the hash of its weights. Every method raises what the store raises; `words_of` makes a line of it.
+version is found by the hash of its weights. Every method raises what the store raises; `fault_of` makes a line of it.
+
+Where no server is named the store is an SQLite file (`EmbeddedStore`): it appears whole, or is refused in one line. The first
+process that needs it makes it, under a lock, aside. A file that is there is never migrated here: MLflow does so piece by piece,
+outside a transaction, so a process that dies on the way leaves a store that nobody can use, and others may be writing. What cannot
+be used is named with a remedy, and the runs' journals hold all of it. This file is longer than most: it is all that knows MLflow.
 """
 
+import shutil
+import sqlite3
 import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from contextlib import closing
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 from uuid import UUID, uuid5
 
 from PIL import Image, features
 
-from data_prep.publish import Superseded
+from data_prep.publish import Superseded, atomic_file, sole_writer
 from data_prep.settings import UserError
-from pretrain.tracking.embedded_store import EmbeddedStore, Schema
 from pretrain.tracking.tracker import RunIdentity
 
 if TYPE_CHECKING:
@@ -27,7 +35,13 @@ if TYPE_CHECKING:
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
 _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
 """Errors of a store that is out of order, or not reached: the event is sent again later."""
-_LONGEST_WORDS = 300
+_LONGEST_FAULT = 300
+LOCKED_S = 20.0
+"""How long a reader of an SQLite file waits for those that write."""
+_SQLITE = "sqlite:///"
+_BESIDE = ("-journal", "-wal", "-shm")
+"""What SQLite writes beside a database and rolls back into whatever has its name."""
+_SIGNS_OF_DAMAGE = ("malformed", "not a database", "no such table", "no such column")
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE, _THUMBNAIL = 1000, 100, 256
 
 
@@ -52,13 +66,13 @@ class Store:
             raise
         return True
 
-    def words_of(self, error: Exception) -> str:
+    def fault_of(self, error: Exception) -> str:
         """One line for what a method has raised, with the remedy where one is known."""
         if isinstance(error, UserError):
             return str(error)
-        damage = self._embedded.words_of_damage(error) if self._embedded is not None else None
+        damage = self._embedded.remedy_for(error) if self._embedded is not None else None
         lines = str(error).strip().splitlines() or [""]
-        return damage or f"{type(error).__name__}: {lines[0]}"[:_LONGEST_WORDS]
+        return damage or f"{type(error).__name__}: {lines[0]}"[:_LONGEST_FAULT]
 
     def open_run(self, identity: RunIdentity, *, check: Callable[[], None] = lambda: None) -> str:
         """The id of the run of this key, found or new. `check` raises `Superseded` in a deliverer that was frozen between looking
@@ -92,7 +106,7 @@ class Store:
         if parent is not None:
             self._client.set_tag(run_id, "mlflow.parentRunId", parent)
 
-    def say(self, run_id: str, status: str) -> None:
+    def set_status(self, run_id: str, status: str) -> None:
         if status == "RUNNING":
             self._client.update_run(run_id, status)
         else:
@@ -211,7 +225,7 @@ class Store:
         """Made, unless another process has made it just now."""
         from mlflow.exceptions import MlflowException
 
-        location = self._artifacts if self._embedded is not None else None
+        location = self._embedded.files.as_uri() if self._embedded is not None else None
         # or the page opens on its views for language models
         kind = {"mlflow.experimentKind": "custom_model_development"}
         try:
@@ -241,34 +255,117 @@ class Store:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
         if self._embedded is not None:
-            self._embedded.open(_schema(self._artifacts))
+            self._embedded.open()
         return MlflowClient(tracking_uri=self.uri)
 
-    @property
-    def _artifacts(self) -> str:
-        """Where an embedded store keeps files."""
-        assert self._embedded is not None
-        return (self._embedded.path.parent.absolute() / "mlartifacts").as_uri()
+
+class EmbeddedStore:
+    def __init__(self, path: Path):
+        self.path = path
+        self.files = path.parent.absolute() / "mlartifacts"
+        """Where it keeps files."""
+        self._file: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(uri: str) -> "EmbeddedStore | None":
+        """None for a server."""
+        path = uri.removeprefix(_SQLITE).partition("?")[0]
+        is_file = uri.startswith(_SQLITE) and path not in ("", ":memory:") and not path.startswith("file:")
+        return EmbeddedStore(Path(path)) if is_file else None
+
+    def open(self) -> None:
+        """Afterwards there is a whole store of the MLflow that is installed; otherwise a UserError names what is there, and a
+        remedy."""
+        if not self.path.exists():
+            with sole_writer(self.files, wait=True):
+                if not self.path.exists():
+                    self._make()
+        self._check()
+        self._file = self._identity()
+
+    def check_in_place(self) -> None:
+        """A store that was moved away while it was open would go on taking what nobody finds."""
+        if self._file is not None and self._file != self._identity():
+            raise UserError(
+                f"{self.path}: was moved or removed while this run wrote to it; when the run has ended: sync it"
+            )
+
+    def remedy_for(self, error: Exception) -> str | None:
+        """Where the error is of a damaged file."""
+        signs = [sign for sign in _SIGNS_OF_DAMAGE if sign in str(error)]
+        return self._remedy(f"is damaged ({signs[0]})") if signs else None
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _make(self) -> None:
+        """Made on this node and copied: hundreds of small writes, which take a shared file system long."""
+        for end in _BESIDE:
+            left = self.path.with_name(self.path.name + end)
+            if left.exists():
+                raise UserError(
+                    f"{left}: was left by a store that is gone and would spoil a new one; move it away, too"
+                )
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / self.path.name
+            make_database(made, files=self.files)
+            with atomic_file(self.path) as file, open(made, "rb") as whole:
+                shutil.copyfileobj(whole, file)
+
+    def _check(self) -> None:
+        uri = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # makes no file; reads one that may only be read
+        try:
+            with closing(sqlite3.connect(uri, uri=True, timeout=LOCKED_S)) as connection:
+                tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+                found = connection.execute("select version_num from alembic_version").fetchall() if tables else []
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                raise UserError(self._remedy("is no store of MLflow's")) from None
+            raise UserError(
+                f"{self.path}: cannot be read ({error}); try again, and see that the file system locks files: if it does not, give "
+                "runs a server (MLFLOW_TRACKING_URI)"
+            ) from None
+        except sqlite3.DatabaseError as error:
+            raise UserError(self._remedy(f"is damaged ({error})")) from None
+        if len(found) != 1 or any(name.startswith("_alembic_tmp_") for name in tables):
+            raise UserError(self._remedy("is a store that was never finished"))
+        ((revision,),), known = found, schema_revisions()
+        if revision not in known:
+            raise UserError(self._remedy("is of a newer MLflow than this one: install that one. Or else"))
+        if revision != known[0]:
+            command = f"cp {self.path} {self.path}.old && mlflow db upgrade {_SQLITE}{self.path.absolute()}"
+            raise UserError(self._remedy(f"is of an older MLflow: when no run is writing, {command}. Or else"))
+
+    def _remedy(self, fault: str) -> str:
+        old = self.path.parent / "old-store"
+        return (
+            f"{self.path} {fault}: mkdir {old} && mv {self.path}* {old}; then `pretrain sync RUN` for every run of "
+            f"{self.path.parent}, from whose journals it is made anew, whole"
+        )
 
 
-def _schema(artifacts: str) -> Schema:
+def schema_revisions() -> list[str]:
+    """Of the MLflow that is installed, the newest first."""
     from alembic.script import ScriptDirectory
     from mlflow.store.db.utils import _get_alembic_config
 
-    revisions = [each.revision for each in ScriptDirectory.from_config(_get_alembic_config("")).walk_revisions()]
-    return Schema(newest=revisions[0], known=revisions, make=partial(_make, artifacts=artifacts))
+    return [each.revision for each in ScriptDirectory.from_config(_get_alembic_config("")).walk_revisions()]
 
 
-def _make(path: Path, *, artifacts: str) -> None:
+def make_database(path: Path, *, files: Path) -> None:
     """With MLflow's own first experiment, which the first two that open a store would otherwise both make."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
     from sqlalchemy import event
 
-    uri = f"sqlite:///{path}"
+    uri = f"{_SQLITE}{path}"
     engine = SqlAlchemyStore._get_or_create_engine(uri)
     event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous = off"))
-    engine.dispose()  # the connection that has not heard it
-    SqlAlchemyStore(uri, artifacts)
+    engine.dispose()  # the connection that was made before the event
+    SqlAlchemyStore(uri, files.as_uri())
     engine.dispose()
 
 

@@ -1,15 +1,25 @@
 """The trainer's side of tracking: what is worth knowing goes into the run's journal, and no call waits for a disk or a network.
 
     RUN/tracking/identity.json      who the run is, in any store
-    RUN/tracking/journal.jsonl      see journal.py
+    RUN/tracking/journal.jsonl      one event a line
     RUN/tracking/pictures/          what was drawn
     RUN/tracking/delivered.json     see delivery.py, which runs in a process of its own and carries the journal to MLflow
     RUN/tracking/delivery.log       what went wrong on the way
 
-The deliverer lives as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED. One
-that dies itself (killed, its disk full for a while) is started again with the next event, at most once a minute.
+The deliverer runs as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED. A
+deliverer that dies itself (killed, its disk full for a while) is started again with the next event, at most once a minute.
+
+The journal's lines leave in the order in which they came, from whatever thread. Where the disk will not take them (full, read-only,
+gone) they wait in memory and go out when it is back: a write that stopped in the middle of a line goes on from there, so no line is
+ever half but the last, and that one only until the disk is back. Each start goes on in a copy of the file, in its place, without
+the half line that a kill may have left: an earlier start that wakes up again appends to a file that nobody finds any more.
+
+The events: start (params, tags, datasets), params, metrics, artifact, image, version, end. Each has the time at which it happened,
+which is what makes a second delivery harmless.
 """
 
+import atexit
+import json
 import math
 import os
 import subprocess
@@ -25,12 +35,11 @@ from uuid import uuid4
 from PIL import Image
 
 from data_prep.images.sheet import save_sheet
-from data_prep.publish import workspace_of, write_json
+from data_prep.publish import atomic_file, workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
 from pretrain.ranks.launch import describe
-from pretrain.tracking.journal import Journal, image_name
-from pretrain.tracking.system_metrics import EVERY_S
+from pretrain.tracking.node import EVERY_S
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -41,6 +50,9 @@ STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
 """How long the end of a run waits for its last pictures, and for a disk that does not take its last lines."""
+
+JOURNAL_RETRY_S, JOURNAL_WARN_AGAIN_S = 1.0, 600.0
+"""How often a disk that takes no lines is tried again, and how often that is reported."""
 
 
 class RunIdentity(Settings):
@@ -104,7 +116,7 @@ class Tracker:
         if run_dir is None:
             return
         self.run_dir, self._close_timeout_s = run_dir, close_timeout_s
-        self._log, self._has_told = run_dir / "tracking" / "delivery.log", False
+        self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
         self._started_s = time.monotonic()
@@ -112,14 +124,14 @@ class Tracker:
 
     def params(self, values: dict[str, Any]) -> None:
         """What became known after the start."""
-        self._say({"event": "params", "params": values})
+        self._append({"event": "params", "params": values})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
         """Values that the journal has for this step already (a resumed run walks it again) are left out."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
             if fresh:
-                self._say({"event": "metrics", "step": step, "values": fresh})
+                self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
         """A node's figures under the names by which MLflow knows them; their step is their number."""
@@ -130,18 +142,18 @@ class Tracker:
                 self.metrics(named, step=1 + max(self._journal.last_steps.get(name, -1) for name in named))
 
     def sample_system(self, sample: Callable[[], dict[str, float]], *, node: str | None = None) -> None:
-        """Tells this node's figures every few seconds, until the end."""
+        """Logs this node's figures every few seconds, until the end."""
         if self._journal is None:
             return
 
-        def keep_telling() -> None:
+        def keep_reporting() -> None:
             while not self._closing.wait(EVERY_S):
                 self.system(sample(), node=node)
 
-        self._start(keep_telling)
+        self._start(keep_reporting)
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
-        self._say({"event": "artifact", "path": str(path.resolve()), "folder": folder})
+        self._append({"event": "artifact", "path": str(path.resolve()), "folder": folder})
 
     def picture(self, key: str, draw: Callable[[], Image.Image], *, step: int) -> None:
         """Drawn by a thread while training goes on; a picture of this step that the journal has already is left out."""
@@ -149,31 +161,31 @@ class Tracker:
             if not self._is_new(image_name(key), step):
                 return
 
-        def draw_and_tell() -> None:
+        def draw_and_report() -> None:
             path = self.run_dir / "tracking" / "pictures" / f"{key.replace('/', '-')}-{step:08d}.png"
             try:
                 save_sheet(draw(), path)
             except OSError as error:
                 print(f"tracking: {path} cannot be written ({error.strerror}); it is left out", file=sys.stderr)
             else:
-                self._say({"event": "image", "path": str(path.resolve()), "key": key, "step": step})
+                self._append({"event": "image", "path": str(path.resolve()), "key": key, "step": step})
 
-        self._start(draw_and_tell)
+        self._start(draw_and_report)
 
     def version(
         self, model: str, *, checkpoint: Path, weights_sha256: str, parent_key: str, tags: dict[str, str]
     ) -> None:
         """What has been found out about a checkpoint: it becomes a version of the registered model of that name."""
         event = {"model": model, "path": str((checkpoint / CONFIG).resolve()), "checkpoint": str(checkpoint.resolve())}
-        self._say(
+        self._append(
             {"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event
         )
 
     def close(self, status: Status) -> None:
-        """Says how the run ended and gives delivery a while to finish."""
+        """Logs how the run ended, and gives delivery a while to finish."""
         self._closing.set()
         self._join()
-        self._say({"event": "end", "status": status})
+        self._append({"event": "end", "status": status})
         self._join()  # a deliverer may be starting again
         with self._lock:
             journal, self._journal = self._journal, None
@@ -191,11 +203,11 @@ class Tracker:
         if code != 0:
             reason = "; ".join([f"delivery ended with {end}", *_last_lines(self._log, since=self._log_start)])
             print(
-                f"tracking: MLflow has not got everything yet ({self._log}: {reason}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not received everything yet ({self._log}: {reason}); later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
-    def _say(self, event: dict[str, Any]) -> None:
+    def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
             if self._journal is None:
                 return
@@ -225,8 +237,8 @@ class Tracker:
     def _deliver_again(self) -> None:
         """In a thread: training does not wait for the disk that a program is read from."""
         dead = self._deliverer
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             how = f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at most once a minute"
             print(f"tracking: what delivers to MLflow {how}", file=sys.stderr)
         with suppress(OSError):  # a machine that can start nothing now may do so in a minute
@@ -258,3 +270,104 @@ def _last_lines(log: Path, *, since: int) -> list[str]:
         return log.read_bytes()[since:].decode(errors="replace").split("\n")[-3:-1]
     except OSError:
         return []
+
+
+class Journal:
+    """The file, and the thread that appends to it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        whole = _whole_lines(path)
+        with atomic_file(path) as file:
+            file.write(whole)
+            file.flush()
+            self._descriptor = os.dup(file.fileno())
+        self.last_steps = _last_steps(whole)
+        """Of each metric and picture, from earlier starts."""
+        self._waiting = bytearray()
+        self._changed, self._closing = threading.Condition(), False
+        self._warned_s: float | None = None
+        self._is_behind = False
+        self._writer = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
+        self._writer.start()
+        atexit.register(self.close, timeout_s=2.0)  # a process that forgets to close has still said what it knew
+
+    def append(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
+        with self._changed:
+            self._waiting += line
+            self._changed.notify()
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Whether all lines are in the file now."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join(timeout_s)
+        atexit.unregister(self.close)
+        with self._changed:
+            return not self._waiting
+
+    def _write_until_closed(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                lines = bytes(self._waiting)
+            try:
+                written = os.write(self._descriptor, lines)  # perhaps not all of it: the rest goes next
+            except OSError as error:
+                self._complain(error)
+                time.sleep(JOURNAL_RETRY_S)
+                continue
+            with self._changed:
+                del self._waiting[:written]
+                self._rejoice(all_out=not self._waiting)
+        os.close(self._descriptor)
+
+    def _complain(self, error: OSError) -> None:
+        self._is_behind = True
+        if self._warned_s is None or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S:
+            self._warned_s = time.monotonic()
+            print(
+                f"tracking: {self.path} cannot be written ({error.strerror}); training goes on, the lines wait in memory",
+                file=sys.stderr,
+            )
+
+    def _rejoice(self, *, all_out: bool) -> None:
+        if self._is_behind and all_out:
+            self._is_behind = False
+            print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
+
+
+def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The events of the journal's lines; one that a crash of the machine has garbled is worth a word, not the run."""
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            print(f"tracking: a damaged line of the journal is left out: {line[:60]!r}", file=sys.stderr)
+    return events
+
+
+def image_name(key: str) -> str:
+    """What a picture is called among the last steps, where metrics have their own names."""
+    return f"image:{key}"
+
+
+def _whole_lines(path: Path) -> bytes:
+    """Of a journal left by an earlier start; a line cut by a kill is no line."""
+    found = path.read_bytes() if path.exists() else b""
+    return found[: found.rfind(b"\n") + 1]
+
+
+def _last_steps(whole: bytes) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for event in readable_events(whole.splitlines()):
+        if event["event"] == "metrics":
+            last.update(dict.fromkeys(event["values"], event["step"]))
+        elif event["event"] == "image":
+            last[image_name(event["key"])] = event["step"]
+    return last

@@ -27,7 +27,7 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
 from pretrain.ranks.starts import started
-from pretrain.tracking.page import summary
+from pretrain.tracking.run_tags import summary
 from tests.data_prep.test_verify import change_manifest
 from tests.moments import wait_until
 from tests.training import final_state, finish, start, start_tuning, write_config

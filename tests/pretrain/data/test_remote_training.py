@@ -21,7 +21,7 @@ from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader, open_split
 from pretrain.data.shard_cache import ShardCache
 from pretrain.data.shard_cache.fetching import Patience
-from pretrain.tracking.page import shown_command
+from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
 from tests.training import finish, start, write_config

@@ -19,7 +19,7 @@ from pretrain.checkpoints.run import checkpoints_dir, save_result
 from pretrain.ranks import starts
 from pretrain.ranks.preemption import StopFlag, entered
 from pretrain.ranks.starts import started
-from pretrain.tracking.journal import Journal
+from pretrain.tracking.tracker import Journal
 from tests.forked import begin, new_output, wait
 from tests.pretrain.checkpoints.test_checkpoint import save, wait_until
 

@@ -6,7 +6,9 @@ import re
 import shutil
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,10 @@ import pytest
 from mlflow import MlflowClient
 
 from data_prep.settings import UserError
-from pretrain.tracking import embedded_store
+from pretrain.tracking import store
 from pretrain.tracking.delivery import Delivery, sync
-from pretrain.tracking.embedded_store import EmbeddedStore, Schema
-from pretrain.tracking.journal import Journal
-from pretrain.tracking.store import Store
-from pretrain.tracking.tracker import RunIdentity, Tracker
+from pretrain.tracking.store import EmbeddedStore, Store
+from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
 
 NUM_POINTS = 30
 FORK = multiprocessing.get_context("fork")
@@ -71,7 +71,7 @@ def test_runs_that_start_together_have_one_whole_store(new_store: Path, tmp_path
         write_run(run_dir)
     assert sync_apart(*run_dirs) == [0, 0]
     assert sorted(runs_in(tmp_path / "mlflow.db")) == ["ext0", "ext1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlflow.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlartifacts", "mlflow.db"]
 
 
 def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(
@@ -155,54 +155,40 @@ def database(path: Path, *, revision: str | None = "two", tables: tuple[str, ...
         connection.commit()
 
 
-def schema(make: Callable[[Path], None] = database) -> Schema:
-    return Schema(newest="two", known=("two", "one"), make=make)
+@pytest.fixture
+def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The stores that are made, in no time, of a schema of ours."""
+    made = list[Path]()
+
+    def make(path: Path, *, files: Path) -> None:
+        made.append(path)
+        time.sleep(0.3)
+        database(path)
+
+    monkeypatch.setattr(store, "make_database", make)
+    monkeypatch.setattr(store, "schema_revisions", lambda: ["two", "one"])
+    return made
 
 
-@pytest.mark.parametrize("has_hard_links", [True, False])
-def test_the_first_that_is_whole_gets_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hard_links: bool
-) -> None:
-    path = tmp_path / "mlflow.db"
-    if not has_hard_links:
-        monkeypatch.setattr(os, "link", refuse)
-
-    def make_slowly(place: Path) -> None:
-        EmbeddedStore(path).open(schema(lambda place: database(place, tables=("first",))))
-        database(place, tables=("second",))
-
-    EmbeddedStore(path).open(schema(make_slowly))
-    with closing(sqlite3.connect(path)) as connection:
-        assert {name for (name,) in connection.execute("select name from sqlite_master")} == {
-            "alembic_version",
-            "first",
-        }
-    assert [each.name for each in tmp_path.iterdir()] == ["mlflow.db"]
+def test_one_makes_the_store_and_the_others_wait_for_it(tmp_path: Path, makes: list[Path]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: EmbeddedStore(tmp_path / "mlflow.db").open(), range(4)))
+    assert len(makes) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db"]
 
 
-def test_without_hard_links_a_claim_of_the_dead_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(embedded_store, "CLAIMED_S", 0.0)
-    (tmp_path / ".tmp-mlflow.db.claim").mkdir()
-    with pytest.raises(UserError, match=r"mlflow\.db\.claim.*remove"):
-        EmbeddedStore(tmp_path / "mlflow.db").open(schema())
-    assert not (tmp_path / "mlflow.db").exists()
-
-
-def refuse(*_: object) -> None:
-    raise PermissionError("no hard links here")
-
-
-def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path) -> None:
-    def die(place: Path) -> None:
-        database(place, tables=("_alembic_tmp_experiments",))
+def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(path: Path, *, files: Path) -> None:
+        database(path, tables=("_alembic_tmp_experiments",))
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(store, "make_database", die)
     with pytest.raises(KeyboardInterrupt):
-        EmbeddedStore(tmp_path / "mlflow.db").open(schema(die))
-    assert list(tmp_path.iterdir()) == []
+        EmbeddedStore(tmp_path / "mlflow.db").open()
+    assert [path.name for path in tmp_path.iterdir()] == ["mlartifacts"]
 
 
+@pytest.mark.usefixtures("makes")
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -223,24 +209,24 @@ def test_what_is_no_whole_store_of_this_schema_is_named_and_left_alone(
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
     with pytest.raises(UserError, match=words) as told:
-        EmbeddedStore(path).open(schema())
+        EmbeddedStore(path).open()
     assert "\n" not in str(told.value) and (path.read_bytes() if path.is_file() else None) == before
 
 
 def test_a_locked_store_is_said_to_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_store, "LOCKED_S", 0.0)
+    monkeypatch.setattr(store, "LOCKED_S", 0.0)
     path = tmp_path / "mlflow.db"
     database(path)
     with closing(sqlite3.connect(path)) as writer:
         writer.execute("begin exclusive")
         with pytest.raises(UserError, match=r"database is locked.*try again"):
-            EmbeddedStore(path).open(schema())
+            EmbeddedStore(path).open()
 
 
 def test_what_a_store_that_is_gone_has_left_is_not_rolled_back_into_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db-journal").touch()
     with pytest.raises(UserError, match=r"mlflow\.db-journal.*move it away"):
-        EmbeddedStore(tmp_path / "mlflow.db").open(schema())
+        EmbeddedStore(tmp_path / "mlflow.db").open()
 
 
 def test_only_a_file_is_embedded() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.tracking.journal import Journal, image_name
+from pretrain.tracking.tracker import Journal, image_name
 
 
 def numbers(path: Path) -> list[int]:
@@ -29,8 +29,8 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data[:count])
 
-    monkeypatch.setattr("pretrain.tracking.journal.RETRY_S", 0.01)
-    monkeypatch.setattr("pretrain.tracking.journal.os.write", write)
+    monkeypatch.setattr("pretrain.tracking.tracker.JOURNAL_RETRY_S", 0.01)
+    monkeypatch.setattr("pretrain.tracking.tracker.os.write", write)
     journal = Journal(tmp_path / "journal.jsonl")
     for number in range(50):
         journal.append({"event": "x", "number": number})
@@ -48,7 +48,7 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         assert free.wait(60)
         return real(descriptor, data)
 
-    monkeypatch.setattr("pretrain.tracking.journal.os.write", write)
+    monkeypatch.setattr("pretrain.tracking.tracker.os.write", write)
     journal = Journal(tmp_path / "journal.jsonl")
     journal.append({"event": "x", "number": 0})
     assert hangs.wait(60)

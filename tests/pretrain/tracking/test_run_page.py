@@ -13,8 +13,8 @@ from data_prep.manifest import load_manifest
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.tracking.page import datasets_of, on_slurm, shown_command, slurm_tags
 from pretrain.tracking.pictures import draw_filters, strongest_filters
+from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, with_note
 from tests.training import finish, start, write_config
 
 
@@ -38,7 +38,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     params, tags = begun["params"], begun["tags"]
     assert isinstance(params, dict) and isinstance(tags, dict)
     assert params["optimizer.lr"] == 1e-3 and params["num_ranks"] == 2
-    assert tags["mlflow.source.git.commit"] and "the same command goes on" in tags["mlflow.note.content"]
+    assert tags["mlflow.source.git.commit"] and "The same command goes on" in tags["mlflow.note.content"]
     assert {"num_cpu_threads": 1} in [event["params"] for event in events(run_dir, "params")]
     assert [event["path"] for event in events(run_dir, "artifact")] == [str(run_dir / "config.yaml")]
     assert events(run_dir, "params")[0]["params"] == {"peak_teraflops": "0.5 per rank (tracking.peak_teraflops)"}
@@ -106,13 +106,15 @@ def test_a_jobs_command_names_the_config_that_was_given(kept: str, given: str) -
 def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert slurm_tags() == {} and on_slurm() == ""
+    assert slurm_tags() == {}
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert slurm_tags() == {"slurm.job_id": "17", "slurm.nodes": "n[1-2]"}
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert on_slurm() == "; on SLURM: job 15_3 on n[1-2]"
+    tags = {"mlflow.source.name": "pretrain train x", "mlflow.source.git.commit": "abc"} | slurm_tags()
+    note = with_note(tags, title="T", run_dir=Path("/r"))["mlflow.note.content"]
+    assert note == "T\n\nIn `/r`, by `pretrain train x`, code abc; on SLURM: job 15_3 on n[1-2]"
 
 
 def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> None:

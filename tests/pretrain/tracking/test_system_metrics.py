@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from pretrain.ranks.world import World
-from pretrain.tracking.nvml import GpuReading, open_nvml
-from pretrain.tracking.system_metrics import NodeSampler, gpu_values, node_teller
+from pretrain.tracking.node import GpuReading, NodeSampler, gpu_values, node_report, open_nvml
 
 DRIVER = r"""
 #include <string.h>
@@ -59,9 +58,9 @@ def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypa
         def sample(self) -> dict[str, float]:
             return answers.get()
 
-    monkeypatch.setattr("pretrain.tracking.system_metrics.NodeSampler", Hangs)
-    monkeypatch.setattr("pretrain.tracking.system_metrics.EVERY_S", 0.01)
-    tell = node_teller(World(2, 0, 4, num_local_ranks=2), tmp_path)
+    monkeypatch.setattr("pretrain.tracking.node.NodeSampler", Hangs)
+    monkeypatch.setattr("pretrain.tracking.node.EVERY_S", 0.01)
+    tell = node_report(World(2, 0, 4, num_local_ranks=2), tmp_path)
     assert has_begun.wait(20) and tell() == {}
     answers.put({"cpu": 1.0})
     said = [{}]

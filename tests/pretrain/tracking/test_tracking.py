@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,8 @@ from data_prep.publish import Superseded, use_workspace
 from data_prep.settings import UserError
 from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
-from pretrain.tracking.journal import Journal
 from pretrain.tracking.store import Store
-from pretrain.tracking.tracker import RunIdentity, Tracker
+from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
 from tests.moments import wait_until
 from tests.ranks import REPOSITORY
 
@@ -214,7 +214,7 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     )
     dies.chmod(0o755)
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(dies))
-    monkeypatch.setattr("pretrain.tracking.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("pretrain.tracking.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
     run_dir = tmp_path / "run"
     identity(run_dir)
     (run_dir / "tracking/delivery.log").write_text("of yesterday\n")
@@ -228,7 +228,7 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     assert (tmp_path / "births").read_text() == "born\n" * 4
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and said[1] == (
-        f"tracking: MLflow has not got everything yet ({run_dir}/tracking/delivery.log: delivery ended with SIGKILL; "
+        f"tracking: MLflow has not received everything yet ({run_dir}/tracking/delivery.log: delivery ended with SIGKILL; "
         f"its last word); later: pretrain sync {run_dir}"
     )
 
@@ -357,7 +357,7 @@ def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     delivery = Delivery(run_dir)
     for _ in range(3):
         delivery.deliver()
-        delivery.say("RUNNING")
+        delivery.set_status("RUNNING")
     assert said == ["RUNNING"]
     assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
 

@@ -1,10 +1,11 @@
-"""What the page of a run says from its start: a note, tags, and the datasets as MLflow shows them. Pure but for `git_commit`."""
+"""What the page of a run shows from its start: a note, tags, and the datasets as MLflow shows them."""
 
 import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,41 @@ DIGEST_LENGTH = 32
 """Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the parameters."""
 
 
-def tags_of(
-    settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int
-) -> dict[str, str]:
+def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
+    """Of every run: where it came from, and on what it is; `with_note` adds the note."""
     return {
-        "mlflow.source.name": command,
+        "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": commit,
-        "mlflow.note.content": note(settings, data, command=command, commit=commit, num_weights=num_weights),
-        "dataset": data.name,
-        "target": "+".join(target_of(part.manifest) for part in data.parts),
-        "model": settings.model.label,
+        "mlflow.source.git.commit": git_commit(),
+        "dataset": dataset,
+        "target": target,
+        "model": model,
     } | slurm_tags()
+
+
+def with_note(tags: dict[str, str], *, title: str, lines: Sequence[str] = (), run_dir: Path) -> dict[str, str]:
+    """The note is Markdown, which the page shows above everything else."""
+    on_slurm = f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}" if "slurm.job_id" in tags else ""
+    code = f"code {tags['mlflow.source.git.commit']}{on_slurm}"
+    place = f"In `{run_dir.absolute()}`, by `{tags['mlflow.source.name']}`, {code}"
+    return tags | {"mlflow.note.content": "\n\n".join([title, *lines, place])}
+
+
+def training_tags(settings: PretrainSettings, data: TrainingData, *, num_weights: int) -> dict[str, str]:
+    engine, optimizer, train = settings.engine, settings.optimizer, settings.train
+    shards = sum(len(part.content.shards) for part in data.parts)
+    target = "+".join(target_of(part.manifest) for part in data.parts)
+    return with_note(
+        run_tags(dataset=data.name, target=target, model=settings.model.label),
+        title=f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}** "
+        f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
+        lines=[
+            f"{train.duration} at a batch of {train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
+            f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}",
+            "The same command goes on where it stopped.",
+        ],
+        run_dir=Path(settings.run_dir),
+    )
 
 
 def slurm_tags() -> dict[str, str]:
@@ -41,12 +65,6 @@ def slurm_tags() -> dict[str, str]:
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     return {"slurm.job_id": job, "slurm.nodes": os.environ.get("SLURM_JOB_NODELIST", "")} if job else {}
-
-
-def on_slurm() -> str:
-    """For a note."""
-    tags = slurm_tags()
-    return f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}" if tags else ""
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
@@ -59,20 +77,6 @@ def target_of(manifest: Manifest) -> str:
     if kind not in KNOWN:
         return manifest.name
     return f"{kind}{len(manifest.classes)}" if kind == "cifar" else str(kind)
-
-
-def note(settings: PretrainSettings, data: TrainingData, *, command: str, commit: str, num_weights: int) -> str:
-    """Markdown, which the page shows above everything else."""
-    engine, optimizer = settings.engine, settings.optimizer
-    shards = sum(len(part.content.shards) for part in data.parts)
-    lines = [
-        f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}** "
-        f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
-        f"{settings.train.duration} at a batch of {settings.train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
-        f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}; code {commit}",
-        f"In `{Path(settings.run_dir).resolve()}`; the same command goes on where it stopped: `{command}`{on_slurm()}",
-    ]
-    return "\n\n".join(lines)
 
 
 def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:

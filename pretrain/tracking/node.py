@@ -2,21 +2,26 @@
 
 sampler = NodeSampler(run_dir)
 tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
-tell=node_teller(world, run_dir)            # on another node's first rank: with its heartbeat, which the first rank hears
+report=node_report(world, run_dir)          # on another node's first rank: with its heartbeat, which the first rank receives
+
+GPUs' figures are the driver's own, from libnvidia-ml, which comes with it: no further dependency, and no CUDA context.
 """
 
+import ctypes
+import os
 import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from ctypes import byref, c_uint, c_ulonglong, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pretrain.ranks.world import World
-from pretrain.tracking.nvml import Nvml, open_nvml
 
 EVERY_S = 10.0
 
@@ -26,13 +31,13 @@ class NodeSampler:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._nvml: Nvml | None = open_nvml()
+        self._nvml = open_nvml()
         self._sent_at_first, self._received_at_first = _network()
         self._network_before, self._network_before_s = _network(), time.monotonic()
         psutil.cpu_percent()  # the first call has nothing to compare with
 
     def sample(self) -> dict[str, float]:
-        """Without a prefix; what cannot be told is left out."""
+        """Without a prefix; what the node does not know is left out."""
         memory = psutil.virtual_memory()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -72,8 +77,8 @@ def node_name(world: World) -> str | None:
     return None if world.is_one_node else platform.node()
 
 
-def node_teller(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
-    """What this rank says with its beats: now and then the figures of its node, if it is the one to say them.
+def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
+    """What this rank reports with its beats: now and then the figures of its node, if it is the first rank there.
 
     They come from a thread of its own: a file system or a driver that hangs must not make a rank look frozen.
     """
@@ -87,14 +92,85 @@ def node_teller(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
             time.sleep(EVERY_S)
             fresh.append({"node": platform.node(), "values": sampler.sample()})
 
-    def tell() -> dict[str, Any]:
+    def report() -> dict[str, Any]:
         try:
             return fresh.pop()
         except IndexError:
             return {}
 
     threading.Thread(target=sample, name="system-metrics", daemon=True).start()
-    return tell
+    return report
+
+
+def _network() -> tuple[int, int]:
+    """(bytes sent, bytes received) by all interfaces but loopback."""
+    counters = psutil.net_io_counters(pernic=True)
+    others = [counter for name, counter in counters.items() if name != "lo"]
+    return sum(each.bytes_sent for each in others), sum(each.bytes_recv for each in others)
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------------------------------
+
+LIBRARY = "libnvidia-ml.so.1"
+_TEMPERATURE_OF_THE_CHIP = 0
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", c_uint), ("memory", c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """None: the driver does not know (a part of a GPU, for instance, has no utilisation)."""
+
+    utilization_percent: int | None
+    memory_used: int | None
+    memory_total: int | None
+    power_mw: int | None
+    temperature_c: int | None
+
+
+class Nvml:
+    def __init__(self, library: Any):
+        self._library, count = library, c_uint()
+        library.nvmlDeviceGetCount_v2(byref(count))
+        handles = [(c_void_p(), number) for number in range(count.value)]
+        self._handles = [
+            handle for handle, number in handles if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0
+        ]
+
+    def read(self) -> list[GpuReading]:
+        return [self._read(handle) for handle in self._handles]
+
+    def _read(self, handle: c_void_p) -> GpuReading:
+        library, use, memory = self._library, _Utilization(), _Memory()
+        power, temperature = c_uint(), c_uint()
+        has_use = library.nvmlDeviceGetUtilizationRates(handle, byref(use)) == 0
+        has_memory = library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0
+        has_power = library.nvmlDeviceGetPowerUsage(handle, byref(power)) == 0
+        has_heat = library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature)) == 0
+        return GpuReading(
+            utilization_percent=use.gpu if has_use else None,
+            memory_used=memory.used if has_memory else None,
+            memory_total=memory.total if has_memory else None,
+            power_mw=power.value if has_power else None,
+            temperature_c=temperature.value if has_heat else None,
+        )
+
+
+def open_nvml(path: str = LIBRARY) -> Nvml | None:
+    """None where there is no driver, or no GPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    try:
+        library = ctypes.CDLL(path)
+        return Nvml(library) if library.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
 
 
 def gpu_values(nvml: Nvml) -> dict[str, float]:
@@ -111,10 +187,3 @@ def gpu_values(nvml: Nvml) -> dict[str, float]:
         }
         values |= {f"gpu_{number}_{name}": float(value) for name, value in figures.items() if value is not None}
     return values
-
-
-def _network() -> tuple[int, int]:
-    """(bytes sent, bytes received) by all interfaces but loopback."""
-    counters = psutil.net_io_counters(pernic=True)
-    others = [counter for name, counter in counters.items() if name != "lo"]
-    return sum(each.bytes_sent for each in others), sum(each.bytes_recv for each in others)
