@@ -7,10 +7,10 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/python demo.py
 
-# prepare -> pretrain -> probe + finetune on this machine and all its GPUs; on SLURM: cluster/study.sh FILE.
-STUDY := configs/study/demo.yaml
+# prepare -> pretrain -> probe + finetune on this machine and all its GPUs; on SLURM: cluster/submit FILE.
+STUDY := configs/plan/demo.yaml
 study: .venv/.installed
-	$(BIN)/python -m cluster.study $(STUDY) --local $(ARGS)
+	$(BIN)/python -m cluster.plan run $(STUDY) $(ARGS)
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows tests

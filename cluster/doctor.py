@@ -14,7 +14,8 @@ from cluster.checks.finding import Finding, summary, table
 from cluster.checks.job import check_job
 from cluster.checks.nodes import check_nodes
 from cluster.checks.site import read_site
-from cluster.checks.slurm import check_slurm, read_submission
+from cluster.checks.slurm import check_slurm
+from cluster.slurm import read_submission
 
 USAGE = """\
 cluster/doctor [--on-nodes] [sbatch options] [cluster/NAME.slurm CONFIG key=value ...]

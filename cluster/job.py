@@ -12,14 +12,23 @@ import re
 import sys
 from pathlib import Path
 
-from cluster.studies.work import COMMANDS, Work, refuse_options
-from cluster.studies.writers import taken_by
+from cluster.plan_file import load_plan
+from cluster.slurm import taken_by
+from cluster.work import COMMANDS, Work, refuse_options
 from data_prep.settings import UserError
 from finetune.tune.config import TuneSettings
 from pretrain.config import PretrainSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--member"]:
+        try:
+            print(*load_plan(words[1]).stage(words[2]).members[int(words[3])].work.words, sep="\n")
+        except (UserError, IndexError) as error:
+            print(f"cluster.plan: {error}", file=sys.stderr)
+            return 2
+        return 0
     parser = argparse.ArgumentParser(prog="python -m cluster.job")
     for name in ("program", "verb", "config"):
         parser.add_argument(name)

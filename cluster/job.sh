@@ -181,7 +181,7 @@ was_stopped() { case $code in 130 | 138 | 140 | 143) ;; *) false ;; esac; } # by
 run_verb() {
     [ $# -ge 3 ] || fail "no config given; sbatch cluster/$me.slurm CONFIG [key=value ...]" 2
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || [ -n "${is_member:-}" ] ||
-        fail "an array of one run would fight over it; many runs are a sweep: cluster/sweep.slurm" 2
+        fail "an array of one run would fight over it; many runs are a plan: cluster/submit PLAN" 2
     local config extra=()
     config=$(kept "$3") || exit 2
     work=("$1" "$2" "$config" "${@:4}")

@@ -103,7 +103,7 @@ def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:
     assert "://" not in text and "index-url" not in text
 
 
-@pytest.mark.parametrize("command", [*PACKAGES[:-1], "cluster.sweep", "cluster.study"])
+@pytest.mark.parametrize("command", [*PACKAGES[:-1], "cluster.plan"])
 def test_every_command_explains_itself(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True, timeout=60

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.checks.finding import Answer, Finding, ask
-from cluster.checks.slurm import Submission, chosen_partitions, of_script
+from cluster.checks.slurm import chosen_partitions, of_script
+from cluster.slurm import Submission
 
 _VERBS = {
     "pretrain.slurm": (("-m", "pretrain", "show"), ()),
@@ -16,7 +17,7 @@ _VERBS = {
     "finetune.slurm": (("-m", "finetune", "tune"), ("--show",)),
 }
 """What prints a job's settings: the command before its words, and after them. What the others read `cluster.submission` says."""
-_SCRIPTS = (*_VERBS, "data_prep.slurm", "sweep.slurm")
+_SCRIPTS = (*_VERBS, "data_prep.slurm", "grid.slurm")
 _FINISHED = 3
 _BATCH = """
 import sys
@@ -53,7 +54,7 @@ def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Fi
         return [Finding("config", "warning", "not looked at: no Python here", remedy)]
     # --hold: what is missing has findings of its own below
     words = [*(["--hold"] if name in _VERBS else []), *submission.options, submission.script, *submission.arguments]
-    answer = ask([*python, "-m", "cluster.submission", *words], environment=environment, timeout_s=120)
+    answer = ask([*python, "-m", "cluster.submit", "--test-only", *words], environment=environment, timeout_s=120)
     if answer.code == _FINISHED:
         return [Finding("config", "ok", f"nothing is left to do: {answer.last_error}")]
     if answer.code:

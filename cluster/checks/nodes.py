@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.checks.files import interface_exists
 from cluster.checks.finding import Answer, Finding, Verdict, ask
 from cluster.checks.job import node_gpus
-from cluster.checks.slurm import Submission
+from cluster.slurm import Submission
 
 _WAIT_S = 120
 _OF_SRUN = {

@@ -83,7 +83,7 @@ TAKEN: dict[str, Callable[[str], str]] = {
     "SBATCH_NO_REQUEUE": _not_ours("they put themselves back in the queue"),
     "SBATCH_OPEN_MODE": _not_ours("the log of a later start goes on below the earlier one"),
     "SBATCH_ARRAY_INX": _not_ours("give --array with the submission"),
-    "SBATCH_WAIT": _not_ours("cluster/study.sh would wait for each job in turn"),
+    "SBATCH_WAIT": _not_ours("cluster/submit would wait for each job in turn"),
 }
 OF_SBATCH = re.findall(
     r"\w+",

@@ -5,50 +5,17 @@ All of it from `scontrol show` and `sbatch --test-only`; nothing is submitted.
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.checks.finding import Finding, ask
 from cluster.checks.site_time import in_words, minutes_of
+from cluster.slurm import Submission
 
 PROGRAMS = ("sbatch", "srun", "scontrol", "squeue")
 SIGNAL_LEAD_MIN = 5.0
 """How long before the time limit a job is told to save (--signal=...@300)."""
 _LONGEST_ARRAY = 1000
-
-
-@dataclass(frozen=True)
-class Submission:
-    """The words after cluster/submit: sbatch's options, a job script, the script's words."""
-
-    options: tuple[str, ...] = ()
-    script: str | None = None
-    arguments: tuple[str, ...] = ()
-
-    def option(self, *names: str) -> str | None:
-        """The last value of an option, such as ("--partition", "-p"); "" where it has none."""
-        value = None
-        for position, word in enumerate(self.options):
-            following = self.options[position + 1] if position + 1 < len(self.options) else ""
-            for name in names:
-                head, is_given, given = word.partition("=")
-                if word == name or is_short_for(name, head):
-                    value = given if is_given else "" if following.startswith("-") else following
-                elif not name.startswith("--") and word.startswith(name) and not word.startswith("--"):
-                    value = word[len(name) :]
-        return value
-
-
-def is_short_for(name: str, head: str) -> bool:
-    """--depend as well as --dependency: sbatch takes the beginning of a long name."""
-    return len(head) > 4 and name.startswith("--") and name.startswith(head)
-
-
-def read_submission(words: Sequence[str]) -> Submission:
-    at = next((number for number, word in enumerate(words) if word.endswith(".slurm")), len(words))
-    script = words[at] if at < len(words) else None
-    return Submission(tuple(words[:at]), script, tuple(words[at + 1 :]))
 
 
 def of_script(script: Path, *names: str) -> str | None:
@@ -262,9 +229,7 @@ def _limits(settings: Mapping[str, str]) -> list[Finding]:
     array = settings.get("MaxArraySize", "1001")
     if array.isdigit() and int(array) <= _LONGEST_ARRAY:
         found = f"arrays may have {max(0, int(array) - 1)} tasks here (MaxArraySize={array})"
-        findings.append(
-            Finding("arrays", "warning", found, "split longer sweep files; give data_prep.slurm fewer tasks")
-        )
+        findings.append(Finding("arrays", "warning", found, "split longer grids; give data_prep.slurm fewer tasks"))
     wait = re.match(r"\d+", settings.get("KillWait", "30"))
     if wait and int(wait[0]) < 10:
         found = f"scancel leaves ranks {wait[0]} s until they are killed (KillWait)"

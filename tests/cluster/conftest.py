@@ -1,4 +1,4 @@
-"""Sweeps and studies name their files from the repository root: here an empty directory with its configs and its cluster/."""
+"""Plans and submissions name their files from the repository root: here an empty directory with its configs and its job scripts."""
 
 from pathlib import Path
 
@@ -11,6 +11,9 @@ from tests.ranks import REPOSITORY
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "cluster").mkdir()
+    for script in (REPOSITORY / "cluster").glob("*.slurm"):
+        (tmp_path / "cluster" / script.name).symlink_to(script)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

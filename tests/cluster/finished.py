@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.studies.work import Work
+from cluster.work import Work
 from data_prep.settings import dump
 from pretrain.checkpoints.run import CONFIG_FILE, save_result
 

@@ -9,8 +9,9 @@ import pytest
 
 from cluster.checks.job import check_job
 from cluster.checks.nodes import judge, read_answers, srun_words
-from cluster.checks.slurm import check_slurm, judge_preemption, read_submission
+from cluster.checks.slurm import check_slurm, judge_preemption
 from cluster.doctor import main
+from cluster.slurm import read_submission
 
 REPOSITORY = Path(__file__).parents[2]
 PARTITIONS = (
@@ -168,8 +169,8 @@ def test_whoever_stops_reading_sees_no_traceback(slurm: dict[str, str]) -> None:
             [("config", "FAULT", "optimizer.rate: unknown key")],
         ),
         (
-            ["cluster/sweep.slurm", "configs/sweep/demo.yaml", "train.seed=1"],
-            [("config", "FAULT", "a sweep takes no words after its file")],
+            ["cluster/grid.slurm", "configs/plan/demo_grid.yaml", "pretrain", "train.seed=1"],
+            [("config", "FAULT", "overrides are written in the plan file")],
         ),
         (
             ["cluster/data_prep.slurm", "configs/data_prep/cifar10.yaml", "source.path=data/none.tar.gz"],

@@ -13,13 +13,13 @@ from tests.slurm.conftest import Cluster, need_slurm
 PYTHON = r"""#!/bin/bash
 # stands in for .venv/bin/python: -m pretrain show|train CONFIG, where CONFIG says what the ranks do
 case $2 in
-    cluster.sweep) printf '%s\n' pretrain train "second-time-$5"; exit ;;
     cluster.preflight)
         [ -z "${SLOW:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch measuring; sleep 60; }
         [ "$(hostname)" = n2 ] || exit 0
         echo "n2	slow" >>"$3/bad-nodes"
         exit 3 ;;
     cluster.job)
+        [ "$3" != --member ] || { printf '%s\n' pretrain train "second-time-$6"; exit; }
         name=$(basename "$5")
         [ ! -e "runs/$name/result.json" ] || state=finished
         [[ $name != blind* ]] || [[ $name = blind-quick* && $(hostname) != n1 ]] || state="blind: /data/x"
@@ -185,14 +185,16 @@ def test_a_job_that_needs_a_bad_node_ends(lab: Cluster) -> None:
 
 
 def test_a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
-    (lab.root / "crash-sweep").write_text("")
-    array = lab.sbatch("--array=3,5", "cluster/sweep.slurm", "crash-sweep")
+    (lab.root / "crash-plan").write_text("")
+    array = lab.sbatch("--array=3,5", "cluster/grid.slurm", "crash-plan", "pretrain")
     for task in (3, 5):
         lab.wait_for(f"{array}_{task}", "rank 0 of 1")
         lab("scancel", "--batch", "--signal=USR2", f"{array}_{task}")
     for task in (3, 5):
         assert lab.wait(f"{array}_{task}", "COMPLETED")["Restarts"] == "1"
-        assert lab.log(f"{array}_{task}").count(f"member {task} of crash-sweep") == 2  # appended, by the same member
+        assert (
+            lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2
+        )  # appended, by the same member
         assert (lab.root / f"runs/second-time-{task}/result.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""cluster/study.sh on a real SLURM: every template end to end, each job after those that it waits for, and a chain that breaks."""
+"""A plan on a real SLURM: every job script end to end, each job after those that it waits for, and a chain that breaks."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import pytest
 from data_prep.manifest import load_manifest
 from tests.slurm.conftest import Cluster
 
-STUDY = """
+PLAN = """
 prepare:
   - config: configs/data_prep/demo_pretrain.yaml
     overrides: [out=data/whole-a, source.num_classes=8, source.num_train_per_class=20, {small}]
@@ -41,15 +41,15 @@ pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three star
 
 
 def jobs_of(said: str) -> list[list[str]]:
-    """The jobs of each stage, of a dataset the array and the merge, as the study's table has them."""
-    rows = said.partition("stage  ")[2].partition("look: ")[0].splitlines()[1:]
+    """The jobs of each stage, of a dataset the array and the merge, as the plan's table has them."""
+    rows = re.split(r"^stage  +jobs", said, flags=re.MULTILINE)[1].partition("look: ")[0].splitlines()[1:]
     return [re.split(r"  +", row)[1].split(", ") for row in rows]
 
 
-def test_a_whole_study(slurm: Cluster) -> None:
-    study = slurm.root / "whole.yaml"
-    study.write_text(STUDY.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")))
-    jobs = jobs_of(slurm("cluster/study.sh", study.name, "--", "--time=30"))
+def test_a_whole_plan(slurm: Cluster) -> None:
+    plan = slurm.root / "whole.yaml"
+    plan.write_text(PLAN.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")))
+    jobs = jobs_of(slurm("cluster/submit", "--time=30", plan.name))
     assert [len(each) for each in jobs] == [2, 2, 1, 1, 1], jobs
     (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,) = jobs
     for job in (a, merge_a, b, merge_b, pretrain, probe, tune):
@@ -86,15 +86,15 @@ def test_a_whole_study(slurm: Cluster) -> None:
     ]  # fmt: skip
 
     before = slurm("squeue", "--noheader", "--states=all", "--format=%i")
-    assert slurm("cluster/study.sh", study.name).splitlines()[-1] == "all stages are finished"
+    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 5
     assert slurm("squeue", "--noheader", "--states=all", "--format=%i") == before
 
 
 def test_what_waits_for_a_pretraining_that_cannot_start_leaves_the_queue(slurm: Cluster, shapes: Path) -> None:
-    dataset, study = slurm.root / "data/lost", slurm.root / "broken.yaml"
+    dataset, plan = slurm.root / "data/lost", slurm.root / "broken.yaml"
     shutil.copytree(shapes, dataset)
-    study.write_text(RUNS.format(name="broken", a="data/lost", b=shapes, sbatch="--hold"))
-    (pretrain,), (probe,), (tune,) = jobs_of(slurm("cluster/study.sh", study.name))
+    plan.write_text(RUNS.format(name="broken", a="data/lost", b=shapes, sbatch="--hold"))
+    (pretrain,), (probe,), (tune,) = jobs_of(slurm("cluster/submit", plan.name))
     assert [slurm.job(job)["JobState"] for job in (pretrain, probe, tune)] == ["PENDING"] * 3
     shutil.rmtree(dataset)
     slurm("scontrol", "release", pretrain)

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from cluster.job import main as job
-from cluster.studies.sweep_file import load_sweep
-from cluster.studies.work import Work
-from cluster.submission import indices, main
+from cluster.plan_file import load_plan
+from cluster.slurm import lines_of, read_submission
+from cluster.submit import NothingLeft, Order, examine, indices, main
+from cluster.work import Work
 from data_prep.settings import SettingsError
 from tests.cluster.checkouts import run, stand_in
 from tests.cluster.finished import finish
 
-MLP, SWEEP = "configs/pretrain/demo_mlp.yaml", "configs/sweep/demo.yaml"
+MLP, GRID = "configs/pretrain/demo_mlp.yaml", "configs/plan/demo_grid.yaml"
 CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretrain.yaml"
 
 
@@ -24,26 +25,37 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["cluster/pretrain.slurm", MLP, "--ranks", "2"], "--ranks: after CONFIG a job takes key=value alone"),
         (["-a", "0-1", "cluster/pretrain.slurm", MLP], "--array: pretrain.slurm is one run"),
         (["cluster/pretrain.slurm", MLP], "data/demo-pretrain is no finished dataset"),
-        (["--array=9%2", "cluster/sweep.slurm", SWEEP], "has no member 9; its members are 0 to 3"),
-        (["cluster/sweep.slurm", SWEEP, "train.seed=1"], "a sweep takes no words after its file"),
-        (["cluster/sweep.slurm", SWEEP], "data/study-pretrain is no finished dataset"),
+        (["--array=9%2", "cluster/grid.slurm", GRID, "pretrain"], "has no member 9; its members are 0 to 3"),
+        (["cluster/grid.slurm", GRID, "pretrain", "train.seed=1"], "overrides are written in the plan file"),
+        (["cluster/grid.slurm", GRID, "pretrain"], "data/study-pretrain is no finished dataset"),
+        (["cluster/pretrain.slurm", "--nodes", "2", MLP], "--nodes: sbatch's options stand before the script"),
+        (["mine/pretrain.slurm", MLP], "mine/pretrain.slurm: put it into cluster/"),
+        (["cluster/pretrian.slurm", MLP], "cluster/pretrian.slurm: no such file"),
+        (["--wait", "cluster/pretrain.slurm", MLP], "--dependency=afterok:JOB"),
         (["cluster/data_prep.slurm", SHAPES, "imagesize=32"], "imagesize: unknown key"),
         (["cluster/data_prep.slurm", CIFAR], "source.path: cifar-10-python.tar.gz is not there"),
+        (["cluster/grid.slurm", GRID, "probe"], "it has no grid 'probe'"),
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
 )
 def test_what_cannot_run_is_refused(
     checkout: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("mine").mkdir()
+    Path("mine/pretrain.slurm").touch()
     assert main(words) == 2
     said = capsys.readouterr()
     assert complaint in said.err and said.err.count("\n") == 1 and said.out == ""
 
 
+def order(*words: str) -> Order:
+    return examine(read_submission(words))
+
+
 @pytest.mark.parametrize("words", [["cluster/pretrain.slurm", MLP], ["cluster/data_prep.slurm", CIFAR]])
 def test_what_waits_for_another_job_may_lack_what_it_reads(checkout: Path, words: list[str]) -> None:
     for option in ("--dependency=afterok:7", "--hold"):
-        assert main([option, *words]) == 0
+        assert order(option, *words)
 
 
 def test_what_does_not_fit_the_data_is_one_line(
@@ -56,13 +68,16 @@ def test_what_does_not_fit_the_data_is_one_line(
 
 def test_what_is_finished_is_not_submitted(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finish(Work("pretrain", MLP))
-    assert main(["cluster/pretrain.slurm", MLP]) == 3
-    members = load_sweep(SWEEP).members
+    members = load_plan(GRID).stages[0].members
     for member in members:
         finish(member.work)
-    assert main(["cluster/sweep.slurm", SWEEP]) == 3
-    said = capsys.readouterr()
-    assert said.out == "" and "finished before, not submitted" in said.err and f"all {len(members)} members" in said.err
+    for words, reason in (
+        (["cluster/pretrain.slurm", MLP], "finished before; name another run_dir to do it anew, nothing is submitted"),
+        (["cluster/grid.slurm", GRID, "pretrain"], f"all {len(members)} members of pretrain are finished"),
+    ):
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert said.out == "" and reason in said.err
 
 
 SQUEUE = """#!/bin/sh
@@ -89,43 +104,35 @@ def note(job: str, lines: str) -> None:
 def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
     queue: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--begin=now+1hour", "cluster/sweep.slurm", SWEEP]
+    words = ["--begin=now+1hour", "cluster/grid.slurm", GRID, "pretrain"]
     queue.write_text("")
-    assert main(words) == 0
-    said = capsys.readouterr().out.splitlines()
-    noted = "".join(line.removeprefix("writes\t") + "\n" for line in said if line.startswith("writes"))
-    places = [member.work.writes for member in load_sweep(SWEEP).members]
-    assert noted.splitlines() == [f"{index}\t{Path(place).resolve()}" for index, place in enumerate(places)]
-    note("50", noted)
+    places = [work.writes for work in load_plan(GRID).stages[0].works]
+    first = order(*words)
+    assert first.writes == {place: str(index) for index, place in enumerate(places)} and GRID not in first.reads
+    note("50", lines_of(first.writes))
     since = "2026-01-01T10:00:00"
     queue.write_text(f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n")
-    assert main(words) == 0
-    found = capsys.readouterr()
-    assert "array\t0-1%2" in found.out.splitlines() and "members 2-3 are in the queue already, of job 50" in found.err
-    assert [line.split("\t")[1] for line in found.out.splitlines() if line.startswith("writes")] == ["0", "1"]
-    assert main(["--array=1-2", *words]) == 2
-    assert (
-        "--array=1-2: members 2 are in the queue already, of job 50; without them: --array=1%2"
-        in capsys.readouterr().err
-    )
-    assert main(["--arr=0,1", *words]) == 0
-    assert "array" not in capsys.readouterr().out
-    assert main(["--depend=afterany:50", "--array=1-2", *words]) == 0
+    second = order(*words)
+    assert second.submission.options[-1] == "--array=0-1%2" and sorted(second.writes.values()) == ["0", "1"]
+    assert "members 2-3 are in the queue already, of job 50" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="members 2 are in the queue already, of job 50; without them: --array=1%2"):
+        order("--array=1-2", *words)
+    for given in (["--arr=0,1"], ["--depend=afterany:50", "--array=1-2"]):
+        assert order(*given, *words).submission.options == (*given, words[0])
     queue.write_text("".join(f"50 {index} PENDING N/A\n" for index in range(len(places))))
-    assert main(words) == 3
+    with pytest.raises(NothingLeft):
+        order(*words)
 
 
-def test_a_dataset_that_is_being_built_is_not_built_twice(queue: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_that_is_being_built_is_not_built_twice(queue: Path) -> None:
     queue.write_text("")
     for words in (["cluster/data_prep.slurm", SHAPES], ["cluster/data_prep.slurm", SHAPES, "--source", "synthetic"]):
-        assert main(words) == 0
-        assert capsys.readouterr().out == f"writes\t-\t{Path('data/demo-pretrain').resolve()}\n"
+        assert order(*words).writes == {"data/demo-pretrain": "-"}
     for number in ("8", "9"):  # the parts and their merge
         note(number, f"-\t{Path('data/demo-pretrain').resolve()}\n")
     queue.write_text("9 0 PENDING N/A\n8 1 RUNNING 2026-01-01T10:00:00\n")
-    assert main(["cluster/data_prep.slurm", SHAPES]) == 2
-    said = capsys.readouterr().err
-    assert "data/demo-pretrain: job 8_1 (RUNNING) writes it already" in said and "--dependency=afterany:8:9" in said
+    with pytest.raises(SettingsError, match=r"job 8_1 \(RUNNING\) writes it already.*--dependency=afterany:8:9"):
+        order("cluster/data_prep.slurm", SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -158,21 +165,10 @@ def test_indices_of_an_array() -> None:
             indices(wrong)
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3"], "train.duratoin: unknown key"),
-        (["cluster/pretrain.slurm", "--nodes", "2", MLP], "--nodes: sbatch's options stand before the script"),
-        (["mine/pretrain.slurm", MLP], "mine/pretrain.slurm: put it into cluster/"),
-        (["--wait", "cluster/pretrain.slurm", MLP], "--dependency=afterok:JOB"),
-    ],
-)
-def test_submit_asks_before_sbatch(root: Path, words: list[str], complaint: str) -> None:
+def test_submit_asks_before_sbatch(root: Path) -> None:
     stand_in(root, "sbatch", "touch asked")
-    (root / "mine").mkdir()
-    (root / "mine/pretrain.slurm").touch()
-    done = run(root, "cluster/submit", *words)
-    assert (done.returncode, done.stdout) == (2, "") and complaint in done.stderr
+    done = run(root, "cluster/submit", "--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3")
+    assert (done.returncode, done.stdout) == (2, "") and "train.duratoin: unknown key" in done.stderr
     assert not (root / "asked").exists() and not (root / "jobs").exists()
 
 

@@ -1,13 +1,14 @@
 """One command of ours as a value: what it reads, what it writes, and how far it has come. No torch here.
 
-Sweeps and studies are lists of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is
+Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is
 told before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
 from the settings that it has now: the same directory with other settings is a mistake, not a finished piece of work.
 """
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -116,14 +117,20 @@ class Work:
         """Those of them that are not."""
         return [path for path in self.reads if not Path(path).exists()]
 
-    def missing(self) -> list[str]:
-        """What it reads and what is not there: a line each. What only a remote machine knows is taken to be there."""
+    @property
+    def reads_from(self) -> tuple[str, ...]:
+        """The datasets and the run."""
+        return (*self.datasets, *([self.pretrained] if self.pretrained else []))
+
+    def missing(self, written: Sequence[Path] = ()) -> list[str]:
+        """What it reads, is not there and is not in one of those places that others will write: a line each. What only a remote
+        machine knows is taken to be there."""
         settings = self.settings
         if isinstance(settings, BuildSettings):
             source = getattr(settings.source, "path", None)
             is_there = source is None or "://" in str(source) or Path(source).exists()
             return [] if is_there else [f"source.path: {source} is not there; put it there, or name its place"]
-        absent = self.absent
+        absent = [path for path in self.absent if not any(place_of(path).is_relative_to(each) for each in written)]
         found = [
             f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit cluster/data_prep.slurm CONFIG builds one"
             for dataset in self.datasets
@@ -150,6 +157,10 @@ class Work:
         return "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
 
 
+def place_of(path: str) -> Path:
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
 def refuse_options(words: list[str]) -> None:
     options = [word for word in words if word.startswith("-")]
     if options:
@@ -173,13 +184,13 @@ def _tree(config: str) -> dict[str, Any]:
 
 @lru_cache
 def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
-    """The members of a sweep share few files, and reading YAML is what takes longest."""
+    """The members of a grid share few files, and reading YAML is what takes longest."""
     return read_yaml(path)
 
 
 @lru_cache(maxsize=16)
 def _data_of(data: str) -> TrainingData:
-    """Members of a sweep mostly share it."""
+    """Members of a grid mostly share it."""
     return load_training_data(DataSettings.model_validate_json(data))
 
 
@@ -216,10 +227,3 @@ def _last_end(run_dir: Path) -> str | None:
             if event["event"] in ("start", "end"):
                 return str(event.get("status"))
     return None
-
-
-def print_columns(heads: list[str], rows: list[list[str]], *, say: Callable[[str], None] = print) -> None:
-    """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
-    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-    for row in [heads, *rows]:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

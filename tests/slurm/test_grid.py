@@ -1,4 +1,4 @@
-"""cluster/sweep.slurm on a real SLURM: one member fails, and only that one is left to be submitted again."""
+"""A grid of a plan on a real SLURM: one member fails, and only that one is left to be submitted again."""
 
 import shutil
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import Cluster
+from tests.slurm.test_plan import jobs_of
 
-SWEEP = """
-command: probe
-config: configs/probe/demo.yaml
-overrides: [pretrained=null, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
-grid:
-  case:
-    first: {{dataset: {shapes}}}
-    second: {{dataset: data/late}}
-    third: {{dataset: {others}}}
-run_dir: runs/{{name}}/{{case}}
-max_concurrent: 2
+GRID = """
+probe:
+  config: configs/probe/demo.yaml
+  overrides: [pretrained=null, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
+  grid:
+    case:
+      first: {{dataset: {shapes}}}
+      second: {{dataset: data/late}}
+      third: {{dataset: {others}}}
+  run_dir: runs/{{name}}/{{case}}
+  max_concurrent: 2
 """
-SCRIPT = "cluster/sweep.slurm"
 pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
 
 
@@ -29,11 +29,11 @@ def most_at_once(tasks: list[dict[str, str]]) -> int:
     return max(sum(task["StartTime"] <= start < task["EndTime"] for task in tasks) for start in starts)
 
 
-def test_a_sweep_with_one_failing_member(slurm: Cluster, shapes: Path, other_shapes: Path) -> None:
-    sweep, runs = slurm.root / "three.yaml", slurm.root / "runs/three"
-    sweep.write_text(SWEEP.format(shapes=shapes, others=other_shapes))
+def test_a_grid_with_one_failing_member(slurm: Cluster, shapes: Path, other_shapes: Path) -> None:
+    plan, runs = slurm.root / "three.yaml", slurm.root / "runs/three"
+    plan.write_text(GRID.format(shapes=shapes, others=other_shapes))
     # what is missing may still come until a job begins: with --begin, submit does not refuse it
-    array = slurm("cluster/submit", "--parsable", "--begin=now", SCRIPT, sweep.name)
+    array = jobs_of(slurm("cluster/submit", "--begin=now", plan.name))[0][0]
     for index, state in ((1, "FAILED"), (0, "COMPLETED"), (2, "COMPLETED")):
         slurm.wait(f"{array}_{index}", state, timeout_s=200)
     tasks = {task["ArrayTaskId"]: task for task in slurm.tasks(array)}
@@ -45,12 +45,12 @@ def test_a_sweep_with_one_failing_member(slurm: Cluster, shapes: Path, other_sha
     assert {path.parent.name for path in done} == {"first", "third"}
 
     shutil.copytree(shapes, slurm.root / "data/late")
-    again = slurm("cluster/submit", "--parsable", SCRIPT, sweep.name)
+    again = slurm("cluster/submit", "--parsable", "cluster/grid.slurm", plan.name, "probe")
     slurm.wait(f"{again}_1", "COMPLETED")
     assert [task["ArrayTaskId"] for task in slurm.tasks(again)] == ["1"]
     assert (runs / "second/result.json").exists()
     assert done == {path: path.stat().st_mtime_ns for path in done}
-    assert slurm("cluster/submit", SCRIPT, sweep.name) == "three.yaml: all 3 members are finished, nothing is submitted"
+    assert slurm("cluster/submit", plan.name) == "probe: finished, not submitted"
     assert slurm("squeue", "--noheader", "--format=%i", f"--jobs={again}") == ""
     tracked = slurm.mlflow("select name, status from runs order by name", runs="runs/three")
     assert tracked == [(name, "FINISHED") for name in ("first", "second", "third")]

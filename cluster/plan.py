@@ -1,0 +1,288 @@
+"""A whole plan: prepare -> pretrain -> probe + finetune, each with all its members (the file: plan_file.py).
+
+`cluster/submit PLAN` queues a job for each stage (`queue`), `python -m cluster.plan run PLAN` does the same on this machine, one
+member after the other. Either leaves out what is finished, so the same command goes on after any interruption. `list` shows how
+far each member has come, and what is wrong with the file.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from cluster.plan_file import Plan, Stage, load_checked
+from cluster.slurm import SlurmError, Submission, jobs_of, slurm, writers_of
+from cluster.submit import NothingLeft, refuse_missing, submit
+from cluster.work import COMMANDS, Work
+from data_prep.settings import UserError
+from pretrain.cli import rank_count
+from pretrain.ranks.preemption import SIGNALS
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+UNVERIFIED = Path("jobs/unverified")
+"""A file for each dataset that was built here and not verified yet: a manifest alone is not enough then."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        plan = load_checked(options.file)
+        missing = plan.missing()
+        if options.verb == "list":
+            _list(plan, missing)
+            return OK
+        if missing:
+            raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
+        return _run(plan, ranks=options.ranks or num_gpus() or 1, dry_run=options.dry_run)
+    except UserError as error:
+        print(f"cluster.plan: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cluster.plan", description="All runs of a plan file.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
+    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
+    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
+    for verb in (listing, run):
+        verb.add_argument("file", help="such as configs/plan/demo.yaml")
+    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
+    run.add_argument("--dry-run", action="store_true", help="only show the commands")
+    return parser
+
+
+def _list(plan: Plan, missing: list[str]) -> None:
+    rows = []
+    for stage in plan.stages:
+        after = ", ".join(each.name for each in plan.after(stage)) or "-"
+        for member in stage.members:
+            name = f"{stage.name} {member.index}" if stage.entry.is_grid else stage.name
+            rows.append([name, member.work.state(), after, member.work.writes, " ".join(member.own)])
+    print_columns(["member", "state", "waits for", "writes", "overrides"], rows)
+    print(f"{sum(row[1] == 'finished' for row in rows)} of {len(rows)} finished")
+    for line in missing:
+        print(f"not there yet: {line}")
+    print(f"on SLURM: cluster/submit {plan.path}\nhere:     python -m cluster.plan run {plan.path}")
+
+
+def print_columns(heads: list[str], rows: list[list[str]]) -> None:
+    """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    for row in [heads, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+# ---- on this machine --------------------------------------------------------------------------------------------------
+
+
+class Here:
+    """Runs our commands, and passes on what is meant to stop them, so that they can save. Use within `listening`.
+
+    Ctrl-C reaches the command from the terminal itself; SIGTERM and SIGUSR2 are sent on to it. A training that receives one saves
+    and exits with 0: whether it is finished, its own files say.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        """Whether anybody wants all of it to end."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator["Here"]:
+        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def run(self, words: list[str]) -> int:
+        """The exit code of `python -m WORDS`; that of a signal as shells have it."""
+        if self._is_to_end():
+            return INTERRUPTED
+        print(f"$ {shlex.join(words)}", flush=True)
+        self._process = subprocess.Popen([sys.executable, "-m", *words])
+        if self._is_to_end():  # received while it was being started
+            self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait()
+        self._process = None
+        return code if code >= 0 else 128 - code
+
+    def _is_to_end(self) -> bool:
+        return self.stopped
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.stopped = True
+        if number != signal.SIGINT and self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+def num_gpus() -> int:
+    """That this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
+    except OSError:
+        return 0
+    return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+
+
+def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
+    """A member that fails does not stop the others of its grid; the stages after it mostly need it, and are left out."""
+    outcomes: list[list[str]] = []
+    failed = False
+    with Here().listening() as here:
+        for number, stage in enumerate(plan.stages, start=1):
+            for member in stage.members:
+                work = member.work
+                title = f"{stage.name} {member.index}" if stage.entry.is_grid else stage.name
+                outcome = "finished before" if work.is_finished() and not _doubt(work).exists() else ""
+                if not outcome and dry_run:
+                    print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
+                elif not outcome and not here.stopped:
+                    print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
+                    code = _run_work(work, here, ranks=ranks)
+                    is_done = code == 0 and work.is_finished()
+                    outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
+                outcomes.append(
+                    [title, "stopped" if here.stopped and "finished" not in outcome else outcome, work.writes]
+                )
+            failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
+            if failed:
+                break
+    if dry_run:
+        return OK
+    print()
+    print_columns(["member", "outcome", "writes"], outcomes)
+    if failed:
+        left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
+        print(
+            f"cluster.plan: {'stopped' if here.stopped else 'not all of it went well'}; left out: {left}. What is finished is "
+            "kept, the same command goes on.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED if here.stopped else FAILED
+    return OK
+
+
+def _commands(work: Work, *, ranks: int) -> list[list[str]]:
+    if work.kind == "build":
+        return [work.words, ["data_prep", "verify", work.writes]]
+    return [[*work.words, "--ranks", str(ranks)]]
+
+
+def _run_work(work: Work, here: Here, *, ranks: int) -> int:
+    if work.kind == "build":
+        UNVERIFIED.mkdir(parents=True, exist_ok=True)
+        _doubt(work).touch()
+    for command in _commands(work, ranks=ranks):
+        code = here.run(command)
+        if code != 0:
+            return code
+    _doubt(work).unlink(missing_ok=True)
+    return OK
+
+
+def _doubt(work: Work) -> Path:
+    return UNVERIFIED / str(Path(work.writes).absolute()).replace("/", "%")
+
+
+# ---- on SLURM ---------------------------------------------------------------------------------------------------------
+
+
+def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
+    """A job for each unfinished stage, held back until those that it waits for have ended.
+
+    1. Refuse what is wrong, what lacks something, and what a job of the queue writes already.
+    2. Submit the stages in order.
+    3. If one is not taken, cancel those that were: a plan is queued whole or not at all.
+
+    A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep); only a grid that reads the runs of
+    another grid begins when that has ended, however its members fared: each member looks for what it reads.
+    """
+    plan = load_checked(path)
+    refuse_missing(Submission(tuple(options)), plan.missing())
+    todo = [stage for stage in plan.stages if stage.undone()]
+    if len(todo) > 1:  # of a single one the members that are in the queue are left out
+        _refuse_twice(todo)
+    jobs: dict[str, tuple[str, ...]] = {}
+    try:
+        for stage in todo:
+            words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items()}, options)
+            print(f"$ cluster/submit {shlex.join([*words.options, words.script or '', *words.arguments])}")
+            jobs[stage.name] = (f"<{stage.name}>",) if dry_run else submit(words)
+    except BaseException as error:  # Ctrl-C too: half a plan in the queue helps nobody
+        queued = [job for numbers in jobs.values() for job in numbers if job.isdigit()]
+        if queued:
+            with suppress(SlurmError):
+                slurm("scancel", *queued)
+            print(f"cluster/submit: cancelled, for {stage.name} was not taken: {', '.join(queued)}", file=sys.stderr)
+        if isinstance(error, NothingLeft):
+            print(f"{error}, nothing is submitted", file=sys.stderr)
+            return OK
+        raise
+    if todo and not dry_run:
+        rows = [
+            [
+                stage.name,
+                ", ".join(jobs[stage.name]),
+                ", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-",
+            ]
+            for stage in todo
+        ]
+        print_columns(["stage", "jobs", "waits for"], rows)
+        numbers = [job for each in jobs.values() for job in each]
+        print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
+        print("When a job fails, those that wait for it leave the queue; the same command then goes on.")
+    for stage in plan.stages:
+        if stage not in todo:
+            print(f"{stage.name}: finished, not submitted")
+    return OK
+
+
+def submission(plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence[str]) -> Submission:
+    """What submits a stage; `jobs`: the numbers of the stages that are queued before it."""
+    words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
+    words += [*stage.entry.sbatch, *options]
+    after: dict[str, list[str]] = {}
+    for each in plan.after(stage):
+        if each.name in jobs:
+            kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
+            after.setdefault(kind, []).append(jobs[each.name])
+    if after:
+        words.append("--dependency=" + ",".join(f"{kind}:{':'.join(numbers)}" for kind, numbers in after.items()))
+        words.append("--kill-on-invalid-dep=yes")
+    if stage.entry.is_grid:
+        return Submission(tuple(words), "cluster/grid.slurm", (plan.path, stage.name))
+    work = stage.members[0].work
+    return Submission(tuple(words), COMMANDS[stage.kind].script, (work.config, *work.overrides))
+
+
+def _refuse_twice(todo: list[Stage]) -> None:
+    writers = writers_of([member.work.writes for stage in todo for member in stage.undone()])
+    if not writers:
+        return
+    lines = [
+        f"{stage.name} is in the queue already: {writers[work.writes][0]} writes {work.writes}"
+        for stage in todo
+        for work in stage.works
+        if work.writes in writers
+    ]
+    jobs = jobs_of(writers.values())
+    raise UserError(
+        "\n".join(lines[:20])
+        + f"\nnothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)} makes room"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

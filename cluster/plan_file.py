@@ -1,0 +1,328 @@
+"""A plan file: datasets, pretraining and what is done with the checkpoints: a graph whose entries may have a grid. No torch here.
+
+    prepare: [configs/data_prep/demo_pretrain.yaml, configs/data_prep/demo_transfer.yaml]
+    pretrain:
+      config: configs/pretrain/demo_mlp.yaml              # or a list: an axis called `config`
+      overrides: ["train.duration=2 epochs"]              # for all members
+      grid:                                               # further axes, in this order
+        optimizer.lr: [1e-4, 1e-3]                        # a setting and its values
+        shape:                                            # or cases: settings that go together, under a name
+          narrow: {model.width: 64, model.depth: 8}
+          wide: {model.width: 256, model.depth: 2}
+      seeds: [0, 1, 2]                                    # the last axis
+      run_dir: runs/plans/{name}/{shape}-lr-{optimizer.lr}-seed-{seed}
+      max_concurrent: 4
+    probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: "runs/plans/{name}/probe-{pretrained}"}
+    finetune: [...]
+
+A section is one entry or a list of them; an entry is the path of a config, or a mapping. An entry with axes is a grid: many runs,
+on SLURM the tasks of one array. Member i is a function of this file alone: the first axis turns slowest, the seeds fastest, and
+what is finished keeps its number. What waits for what is not written down, it follows from the resolved configs: an entry waits
+for those that write the datasets and the checkpoints that it reads. What no entry writes must be there already.
+"""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from cluster.work import Kind, Work, in_file, place_of
+from data_prep.settings import Settings, SettingsError, apply_override, load_settings, nearest, validate
+
+MAX_MEMBERS = 1000
+"""SLURM's MaxArraySize is 1001 unless a site raises it; the largest index is one less."""
+SECTIONS: Mapping[str, Kind] = {"prepare": "build", "pretrain": "pretrain", "probe": "probe", "finetune": "tune"}
+_SEED_SETTING: Mapping[Kind, str] = {"pretrain": "train.seed", "probe": "seed", "tune": "train.seed"}
+
+
+def _several(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+class Entry(Settings):
+    config: Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+    """The file that members are changes of; several are the first axis, `config`, called by the names of the files."""
+    overrides: tuple[str, ...] = ()
+    """key.path=value, as on the command line, for all members."""
+    each_pretrained: bool = False
+    """For probe and finetune: an axis `pretrained`, every run of the section `pretrain`."""
+    grid: dict[str, Any] = Field(default_factory=dict)
+    """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...}, ...}."""
+    seeds: tuple[int, ...] | None = Field(None, min_length=1)
+    """Of the training (pretrain, finetune) or the heads (probe)."""
+    run_dir: str | None = None
+    """Where each member's run is: {name} is the file's own name, {AXIS} the member's value there, {seed} its seed."""
+    max_concurrent: int | None = Field(None, ge=1)
+    """At most so many members at a time, as a SLURM array's %; null: as many as SLURM has room for."""
+    nodes: int | None = Field(None, ge=1)
+    """Of the SLURM job; the job script's own number otherwise."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare, --array=0-31."""
+
+    @property
+    def is_grid(self) -> bool:
+        return len(self.config) > 1 or self.each_pretrained or bool(self.grid) or self.seeds is not None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Entry":
+        for name in {"config", "pretrained", "seed", "name"} & self.grid.keys():
+            raise ValueError(f"grid.{name}: the name is taken; set {name if name == 'config' else 'another one'}")
+        if self.is_grid and self.run_dir is None:
+            raise ValueError("run_dir: null will not do with a grid; name its axes, such as runs/{name}/{seed}")
+        return self
+
+
+def _entries(given: Any) -> Any:
+    if given == ():
+        return ()  # the default
+    entries = given if isinstance(given, list) else [given]
+    return tuple(validate(Entry, {"config": entry} if isinstance(entry, str) else _mapping(entry)) for entry in entries)
+
+
+def _mapping(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides: [key=value]}}"
+        )
+    return entry
+
+
+Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries)]
+
+
+class PlanSettings(Settings):
+    prepare: Entries = ()
+    """`data_prep build`"""
+    pretrain: Entries = ()
+    """`pretrain train`"""
+    probe: Entries = ()
+    """`finetune probe`"""
+    finetune: Entries = ()
+    """`finetune tune`"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an axis: how run directories call it, and what it sets."""
+
+    label: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    index: int
+    work: Work
+    own: tuple[str, ...]
+    """The overrides that tell it from the others."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An entry, and on SLURM a job (to prepare: two)."""
+
+    name: str
+    """Its section, and if that has several entries its number there: probe, finetune/2."""
+    entry: Entry
+    kind: Kind
+    members: tuple[Member, ...]
+
+    @property
+    def works(self) -> list[Work]:
+        return [member.work for member in self.members]
+
+    def undone(self) -> list[Member]:
+        return [member for member in self.members if not member.work.is_finished()]
+
+    def array(self, indices: Iterable[int]) -> str:
+        """What sbatch's --array takes for some of its members."""
+        return compressed(indices) + (f"%{self.entry.max_concurrent}" if self.entry.max_concurrent else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    path: str
+    stages: tuple[Stage, ...]
+    """Each after those that it waits for."""
+
+    def after(self, stage: Stage) -> list[Stage]:
+        """Those that write what it reads."""
+        read = {path for work in stage.works for path in work.reads_from}
+        return [other for other in self.stages if any(writes_one_of(work, read) for work in other.works)]
+
+    def missing(self) -> list[str]:
+        """What unfinished members read that neither is there nor is written by a stage: a line each."""
+        written = [place_of(work.writes) for stage in self.stages for work in stage.works]
+        found: dict[str, None] = {}
+        for stage in self.stages:
+            for member in stage.undone():
+                found |= dict.fromkeys(f"{stage.name}: {line}" for line in member.work.missing(written))
+        return list(found)
+
+    def stage(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name and stage.entry.is_grid:
+                return stage
+        grids = [stage.name for stage in self.stages if stage.entry.is_grid]
+        raise SettingsError(f"{self.path}: it has no grid {name!r}; {nearest(name, grids) if grids else 'it has none'}")
+
+    @property
+    def files(self) -> list[str]:
+        """That its members come from, besides itself."""
+        return sorted({work.config for stage in self.stages for work in stage.works})
+
+
+def load_plan(path: str) -> Plan:
+    try:
+        settings = load_settings(PlanSettings, path=path, overrides=[])
+        stages: list[Stage] = []
+        for section, kind in SECTIONS.items():
+            entries: tuple[Entry, ...] = getattr(settings, section)
+            before = tuple(stages)
+            for number, entry in enumerate(entries, start=1):
+                name = section if len(entries) == 1 else f"{section}/{number}"
+                try:
+                    stages.append(Stage(name, entry, kind, tuple(_members(entry, kind, Path(path).stem, before))))
+                except SettingsError as error:
+                    raise in_file(name, error) from None
+        return Plan(path, tuple(stages))
+    except SettingsError as error:
+        raise in_file(path, error) from None
+
+
+def load_checked(path: str) -> Plan:
+    """The plan, if all of it will do: every mistake in one message."""
+    plan = load_plan(path)
+    problems = [f"{path}: {problem}" for problem in _problems(plan)]
+    if problems:
+        more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise SettingsError("\n".join(problems[:20]) + more)
+    return plan
+
+
+def compressed(indices: Iterable[int]) -> str:
+    """As sbatch's --array takes them: 0-3,7,9-10"""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][-1] == index - 1:
+            spans[-1] = [spans[-1][0], index]
+        else:
+            spans.append([index])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
+
+def writes_one_of(work: Work, read: Iterable[str]) -> bool:
+    """What the work writes, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
+    place = place_of(work.writes)
+    return any(place_of(path).is_relative_to(place) for path in read)
+
+
+def _problems(plan: Plan) -> Iterable[str]:
+    """Everything that is wrong with its members."""
+    if not plan.stages:
+        yield f"nothing to do; give it {', '.join(SECTIONS)}"
+    seen = dict[Path, str]()
+    for stage in plan.stages:
+        if len(stage.members) > MAX_MEMBERS:
+            yield (
+                f"{stage.name}: {len(stage.members):,} members are more than an array of SLURM takes ({MAX_MEMBERS:,}); "
+                "make two entries of it"
+            )
+            continue
+        for member in stage.members:
+            name = f"{stage.name}: member {member.index}" if stage.entry.is_grid else stage.name
+            try:
+                member.work.check()
+            except ValueError as error:
+                yield from (f"{name}: {line}" for line in str(error).splitlines())
+                continue
+            place = place_of(member.work.writes)
+            if place in seen:
+                mend = "name each axis that differs in run_dir" if stage.entry.is_grid else "give one of them another"
+                yield f"{name}: writes {member.work.writes}, as {seen[place]} does; {mend}"
+            seen.setdefault(place, name)
+
+
+# ---- members of an entry ----------------------------------------------------------------------------------------------
+
+
+def _members(entry: Entry, kind: Kind, name: str, before: tuple[Stage, ...]) -> Iterable[Member]:
+    if kind == "build" and (entry.is_grid or entry.run_dir):
+        raise SettingsError("grid, seeds and run_dir are for pretrain, probe and finetune; give each dataset an entry")
+    axes = _axes(entry, kind, before)
+    for index, choices in enumerate(itertools.product(*axes.values())):
+        labels = {"name": name} | {axis: each.label for axis, each in zip(axes, choices, strict=True)}
+        own = tuple(override for each in choices for override in each.overrides)
+        place = () if entry.run_dir is None else (_override("run_dir", _filled(entry.run_dir, labels)),)
+        config = entry.config[[choice.label for choice in axes["config"]].index(choices[0].label)]
+        yield Member(index, Work(kind, config, (*entry.overrides, *own, *place)), own)
+
+
+def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
+    axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
+    if entry.each_pretrained:
+        runs = [work.writes for stage in before if stage.kind == "pretrain" for work in stage.works]
+        if kind not in ("probe", "tune") or not runs:
+            raise SettingsError("each_pretrained: true is for probe and finetune beside a section `pretrain`")
+        above = os.path.commonpath([Path(run).parent for run in runs])
+        axes["pretrained"] = [
+            Choice(os.path.relpath(run, above or ".").replace("/", "-"), (_override("pretrained", run),))
+            for run in runs
+        ]
+    axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
+    if entry.seeds is not None:
+        axes["seed"] = [Choice(str(seed), (f"{_SEED_SETTING[kind]}={seed}",)) for seed in entry.seeds]
+    for name, choices in axes.items():
+        labels = [choice.label for choice in choices]
+        doubled = next((label for label in labels if labels.count(label) > 1), None)
+        if doubled is not None:
+            raise SettingsError(f"{name}: two of its values are called {doubled!r}; write cases with names for them")
+    return axes
+
+
+def _axis(name: str, given: Any) -> list[Choice]:
+    if isinstance(given, list) and given:
+        return [Choice(_label(name, value), (_override(name, value),)) for value in given]
+    if isinstance(given, dict) and given and all(isinstance(case, dict) for case in given.values()):
+        return [
+            Choice(case, tuple(_override(key, value) for key, value in changes.items()))
+            for case, changes in given.items()
+        ]
+    raise SettingsError(
+        f"grid.{name}: {given!r} will not do; give a list of values, or cases such as {{small: {{model.width: 64}}}}"
+    )
+
+
+def _label(name: str, value: Any) -> str:
+    """Of a plain value: 1e-05, 50-epochs, mlp_b6_wi256."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    label = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
+    if isinstance(value, list | dict) or not label:
+        raise SettingsError(f"grid.{name}: {text} has no short name; write cases, {{some_name: {{{name}: {text}}}}}")
+    return label
+
+
+def _override(key: str, value: Any) -> str:
+    """Text that reads back to the same value."""
+    if isinstance(value, str):
+        tree: dict[str, Any] = {}
+        try:
+            apply_override(tree, f"value={value}")
+        except SettingsError:
+            return f"{key}={json.dumps(value)}"
+        if tree == {"value": value}:
+            return f"{key}={value}"
+    return f"{key}={json.dumps(value)}"
+
+
+def _filled(template: str, labels: dict[str, str]) -> str:
+    for name in re.findall(r"\{([^{}]*)\}", template):
+        if name not in labels:
+            raise SettingsError(f"run_dir: there is no axis {name!r}; {nearest(name, list(labels))}")
+    return re.sub(r"\{([^{}]*)\}", lambda found: labels[found[1]], template)

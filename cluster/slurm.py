@@ -1,0 +1,199 @@
+"""What is asked of SLURM, and which of its jobs write which place. Imports nothing that must be installed (Python 3.9 or newer).
+
+Two jobs for one run, or for one dataset, would only fight. jobs/JOB/writes has a line for each place that a job writes: the
+array's task that writes it (or "-": all of the job), a tab, the whole path. `cluster/submit` writes it once SLURM has taken the
+job. A job that plain sbatch took does at its start; a task of an array then in jobs/JOB_TASK, for NFS does not let many nodes
+append to one file. Jobs that squeue does not list any more do not count, so nobody cleans up after them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ALL_TASKS = "-"
+
+
+class SlurmError(ValueError):
+    """A command of SLURM failed; the text has the command and its own last words."""
+
+
+def slurm(*words: str, tries: int = 1) -> str:
+    """The output of one of SLURM's commands, asked so many times, ten seconds apart: controllers have their bad moments.
+
+    It ignores TERM and USR2: SLURM sends these to all processes of a start as soon as it has taken a requeue, also to the scontrol
+    that waits for the answer.
+    """
+    # whatever the user likes to see
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
+    environment["SLURM_TIME_FORMAT"] = "standard"
+    for left in reversed(range(tries)):
+        try:
+            done = subprocess.run(
+                words,
+                env=environment,
+                preexec_fn=_shield,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=120,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = f"{error}; is this a node of a SLURM cluster?"
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            reason = done.stderr.strip() or f"ended with {done.returncode}"
+        if left:
+            time.sleep(10)
+    raise SlurmError(f"{words[0]}: {reason}")
+
+
+def _shield() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def facts(line: str) -> dict[str, str]:
+    """Of a line of `scontrol -o show`; what is (null) there is absent here."""
+    return {name: value for name, value in re.findall(r"(\w+)=(\S*)", line) if value != "(null)"}
+
+
+def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
+    return facts(slurm("scontrol", "-o", "show", "job", job, tries=tries))
+
+
+def hosts(names: str) -> list[str]:
+    """n[1-3,5] -> n1 n2 n3 n5"""
+    return slurm("scontrol", "show", "hostnames", names).split()
+
+
+# ---- a submission -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The words after cluster/submit: sbatch's options, a job script, the script's words."""
+
+    options: tuple[str, ...] = ()
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return Path(self.script or "").name
+
+    def option(self, *names: str) -> str | None:
+        """The last value of an option, such as ("--partition", "-p"); "" where it has none."""
+        value = None
+        for position, word in enumerate(self.options):
+            following = self.options[position + 1] if position + 1 < len(self.options) else ""
+            for name in names:
+                head, is_given, given = word.partition("=")
+                # sbatch takes the beginning of a long name: --depend as well as --dependency
+                if word == name or (len(head) > 4 and name.startswith("--") and name.startswith(head)):
+                    value = given if is_given else "" if following.startswith("-") else following
+                elif not name.startswith("--") and word.startswith(name) and not word.startswith("--"):
+                    value = word[len(name) :]
+        return value
+
+
+def read_submission(words: Sequence[str]) -> Submission:
+    at = next((number for number, word in enumerate(words) if word.endswith(".slurm")), len(words))
+    script = words[at] if at < len(words) else None
+    return Submission(tuple(words[:at]), script, tuple(words[at + 1 :]))
+
+
+# ---- who writes what --------------------------------------------------------------------------------------------------
+
+
+class Writer(NamedTuple):
+    """A task of a job that is in the queue; `task` is empty where the job is no array."""
+
+    job: str
+    task: str
+    state: str
+    since: str
+    """When it was started: ISO, so that texts sort as times do."""
+
+    @property
+    def label(self) -> str:
+        """As its logs are called."""
+        return f"{self.job}_{self.task}" if self.task else self.job
+
+    def __str__(self) -> str:
+        return f"job {self.label} ({self.state})"
+
+
+def lines_of(places: Mapping[str, str]) -> str:
+    """For the file: path -> task."""
+    return "".join(f"{task}\t{_path(place)}\n" for place, task in places.items())
+
+
+def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
+    """Of each place that has any; the one that was started first comes first."""
+    wanted = {_path(place): place for place in places}
+    found: dict[str, list[Writer]] = {}
+    for writer in sorted(my_jobs(), key=lambda each: (each.state != "RUNNING", each.since, int(each.job))):
+        # one that is ending, which may take long after scancel, writes no more than its last checkpoint
+        for path in _noted(writer) & wanted.keys() if writer.state != "COMPLETING" else ():
+            found.setdefault(wanted[path], []).append(writer)
+    return found
+
+
+def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:
+    """Their numbers, each once."""
+    return sorted({writer.job for each in writers for writer in each}, key=int)
+
+
+def taken_by(place: str, environment: Mapping[str, str]) -> Writer | None:
+    """Within a job: another that writes this place and was started before it. Writes down first that this one does, so of two that
+    start at once one gives way."""
+    job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    me = Writer(job, environment.get("SLURM_ARRAY_TASK_ID", ""), "", "")
+    if _path(place) not in _noted(me):
+        with suppress(OSError):  # a full disk is reported by whoever needs it
+            _file(me.label).parent.mkdir(parents=True, exist_ok=True)
+            _file(me.label).write_text(lines_of({place: ALL_TASKS}))
+    try:
+        first = writers_of([place]).get(place, [me])[0]
+    except SlurmError:  # SLURM does not answer, or not from within a container: the run's own lock is left
+        return None
+    return first if first.state == "RUNNING" and first.label != me.label else None
+
+
+def my_jobs(*, tries: int = 1) -> list[Writer]:
+    # all of one's own, not -j: that is an error as soon as SLURM has forgotten one of them
+    lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T %S", tries=tries).splitlines()
+    found = [line.split() for line in lines if len(line.split()) == 4]
+    return [Writer(job, "" if task == "N/A" else task, state, since) for job, task, state, since in found]
+
+
+def _path(place: str) -> str:
+    """The same by whichever way it is named."""
+    return str(Path(place).resolve())
+
+
+def _file(label: str) -> Path:
+    return Path("jobs") / label / "writes"
+
+
+def _noted(writer: Writer) -> set[str]:
+    """What it writes."""
+    lines: list[str] = []
+    for label in {writer.job, writer.label}:
+        with suppress(OSError):
+            lines += _file(label).read_text().splitlines()
+    return {path for task, _, path in (line.partition("\t") for line in lines) if task in (ALL_TASKS, writer.task)}

@@ -1,0 +1,288 @@
+"""What `cluster/submit` does: checks what it is given, keeps code and configs, and calls sbatch.
+
+A mistake costs a second here and a wait in the queue there. What a run reads must be there, unless the job is to wait
+(--dependency, --begin, --hold); and no job in the queue may write the same, unless this one waits for it: members of a grid that
+are there are left out. Exit codes: 0 submitted, or nothing is left to do; 2 it cannot run (the reasons on stderr); 1 sbatch has
+refused it.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
+from cluster.slurm import (
+    ALL_TASKS,
+    SlurmError,
+    Submission,
+    Writer,
+    jobs_of,
+    lines_of,
+    read_submission,
+    slurm,
+    writers_of,
+)
+from cluster.work import Kind, Work, refuse_options
+from data_prep.cli import main as data_prep
+from data_prep.settings import SettingsError
+
+_KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
+
+
+class NothingLeft(Exception):  # noqa: N818
+    """What was to be submitted is finished, or in the queue."""
+
+
+class RefusedError(Exception):
+    """sbatch did not take it, in words of its own on stderr."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A submission that will do."""
+
+    submission: Submission
+    writes: Mapping[str, str]
+    """place -> the task that writes it, or "-" """
+    reads: tuple[str, ...] = ()
+    """Files besides the config that jobs read."""
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+def examine(submission: Submission) -> Order:
+    """Raises `ValueError` for what cannot run, `NothingLeft` for what need not."""
+    if submission.script is None or not submission.arguments:
+        raise SettingsError(
+            "usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or PLAN.yaml"
+        )
+    script = Path(submission.script)
+    if not script.is_file():
+        raise SettingsError(f"{script}: no such file")
+    kept = Path("cluster", script.name)
+    if not kept.is_file() or not kept.samefile(script):
+        raise SettingsError(f"{script}: put it into cluster/, which is kept with the code")
+    wait = next((word for word in submission.options if word in ("-W", "--wait")), None)
+    if wait:
+        raise SettingsError(
+            f"{wait}: a job that starts again ends many times; look at it with squeue, or let others wait: --dependency=afterok:JOB"
+        )
+    if submission.arguments[0].startswith("-") and script.name != "data_prep.slurm":
+        raise SettingsError(f"{submission.arguments[0]}: sbatch's options stand before the script")
+    check = _CHECKS.get(script.name)
+    return check(submission) if check else Order(submission, {})  # a script of the site's own
+
+
+def _run(submission: Submission, kind: Kind) -> Order:
+    config, *words = submission.arguments
+    if submission.option("--array", "-a") is not None:
+        raise SettingsError(
+            f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan"
+        )
+    refuse_options(words)
+    work = Work(kind, config, tuple(words))
+    work.check()
+    if work.is_finished():
+        raise NothingLeft(f"{work.writes}: finished before; name another run_dir to do it anew")
+    refuse_missing(submission, work.missing())
+    return _of_place(submission, work.writes)
+
+
+def _data(submission: Submission) -> Order:
+    array = submission.option("--array", "-a")
+    tasks = indices(array) if array else [0]
+    if tasks != list(range(tasks[0], tasks[0] + len(tasks))):
+        raise SettingsError(f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7")
+    if any(word.startswith("-") for word in submission.arguments):  # such as --source KIND: its own command reads them
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            code = data_prep(["build", *submission.arguments, "--show"])
+        if code:
+            raise SettingsError("data_prep build: see above")
+        return _of_place(submission, str(yaml.safe_load(shown.getvalue())["out"]))
+    config, *words = submission.arguments
+    work = Work("build", config, tuple(words))
+    if work.is_finished():
+        raise NothingLeft(
+            f"{work.writes}: built before; data_prep verify {work.writes} reads all of it, another out= builds it anew"
+        )
+    refuse_missing(submission, work.missing())
+    return _of_place(submission, work.writes)
+
+
+def _grid(submission: Submission) -> Order:
+    if len(submission.arguments) != 2:
+        raise SettingsError(
+            "cluster/grid.slurm PLAN STAGE: overrides are written in the plan file; cluster/submit PLAN does it all"
+        )
+    path, name = submission.arguments
+    plan = load_checked(path)
+    stage = plan.stage(name)
+    members = stage.members
+    array, last = submission.option("--array", "-a"), len(members) - 1
+    chosen = indices(array) if array else [member.index for member in members]
+    beyond = [index for index in chosen if index > last]
+    if beyond:
+        raise SettingsError(f"--array={array}: {name} has no member {compressed(beyond)}; its members are 0 to {last}")
+    undone = [members[index] for index in chosen if not members[index].work.is_finished()]
+    if not undone:
+        raise NothingLeft(f"{path}: all {len(chosen)} members of {name} are finished")
+    refuse_missing(submission, list(dict.fromkeys(line for member in undone for line in member.work.missing())))
+    writers = _writers(submission, [member.work.writes for member in undone])
+    queued = compressed(member.index for member in undone if member.work.writes in writers)
+    todo = [member for member in undone if member.work.writes not in writers]
+    if queued:
+        said = f"members {queued} are in the queue already, of job {', '.join(jobs_of(writers.values()))}"
+        if array:
+            free = f"; without them: --array={stage.array(member.index for member in todo)}" if todo else ""
+            raise SettingsError(f"--array={array}: {said}{free}")
+        print(f"{path}: {said}", file=sys.stderr)
+    if not todo:
+        raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
+    if not array:
+        options = (*submission.options, f"--array={stage.array(member.index for member in todo)}")
+        submission = replace(submission, options=options)
+    return Order(submission, {member.work.writes: str(member.index) for member in todo}, tuple(plan.files))
+
+
+_CHECKS: Mapping[str, Callable[[Submission], Order]] = {
+    "pretrain.slurm": lambda submission: _run(submission, "pretrain"),
+    "probe.slurm": lambda submission: _run(submission, "probe"),
+    "finetune.slurm": lambda submission: _run(submission, "tune"),
+    "data_prep.slurm": _data,
+    "grid.slurm": _grid,
+}
+
+
+def indices(array: str) -> list[int]:
+    """Of sbatch's --array: 0-3,7,8-12:2%4"""
+    found: set[int] = set()
+    for span in array.partition("%")[0].split(","):
+        parts = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?(?::([0-9]*[1-9][0-9]*))?", span)
+        if parts is None:
+            raise SettingsError(f"--array={array}: will not do; write it as 0-7, 0-7%2 or 1,4-6")
+        first, last, step = int(parts[1]), int(parts[2] or parts[1]), int(parts[3] or 1)
+        if last - first > 10 * MAX_MEMBERS:
+            raise SettingsError(f"--array={array}: no array of SLURM is that long")
+        found |= set(range(first, last + 1, step))
+    return sorted(found)
+
+
+def _of_place(submission: Submission, place: str) -> Order:
+    writers = _writers(submission, [place]).get(place)
+    if writers:
+        jobs = jobs_of([writers])
+        raise SettingsError(
+            f"{place}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it, scancel {' '.join(jobs)} makes room, "
+            f"or let this one wait for it: --dependency=afterany:{':'.join(jobs)}"
+        )
+    return Order(submission, {place: ALL_TASKS})
+
+
+def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
+    if submission.option("--dependency", "-d") is not None:  # it knows of others
+        return {}
+    with contextlib.suppress(SlurmError):  # SLURM does not answer: sbatch will report it
+        return writers_of(places)
+    return {}
+
+
+def refuse_missing(submission: Submission, missing: list[str]) -> None:
+    waits = any(submission.option(*names) is not None for names in (("--dependency", "-d"), ("--begin", "-b")))
+    if missing and not waits and not {"-H", "--hold"} & set(submission.options):
+        raise SettingsError("; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB")
+
+
+# ---- what is submitted ------------------------------------------------------------------------------------------------
+
+
+def submit(submission: Submission) -> tuple[str, ...]:
+    """The numbers of the jobs: to prepare the parts and their merge; others wait for the last one."""
+    order = examine(submission)
+    options, arguments = order.submission.options, order.submission.arguments
+    config = next((word for word in arguments if not word.startswith("-")), "")
+    if not Path(config).is_file():
+        raise SettingsError(f"{config}: no such file")
+    kept = subprocess.run(["cluster/snapshot", config, *order.reads], stdout=subprocess.PIPE, text=True, check=False)
+    if kept.returncode:
+        raise RefusedError
+    script = f"{kept.stdout.rstrip()}/cluster/{submission.name}"
+    if "--test-only" in options:
+        _sbatch(*options, script, *arguments)
+        return ()
+    if submission.name != "data_prep.slurm":
+        return (_sbatch(*options, script, *arguments, writes=order.writes),)
+    parts = _sbatch(*options, script, "--parts", *arguments, writes=order.writes)
+    waits = [f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0"]
+    try:
+        merge = _sbatch(*options, *waits, script, "--merge", *arguments, writes=order.writes)
+    except RefusedError:
+        slurm("scancel", parts)
+        print(f"cluster/submit: the merge was not taken; the parts ({parts}) are cancelled", file=sys.stderr)
+        raise
+    return parts, merge
+
+
+def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        ["sbatch", "--parsable", *words], env=new_job(os.environ), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise RefusedError
+    lines = done.stdout.split()  # sites may print more before the number
+    job = lines[-1].partition(";")[0] if lines else ""
+    if writes is not None:
+        directory = Path("jobs", job)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "writes").write_text(lines_of(writes))  # so that nobody submits it twice
+    return job
+
+
+def new_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job takes along. What site.env sets for jobs, the job reads itself, on its own node (cluster/environment.sh); which
+    job,
+    array and start this may be, is not the new job's business."""
+    ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONSAFEPATH"}
+    ours -= set(environment.get("JOB_SETTINGS_GIVEN", "").split())
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ours and (not name.startswith("SLURM_") or name in _KEPT_OF_SLURM)
+    }
+
+
+def main(words: list[str]) -> int:
+    parsable = "--parsable" in words
+    words = [word for word in words if word != "--parsable"]
+    try:
+        if words and Path(words[-1]).suffix in (".yaml", ".yml") and not any(word.endswith(".slurm") for word in words):
+            from cluster.plan import queue  # it submits with this file
+
+            return queue(words[-1], [word for word in words[:-1] if word != "--dry-run"], dry_run="--dry-run" in words)
+        jobs = submit(read_submission(words))
+    except NothingLeft as left:
+        print(f"{left}, nothing is submitted", file=sys.stderr)
+        return 0
+    except ValueError as error:  # `UserError` is one; what does not fit the data is another
+        print(f"cluster/submit: {error}", file=sys.stderr)
+        return 2
+    except RefusedError:
+        return 1
+    if jobs:
+        print(
+            jobs[-1] if parsable else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,382 @@
+"""Plans: which members a file has, what waits for what, what is queued, what becomes of it when one job is not taken; and the
+same without SLURM.
+"""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.plan import Here, main
+from cluster.plan_file import compressed, load_checked, load_plan
+from cluster.submit import main as submit
+from data_prep.settings import SettingsError
+from pretrain.config import PretrainSettings
+from pretrain.models.spec import MixerSpec
+from tests.cluster.finished import finish
+from tests.ranks import REPOSITORY
+
+DEMO = "configs/plan/demo.yaml"
+GRAPHS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
+    "demo.yaml": {
+        "prepare/1": (1, ()),
+        "prepare/2": (1, ()),
+        "pretrain": (1, ("prepare/1",)),
+        "probe": (1, ("prepare/2", "pretrain")),
+        "finetune": (1, ("prepare/2", "pretrain")),
+    },
+    "demo_grid.yaml": {"pretrain": (4, ())},
+    "imagenet21k_b12_wi1024.yaml": {
+        **{f"prepare/{number}": (1, ()) for number in range(1, 7)},
+        "pretrain": (1, ("prepare/1",)),
+        "probe/1": (1, ("prepare/3", "pretrain")),
+        "probe/2": (1, ("prepare/4", "pretrain")),
+        **{f"finetune/{number}": (1, (f"prepare/{data}", "pretrain")) for number, data in enumerate((3, 4, 5, 6), 1)},
+        "finetune/5": (1, ("prepare/2", "pretrain")),
+    },
+    "scaling_law.yaml": {"pretrain": (120, ()), "probe": (240, ("pretrain",))},
+    "wide_smixer.yaml": {"pretrain": (84, ())},
+}
+SMALL = """
+pretrain:
+  config: configs/pretrain/demo_mlp.yaml
+  overrides: [train.duration=2 epochs]
+  grid:
+    shape:
+      narrow: {model.width: 64, model.depth: 8}
+      wide: {model.width: 256, model.depth: 2}
+    optimizer.lr: [1e-4, 0.001]
+  seeds: [7, 8]
+  run_dir: runs/{name}/{shape}-lr-{optimizer.lr}-{seed}
+  max_concurrent: 3
+"""
+
+
+def written(text: str, name: str = "small.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPOSITORY / "configs/plan").glob("*.yaml")))
+def test_a_shipped_plan_resolves_to_its_graph(checkout: Path, name: str) -> None:
+    lines = Path(f"configs/plan/{name}").read_text().splitlines()
+    assert len(lines) <= 40
+    for word in ("command", "hardware", "result"):
+        assert sum(line.startswith(f"# {word} ") for line in lines) == 1, word
+    plan = load_checked(f"configs/plan/{name}")
+    found = {each.name: (len(each.members), tuple(other.name for other in plan.after(each))) for each in plan.stages}
+    assert found == GRAPHS[name]
+    places = [work.writes for stage in plan.stages for work in stage.works]
+    assert len(set(places)) == len(places) and not any(place.startswith(("runs/demo", "data/demo")) for place in places)
+
+
+def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> None:
+    first, second = ([work.words for work in load_plan(written(SMALL)).stages[0].works] for _ in "ab")
+    common = ["pretrain", "train", "configs/pretrain/demo_mlp.yaml", "train.duration=2 epochs"]
+    assert first[0] == [
+        *common, "model.width=64", "model.depth=8", "optimizer.lr=0.0001", "train.seed=7", "run_dir=runs/small/narrow-lr-0.0001-7",
+    ]  # fmt: skip
+    assert first[6][4:] == [
+        "model.width=256", "model.depth=2", "optimizer.lr=0.001", "train.seed=7", "run_dir=runs/small/wide-lr-0.001-7",
+    ]  # fmt: skip
+    assert len(first) == 8 and first == second
+    settings = load_plan("small.yaml").stages[0].works[7].settings
+    assert isinstance(settings, PretrainSettings) and (settings.optimizer.lr, settings.train.seed) == (0.001, 8)
+
+
+def test_the_grid_over_c_and_s_keeps_omega_and_turns_to_its_mirror(checkout: Path) -> None:
+    shapes = set()
+    for work in load_plan("configs/plan/wide_smixer.yaml").stages[0].works:
+        settings = work.settings
+        assert isinstance(settings, PretrainSettings) and isinstance(settings.model, MixerSpec)
+        channels, tokens = settings.model.num_channels, settings.model.num_tokens or 0
+        omega = 2 ** int(Path(work.writes).name[len("omega") :].split("-")[0])
+        assert abs((channels * tokens**2 + channels**2 * tokens) / 2 / omega - 1) < 0.02, work.writes
+        assert (settings.model.permuted_blocks == "all") == ("-rp-" in work.writes)
+        shapes.add((channels, tokens))
+    assert {(16, 173), (32, 113), (48, 83), (16, 504), (32, 346), (64, 226)} < shapes
+    assert shapes == {(tokens, channels) for channels, tokens in shapes}
+
+
+def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> None:
+    pretrained, probed = load_plan("configs/plan/scaling_law.yaml").stages
+    assert [probe.pretrained for probe in probed.works] == [work.writes for work in pretrained.works for _ in range(2)]
+    assert {probe.datasets for probe in probed.works} == {("data/cifar10",), ("data/cifar100",)}
+
+
+def test_array_ranges_parse_back_to_the_set() -> None:
+    draw = random.Random(0)
+    for chosen in [sorted(draw.sample(range(40), draw.randint(1, 40))) for _ in range(200)]:
+        text = compressed(chosen)
+        spans = [[int(end) for end in span.split("-")] for span in text.split(",")]
+        assert [index for span in spans for index in range(span[0], span[-1] + 1)] == chosen
+        assert all(later[0] - earlier[-1] > 1 for earlier, later in itertools.pairwise(spans)), text
+    assert compressed([2, 5, 6, 7]) == "2,5-7"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (("{shape}-lr", "{shap}-lr"), "pretrain: run_dir: there is no axis 'shap'; did you mean 'shape'?"),
+        (("-{seed}", ""), "pretrain: member 1: writes runs/small/narrow-lr-0.0001, as pretrain: member 0 does"),
+        (("0.001]", "-1]"), "pretrain: member 2: configs/pretrain/demo_mlp.yaml: optimizer.lr: -1"),
+        (("model.depth: 2", "model.depht: 2"), "model.depht: unknown key; did you mean 'depth'?"),
+        (("0.001]", "1e-4]"), "two of its values are called '0.0001'"),
+        (("[1e-4, 0.001]", "3"), "grid.optimizer.lr: 3 will not do; give a list of values, or cases"),
+        (("[7, 8]", f"[{','.join(map(str, range(251)))}]"), "1,004 members are more than an array of SLURM takes"),
+        (("    shape:\n", "    seed:\n"), "grid.seed: the name is taken"),
+        (("demo_mlp.yaml", "demo_mpl.yaml"), "no such config file; did you mean configs/pretrain/demo_mlp.yaml?"),
+        (("seeds: [7, 8]", "each_pretrained: true"), "each_pretrained: true is for probe and finetune"),
+        (("  run_dir: runs/{name}/{shape}-lr-{optimizer.lr}-{seed}\n", ""), "run_dir: null will not do with a grid"),
+        ("probe: configs/probe/demo.yaml", "probe: data/demo-transfer is no finished dataset"),
+        ("probe: configs/probe/demo.yaml", "probe: pretrained: runs/demo/pretrain-mlp is not there"),
+        ("prepare: configs/data_prep/cifar10.yaml", "prepare: source.path: cifar-10-python.tar.gz is not there"),
+        ("prepare: {config: configs/data_prep/cifar10.yaml, seeds: [1], run_dir: x}", "give each dataset an entry"),
+        ("pretrain: [configs/pretrain/demo_mlp.yaml, configs/pretrain/demo_mlp.yaml]", "writes runs/demo/pretrain-mlp, as"),
+        ("pretrain: {config: configs/pretrain/demo_mlp.yaml, nodes: 0}", "nodes: 0 will not do"),
+        ("pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [a=1]}", "configs/pretrain/demo_mlp.yaml: a: unknown"),
+        ("pretrain: {confg: a}", "confg: unknown key; did you mean 'config'?"),
+        ("pretrain: [[a]]", "['a'] will not do; give the path of a config"),
+        ("{}", "nothing to do"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_and_nothing_is_queued(
+    slurm: Path, text: str | tuple[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert isinstance(text, str) or text[0] in SMALL
+    path = written(text if isinstance(text, str) else SMALL.replace(*text))
+    assert main(["run", path]) == main(["run", path, "--dry-run"]) == submit([path]) == submit(["--dry-run", path]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err and said.err.startswith("cluster.plan: small.yaml:") and said.out == ""
+    assert not calls(slurm, "sbatch") and not (slurm / "jobs").exists()
+
+
+def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path) -> None:
+    text = SMALL.replace("[train.duration=2 epochs]", f"[train.duration=9 steps, data.dataset={shapes}]")
+    with pytest.raises(SettingsError, match="'10 steps' is 10 steps, but the run has 9") as error:
+        load_checked(written(text))
+    assert str(error.value).count("member ") == 8
+
+
+def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) -> None:
+    finish(load_plan(written(SMALL)).stages[0].works[0])
+    first, second, *_ = load_plan(written(SMALL.replace("2 epochs", "3 epochs"))).stages[0].works
+    with pytest.raises(SettingsError, match="belongs to a run with other settings"):
+        first.is_finished()
+    assert (first.state(), second.state()) == ("other settings", "not begun")
+
+
+# ---- on SLURM ---------------------------------------------------------------------------------------------------------
+
+STAND_IN = """#!/bin/sh
+# Notes its words; answers as SLURM does, by the files queue and refuse.
+name=$(basename "$0")
+printf '%s\\n' "$name $*" >>calls
+case $name in
+sbatch)
+    count=$(grep -c ^sbatch calls)
+    [ "$count" != "$(cat refuse 2>/dev/null)" ] || { echo "sbatch: error: no such partition" >&2; exit 1; }
+    echo "a word of the site's"; echo "$((100 + count));lab" ;;
+squeue) cat queue 2>/dev/null; true ;;
+snapshot) echo /kept ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose SLURM is a stand-in that keeps what it is asked in `calls`."""
+    (checkout / "bin").mkdir()
+    stand_in = checkout / "bin/stand-in"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    for path in ("cluster/snapshot", "bin/squeue", "bin/scancel", "bin/sbatch"):
+        (checkout / path).symlink_to(stand_in)
+    monkeypatch.setenv("PATH", f"{checkout}/bin:{os.environ['PATH']}")
+    return checkout
+
+
+def calls(checkout: Path, name: str) -> list[list[str]]:
+    path = checkout / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split()[1:] for line in lines if line.split()[0] == name]
+
+
+def submitted(checkout: Path) -> list[tuple[str, list[str]]]:
+    """The script of each sbatch, and the options before it."""
+    found = []
+    for words in calls(checkout, "sbatch"):
+        script = next(word for word in words if word.endswith(".slurm"))
+        found.append((script.removeprefix("/kept/cluster/"), words[1 : words.index(script)]))
+    return found
+
+
+def test_each_job_waits_for_what_it_reads(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["--partition=low", DEMO]) == 0
+    parts = ["--array=0-1", "--cpus-per-task=1", "--mem=1G", "--partition=low"]
+    kill = "--kill-on-invalid-dep=yes"
+    assert submitted(slurm) == [
+        ("data_prep.slurm", parts),
+        ("data_prep.slurm", [*parts, "--dependency=afterok:101", kill, "--array=0"]),
+        ("data_prep.slurm", parts),
+        ("data_prep.slurm", [*parts, "--dependency=afterok:103", kill, "--array=0"]),
+        ("pretrain.slurm", ["--partition=low", "--dependency=afterok:102", kill]),
+        ("probe.slurm", ["--partition=low", "--dependency=afterok:104:105", kill]),
+        ("finetune.slurm", ["--partition=low", "--dependency=afterok:104:105", kill]),
+    ]
+    assert calls(slurm, "sbatch")[5][-4:] == [
+        "configs/probe/demo.yaml", "run_dir=runs/study/probe", "pretrained=runs/study/pretrain", "dataset=data/study-transfer",
+    ]  # fmt: skip
+    assert "squeue -j 101,102,103,104,105,106,107" in capsys.readouterr().out
+    noted = {path.parent.name: path.read_text() for path in (slurm / "jobs").glob("*/writes")}
+    assert noted["101"] == noted["102"] == f"-\t{slurm}/data/study-pretrain\n" and len(noted) == 7
+
+
+def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm: Path) -> None:
+    (slurm / "archives").mkdir()
+    (slurm / "archives/winter21_whole").mkdir()
+    path = written(
+        "prepare: {config: configs/data_prep/imagenet21k_64.yaml, overrides: [source.path=archives/winter21_whole]}\n"
+        "pretrain: {config: configs/pretrain/imagenet21k_b12_wi1024.yaml, nodes: 4, seeds: [0, 1], run_dir: 'runs/{seed}'}\n"
+        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/p-{pretrained}', max_concurrent: 1,\n"
+        "        overrides: [dataset=data/imagenet21k-64]}\n"
+    )
+    assert submit([path]) == 0
+    kill = "--kill-on-invalid-dep=yes"
+    assert submitted(slurm)[2:] == [
+        ("grid.slurm", ["--nodes=4", "--dependency=afterok:102", kill, "--array=0-1"]),
+        ("grid.slurm", ["--dependency=afterok:102,afterany:103", kill, "--array=0-1%1"]),
+    ]
+    assert calls(slurm, "sbatch")[3][-2:] == ["small.yaml", "probe"]
+
+
+def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "refuse").write_text("6\n")
+    assert submit([DEMO]) == 1
+    assert calls(slurm, "scancel") == [["101", "102", "103", "104", "105"]] and len(calls(slurm, "sbatch")) == 6
+    assert "cancelled, for probe was not taken: 101, 102" in capsys.readouterr().err
+
+
+def test_what_is_queued_is_not_queued_again(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit([DEMO]) == 0
+    since = "2026-01-01T10:00:00"
+    (slurm / "queue").write_text(
+        f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n"
+    )
+    (slurm / "again.yaml").write_text(Path(DEMO).read_text())  # under another name it writes the same places
+    capsys.readouterr()
+    for path in (DEMO, "again.yaml"):
+        assert submit([path]) == 2
+        said = capsys.readouterr().err
+        assert "prepare/1 is in the queue already: job 101_0 (RUNNING) writes data/study-pretrain" in said
+        assert "squeue -j 101,107" in said and "scancel 101 107" in said
+    assert len(calls(slurm, "sbatch")) == 7
+    (slurm / "queue").write_text(f"9 N/A RUNNING {since}\n")
+    assert submit([DEMO]) == 0 and len(calls(slurm, "sbatch")) == 14
+
+
+def test_what_is_finished_is_left_out_and_not_waited_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {stage.name: stage for stage in load_plan(DEMO).stages}
+    for name in ("pretrain", "probe"):
+        finish(stages[name].works[0])
+    assert submit([DEMO]) == 0
+    assert [script for script, _ in submitted(slurm)] == [*["data_prep.slurm"] * 4, "finetune.slurm"]
+    assert "--dependency=afterok:104" in submitted(slurm)[4][1]
+    assert "pretrain: finished, not submitted" in capsys.readouterr().out
+    members = load_plan(written(SMALL)).stages[0].works
+    for index in (0, 3, 4):
+        finish(members[index])
+    assert submit(["--begin=tomorrow", "small.yaml"]) == 0
+    assert submitted(slurm)[-1] == ("grid.slurm", ["--begin=tomorrow", "--array=1-2,5-7%3"])
+    noted = (slurm / "jobs/106/writes").read_text().splitlines()
+    assert [line.split("\t")[0] for line in noted] == ["1", "2", "5", "6", "7"]
+    assert main(["list", "small.yaml"]) == 0
+    table = capsys.readouterr().out
+    rows = [line.split() for line in table.splitlines() if line.startswith("pretrain ")]
+    assert [int(row[1]) for row in rows if row[2] == "finished"] == [0, 3, 4] and "3 of 8 finished" in table
+    for work in members:
+        finish(work)
+    assert submit(["--begin=tomorrow", "small.yaml"]) == 0 and len(calls(slurm, "sbatch")) == 6
+
+
+# ---- without SLURM ----------------------------------------------------------------------------------------------------
+
+
+def test_it_stops_after_a_failure_and_goes_on_from_there(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dataset is built and verified by the real commands."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    small = "source.num_train_per_class=2, source.num_val_per_class=1, source.num_classes=4"
+    path = written(
+        f"prepare: {{config: configs/data_prep/demo_pretrain.yaml, overrides: [out=data/small, {small}]}}\n"
+        "pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [data.dataset=data/small, schedule.warmup=0 steps], "
+        "seeds: [0, 1, 2], run_dir: 'runs/{seed}'}\n"
+        "probe: {config: configs/probe/demo.yaml, overrides: [pretrained=runs/1, dataset=data/small]}\n"
+    )
+    asked: list[list[str]] = []
+    real = Here.run
+
+    def run(here: Here, words: list[str]) -> int:
+        if words[0] == "data_prep":
+            return real(here, words)
+        asked.append(words)
+        works = [work for stage in load_plan(path).stages for work in stage.works]
+        work = next(each for each in works if words[: len(each.words)] == each.words)
+        if work.writes == "runs/1" and len(asked) < 4:
+            return 9
+        finish(work)
+        return 0
+
+    monkeypatch.setattr(Here, "run", run)
+    assert main(["run", path, "--ranks", "3"]) == 1
+    assert (checkout / "data/small/manifest.json").exists() and not list((checkout / "jobs/unverified").iterdir())
+    said = capsys.readouterr()
+    assert "failed with exit code 9" in said.out and "left out: probe" in said.err
+    works = load_plan(path).stages[1].works
+    assert asked == [[*work.words, "--ranks", "3"] for work in works]  # the others of the grid, too
+    assert main(["run", path, "--ranks", "2"]) == 0
+    assert [words[:2] for words in asked[3:]] == [["pretrain", "train"], ["finetune", "probe"]]
+    assert asked[3] == [*works[1].words, "--ranks", "2"]
+
+
+def test_a_dataset_that_was_not_verified_is_not_finished(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(here: Here, words: list[str]) -> int:
+        asked.append(words[1])
+        if words[1] == "build":
+            return subprocess.run(["mkdir", "-p", "data/demo-pretrain"], check=False).returncode
+        return 1 if len(asked) == 2 else 0
+
+    monkeypatch.setattr(Here, "run", run)
+    monkeypatch.setattr("cluster.work._is_built", lambda settings: Path(settings.out).exists())
+    path = written("prepare: configs/data_prep/demo_pretrain.yaml")
+    assert [main(["run", path]) for _ in range(3)] == [1, 0, 0]
+    assert asked == ["build", "verify", "build", "verify"]
+
+
+def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
+    (checkout / "saves.py").write_text(
+        "import pathlib, signal, time\n"
+        "def save(number, frame):\n    pathlib.Path('saved').write_text(signal.Signals(number).name)\n    raise SystemExit(0)\n"
+        "signal.signal(signal.SIGUSR2, save)\npathlib.Path('ready').touch()\ntime.sleep(60)\n"
+    )
+
+    def send() -> None:
+        while not (checkout / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with Here().listening() as here:
+        threading.Thread(target=send, daemon=True).start()
+        assert here.run(["saves"]) == 0 and here.stopped
+        assert here.run(["saves"]) == 130  # nothing more is started
+    assert (checkout / "saved").read_text() == "SIGUSR2" and signal.getsignal(signal.SIGUSR2) == before
