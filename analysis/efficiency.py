@@ -18,8 +18,7 @@ from torch import nn
 
 from data_prep.settings import UserError
 from pretrain.models.build import build_model
-from pretrain.models.cost import cost_of
-from pretrain.models.cost_parts import Cost
+from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
 
 IMAGE_SIZE, NUM_CLASSES = 64, 1000

@@ -6,7 +6,7 @@
 
 Contestants, each a whole step (forward, backward to all weights, none to the pictures) on one batch:
   products     the same matrix products on tensors made beforehand, nothing between them
-  products, 8  the same with every size filled up to a multiple of 8, as pretrain/models/linear.py does it: the limit
+  products, 8  the same with every size filled up to a multiple of 8, as pretrain/models/layers/linear.py does it: the limit
   plain        the paper's formula as one would first write it, eager (models_peers.py)
   ours         eager, and compiled
   normal       an RP model without its permutations, eager and compiled
@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from pretrain.models.build import build_model
-from pretrain.models.linear import aligned
+from pretrain.models.layers.linear import aligned
 from pretrain.models.presets import preset, spec_of
 from pretrain.models.spec import MixerSpec
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 from pretrain.models.spec import SparseMlpSpec
 
 BATCH = 128

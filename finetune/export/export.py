@@ -32,8 +32,8 @@ from finetune.runs import results_of, run_of
 from pretrain.checkpoints.card import CONFIG, config_of, timms_own
 from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint
 from pretrain.checkpoints.files import load_model, write_tensors
+from pretrain.checkpoints.foreign import to_timm
 from pretrain.models.cost import num_parameters
-from pretrain.models.foreign import to_timm
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
 from pretrain.tracking.run_tags import git_commit

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from data_prep.settings import UserError
 from pretrain.checkpoints.card import ModelCard
 from pretrain.models.image_model import ImageModel
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 BATCH_SIZES = (1, 2, 5)
 TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from finetune.tune.config import TuneEngineSettings
 from pretrain.augment.augmentation import Prepared
 from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, loss_of
-from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
+from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import counts_steps, set_lr
 from pretrain.ranks.world import World
 

@@ -36,12 +36,12 @@ from torch import Tensor
 from data_prep.publish import atomic_directory, sha256_of, withdraw, write_atomic, write_json
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, MODEL, OPTIMIZER, TRAINER, Checkpoint
+from pretrain.checkpoints.foreign import by_our_names
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, step_of
+from pretrain.checkpoints.weights import check_finite, check_fit, load_strictly, needed_shapes, shapes
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
-from pretrain.models.foreign import by_our_names
 from pretrain.models.image_model import ImageModel
-from pretrain.models.weights import check_finite, check_fit, load_strictly, needed_shapes, shapes
 from pretrain.ranks.hangs import PROGRESS
 
 BEST = "best.json"

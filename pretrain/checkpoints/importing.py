@@ -1,6 +1,6 @@
 """`pretrain import`: a file of foreign weights -> a folder that the later stages and timm take like a checkpoint of ours.
 
-Beside names and shapes (models/foreign.py) it needs what neither holds: normalisation, class names, activation. They come from the
+Beside names and shapes (foreign.py) it needs what neither holds: normalisation, class names, activation. They come from the
 command line; else from the config that stands beside the file; else from a word in the file's name; else they are the family's.
 """
 
@@ -18,11 +18,11 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CONFIG, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
+from pretrain.checkpoints.foreign import Family, Flattening, Foreign, Reading, convert
+from pretrain.checkpoints.weights import Kind, read_weights
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
-from pretrain.models.foreign import Family, Flattening, Foreign, Reading, convert
 from pretrain.models.spec import Activation
-from pretrain.models.weights import Kind, read_weights
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Normalisation((0.49139968, 0.48215827, 0.44653124), (0.24703233, 0.24348505, 0.26158768))

@@ -34,7 +34,7 @@ from pretrain.engine.ema import WeightAverage
 from pretrain.engine.sharded_state import ShardedState
 from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, loss_of
 from pretrain.models.cost import num_parameters
-from pretrain.models.kept_buffers import average_over_ranks, kept_buffers, restore_buffers
+from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import set_lr
 from pretrain.ranks.preemption import Interrupted
 from pretrain.ranks.world import World

@@ -9,7 +9,7 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
-from pretrain.models.sparse import SparseMlp
+from pretrain.models.sparse_mlp import SparseMlp
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 from pretrain.models.structured import StructuredMlp
 

@@ -1,26 +1,41 @@
-"""What a model costs, by closed formulas on its spec: parameters, multiply-adds, buffers, connections.
+"""What a model costs, by closed formulas on its spec: parameters, multiply-adds, effective width, connections per layer.
 
 There is no torch here and nothing is built: `pretrain models` answers at once, and a SW-MLP of width 150,528 has a cost, too. Tests
 hold the formulas to the built modules and to torch's FlopCounterMode.
+
+Letters as in paper A: S tokens, C channels, m = S C; gamma the hidden width of a mixing as a multiple of its input (an S-Mixer has
+nothing hidden: 1); p the density of a SW-MLP. A mixing layer is a sparse m x gamma m matrix: C copies of a gamma S x S one across
+tokens, S copies of a gamma C x C one across channels; Omega is the mean of both numbers of entries. The calculators return the
+integer nearest to the real solution: that is how every pair that the paper prints came about.
 """
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pretrain.models.baseline_cost import NUM_FEATURES, body_cost
-from pretrain.models.cost_parts import (
-    Cost,
-    batch_norm,
-    block_diagonal,
-    layer_norm,
-    linear,
-    masked_linear,
-    permutation,
-    sparse_linear,
-)
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+RESNET_STEM_PADDING = 0
+"""Paper B says that the stem's stride and the max-pooling were removed, and prints 13.07 G. With the stem's usual padding of 3 its
+counter gives 14.98 G; without padding (58 x 58 after the stem instead of 64 x 64) 13.07 G: so that is what was counted."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one image's forward pass. Counted are matrix products, convolutions and attention, as torch's FlopCounterMode does."""
+
+    num_parameters: int = 0
+    multiply_adds: int = 0
+    """A multiplication and an addition each; papers print them as "FLOPs"."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.num_parameters + other.num_parameters, self.multiply_adds + other.multiply_adds)
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.num_parameters * times, self.multiply_adds * times)
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
@@ -34,14 +49,16 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
             body, num_features = _sparse_mlp(spec, image_size=image_size), spec.width_at(image_size=image_size)
         case StructuredMlpSpec():
             body, num_features = _structured(spec, image_size=image_size), spec.num_rows * spec.num_columns
+        case TimmSpec(name="resnet152_64"):
+            body, num_features = _resnet152(image_size), 2048
         case TimmSpec():
-            body, num_features = body_cost(spec.name, image_size=image_size), NUM_FEATURES[spec.name]
-    return body + linear(num_features, num_classes)
+            body, num_features = _vit_b_4(image_size), 768
+    return body + _linear(num_features, num_classes)
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
     """Floating-point operations of one image's forward pass, two per multiply-add."""
-    return cost_of(spec, num_classes=num_classes, image_size=image_size).flops
+    return 2 * cost_of(spec, num_classes=num_classes, image_size=image_size).multiply_adds
 
 
 def num_parameters(model: "nn.Module") -> int:
@@ -49,67 +66,181 @@ def num_parameters(model: "nn.Module") -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _linear(num_inputs: int, num_outputs: int, *, rows: int = 1, bias: bool = True) -> Cost:
+    """One matrix, applied to `rows` vectors of an image."""
+    size = num_inputs * num_outputs
+    return Cost(size + (num_outputs if bias else 0), rows * size)
+
+
+def _norm(size: int) -> Cost:
+    return Cost(num_parameters=2 * size)
+
+
 def _mlp(spec: MlpSpec, *, image_size: int) -> Cost:
     width, hidden = spec.width, spec.hidden_width
-    norm = {"layer": layer_norm(width), "batch": batch_norm(width), "none": Cost()}[spec.norm]
-    mixing = linear(width, hidden) + linear(hidden, width) if spec.bottleneck == "inverted" else linear(width, width)
-    return linear(3 * image_size**2, width) + (norm + mixing) * spec.depth
+    norm = Cost() if spec.norm == "none" else _norm(width)
+    mixing = _linear(width, hidden) + _linear(hidden, width) if spec.bottleneck == "inverted" else _linear(width, width)
+    return _linear(3 * image_size**2, width) + (norm + mixing) * spec.depth
 
 
 def _mixer(spec: MixerSpec, *, image_size: int) -> Cost:
     num_patches, tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
     channels = spec.num_channels
-    total = linear(3 * spec.patch_size**2, channels, rows=num_patches) + layer_norm(channels, rows=tokens)
+    token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=tokens)
+    total = _linear(3 * spec.patch_size**2, channels, rows=num_patches) + _norm(channels) * (1 + 2 * spec.depth)
     for block in range(spec.depth):
         inputs = tokens if block else num_patches
-        across_tokens, across_channels = _mixings(spec, num_inputs=inputs, num_tokens=tokens)
-        total += layer_norm(channels, rows=inputs) + across_tokens + layer_norm(channels, rows=tokens) + across_channels
-        if block == 0 and spec.num_tokens is not None:
-            total += linear(num_patches, tokens, rows=channels, bias=False) + layer_norm(channels, rows=tokens)
-        if spec.is_permuted(block):
-            total += permutation(inputs * channels) + permutation(tokens * channels) * 3
+        if spec.layers_per_mixing == 1:
+            total += _linear(inputs, tokens, rows=channels) + _linear(channels, channels, rows=tokens)
+        else:
+            total += _linear(inputs, token_hidden, rows=channels) + _linear(token_hidden, tokens, rows=channels)
+            total += _linear(channels, channel_hidden, rows=tokens) + _linear(channel_hidden, channels, rows=tokens)
+    if spec.num_tokens is not None:  # the first block's skip path
+        total += _linear(num_patches, tokens, rows=channels, bias=False) + _norm(channels)
     return total
 
 
-def _mixings(spec: MixerSpec, *, num_inputs: int, num_tokens: int) -> tuple[Cost, Cost]:
-    """(across tokens, across channels)"""
-    channels = spec.num_channels
-    if spec.layers_per_mixing == 1:
-        return linear(num_inputs, num_tokens, rows=channels), linear(channels, channels, rows=num_tokens)
-    token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-    return (
-        linear(num_inputs, token_hidden, rows=channels) + linear(token_hidden, num_tokens, rows=channels),
-        linear(channels, channel_hidden, rows=num_tokens) + linear(channel_hidden, channels, rows=num_tokens),
-    )
-
-
 def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
+    """Of a sparse layer the expected number of connections."""
     num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
-    total = linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches)
+    total = _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches) + _norm(width) * (spec.depth + 1)
     if num_patches * spec.num_channels != width:
-        total += linear(num_patches * spec.num_channels, width)
+        total += _linear(num_patches * spec.num_channels, width)
     hidden = spec.hidden_width(width)
-    shapes = [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]
-    matrix = sparse_linear if spec.is_sparse else masked_linear
-    for num_inputs, num_outputs in shapes:
-        total += matrix(num_inputs, num_outputs, density=spec.density) * spec.depth
-    return total + layer_norm(width) * (spec.depth + 1)
+    for num_inputs, num_outputs in [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]:
+        size = num_inputs * num_outputs
+        weights = round(spec.density * size) if spec.is_sparse else size
+        total += Cost(weights + num_outputs, weights) * spec.depth
+    return total
 
 
 def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
     """x (H rows of W entries) -> B1 -> act -> B2; no biases in either."""
     rows, columns = spec.num_rows, spec.num_columns
-    length = image_size if spec.greyscale else 3 * image_size
-    first, second = (image_size, length), (rows, columns)
-    if spec.form == "monarch":
-        # Every row is mixed by a matrix of its own, then every column of what came of it.
-        matrices = [
-            block_diagonal(height, width, columns) + block_diagonal(columns, height, rows)
-            for height, width in (first, second)
-        ]
-    else:
-        matrices = [
-            linear(width, columns, rows=height, bias=False) + linear(height, rows, rows=columns, bias=False)
-            for height, width in (first, second)
-        ]
-    return matrices[0] + matrices[1]
+    total = Cost()
+    for height, width in ((image_size, image_size if spec.greyscale else 3 * image_size), (rows, columns)):
+        if spec.form == "monarch":  # every row is mixed by a matrix of its own, then every column of what came of it
+            total += _linear(width, columns, bias=False) * height + _linear(height, rows, bias=False) * columns
+        else:
+            total += _linear(width, columns, rows=height, bias=False) + _linear(height, rows, rows=columns, bias=False)
+    return total
+
+
+def _resnet152(image_size: int) -> Cost:
+    """Bottlenecks of 1 x 1, 3 x 3 (which has the stride), 1 x 1; the first one of a stage has a 1 x 1 skip path."""
+
+    def convolution(num_inputs: int, num_outputs: int, *, kernel: int = 1) -> Cost:
+        """With the batch norm that follows it."""
+        return _linear(num_inputs * kernel**2, num_outputs, rows=size**2, bias=False) + _norm(num_outputs)
+
+    size, num_inputs = image_size + 2 * RESNET_STEM_PADDING - 6, 64
+    total = convolution(3, 64, kernel=7)
+    for width, num_blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
+        for block in range(num_blocks):
+            total += convolution(num_inputs, width)
+            if block == 0:
+                size = (size - 1) // stride + 1
+                total += convolution(num_inputs, 4 * width)
+            total += convolution(width, width, kernel=3) + convolution(width, 4 * width)
+            num_inputs = 4 * width
+    return total
+
+
+def _vit_b_4(image_size: int) -> Cost:
+    width, num_patches = 768, (image_size // 4) ** 2
+    tokens = num_patches + 1
+    block = (
+        _norm(width) * 2
+        + _linear(width, 3 * width, rows=tokens)
+        + Cost(multiply_adds=2 * tokens**2 * width)  # queries x keys, then weights x values
+        + _linear(width, width, rows=tokens)
+        + _linear(width, 4 * width, rows=tokens)
+        + _linear(4 * width, width, rows=tokens)
+    )
+    embeddings = Cost(num_parameters=(tokens + 1) * width)  # of places, and the class token
+    return _linear(3 * 16, width, rows=num_patches) + embeddings + block * 12 + _norm(width)
+
+
+# ---- effective width and connections per layer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Widest:
+    """The widest mixer of an Omega, as real numbers: a model takes the integers nearby."""
+
+    num_tokens: float
+    num_channels: float
+    width: float
+
+
+def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
+    """S of a mixer with so many channels and connections per layer: the positive root of gamma (C S^2 + C^2 S) / 2 = Omega. Omega
+    is the same when S and C change places, so it is C of a mixer with so many tokens, too."""
+    _check_positive(omega=omega, gamma=gamma, num_channels=num_channels)
+    # Not (-C + sqrt(C^2 + d)) / 2, which loses all digits where C^2 is far greater than d.
+    d = 8 * omega / (gamma * num_channels)
+    found = round(d / (2 * (num_channels + math.sqrt(num_channels**2 + d))))
+    if found < 1:
+        least = gamma * (num_channels + num_channels**2) / 2
+        raise ValueError(
+            f"omega: {omega:g} is too small for num_channels {num_channels} with gamma {gamma:g}: not one token is left; give "
+            f"{math.ceil(least)} or more"
+        )
+    return found
+
+
+def widest(omega: float, *, gamma: float = 1.0) -> Widest:
+    """C* = S* = (Omega / gamma)^(1/3): m is the greatest where tokens and channels are as many."""
+    _check_positive(omega=omega, gamma=gamma)
+    side = math.cbrt(omega / gamma)
+    return Widest(num_tokens=side, num_channels=side, width=side**2)
+
+
+def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
+    """m of a SW-MLP: Omega = p gamma m^2."""
+    _check_positive(omega=omega, gamma=gamma, density=density)
+    return max(1, round(math.sqrt(omega / (density * gamma))))
+
+
+def effective_width(spec: AnySpec, *, image_size: int) -> int | None:
+    """m; None for the models that have no one width."""
+    match spec:
+        case MlpSpec():
+            return spec.width
+        case MixerSpec():
+            return spec.tokens(image_size=image_size) * spec.num_channels
+        case SparseMlpSpec():
+            return spec.width_at(image_size=image_size)
+        case StructuredMlpSpec():
+            return spec.num_rows * spec.num_columns
+        case _:
+            return None
+
+
+def average_connections(spec: AnySpec, *, image_size: int) -> float | None:
+    """Omega of the blocks' matrices as they are built (hidden sizes rounded); None where the papers define none.
+
+    A first block that makes S tokens of S0 counts like the others, and a mask's entries by their expected number.
+
+    Mixer-B/16 with its hidden sizes 384 and 3072 has 260,112,384: the 2.6e8 that the paper's table prints. The table has 2.6e8 for
+    Mixer-B-W, too, whose own gamma = 4.57 gives 2.9e8, and gamma = 4 would give 2.54e8. The sweep over P is at 290,217,984: that of
+    S = 196, C = 768 with gamma = 4 for both mixings.
+    """
+    match spec:
+        case MlpSpec():
+            return float(spec.width * (spec.hidden_width if spec.bottleneck == "inverted" else spec.width))
+        case MixerSpec():
+            tokens, channels = spec.tokens(image_size=image_size), spec.num_channels
+            one_layer = spec.layers_per_mixing == 1
+            across = (tokens, channels) if one_layer else spec.hidden_sizes(num_tokens=tokens)
+            return tokens * channels * sum(across) / 2
+        case SparseMlpSpec():
+            return spec.density * (spec.expansion or 1.0) * spec.width_at(image_size=image_size) ** 2
+        case _:
+            return None
+
+
+def _check_positive(**given: float) -> None:
+    for name, value in given.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}: {value} will not do; give a number greater than 0")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.models.linear import Linear
+from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {

@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.settings import UserError, nearest
-from pretrain.models.cost import cost_of
-from pretrain.models.cost_parts import Cost
+from pretrain.models.cost import Cost, average_connections, cost_of, effective_width, sparse_width, tokens_for, widest
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
-from pretrain.models.widths import average_connections, effective_width, sparse_width, tokens_for, widest
 
 FAMILIES = {
     "mlp": "MLPs of paper B",

@@ -5,8 +5,8 @@ from math import isqrt
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
-from pretrain.models.linear import Linear, hidden_linear
-from pretrain.models.permutation import generator_beside_weights, pk, random_permutation
+from pretrain.models.layers.linear import Linear, hidden_linear
+from pretrain.models.layers.permutation import generator_beside_weights, pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
 

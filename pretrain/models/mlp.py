@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from pretrain.models.batch_norm import BatchNorm1d
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
-from pretrain.models.linear import Linear, hidden_linear
+from pretrain.models.layers.batch_norm import BatchNorm1d
+from pretrain.models.layers.linear import Linear, hidden_linear
 from pretrain.models.spec import MlpSpec
 
 NORMS: dict[Literal["layer", "batch", "none"], type[nn.Module]] = {

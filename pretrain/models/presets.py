@@ -118,7 +118,7 @@ def _others() -> dict[str, Preset]:
         f"{form}_mnist": Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
         for form in ("monarch", "kronecker")
     }
-    # Without the stem's padding, ResNet-152 has the 13.07 G that B prints (see baseline_cost.py).
+    # Without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py).
     compared = {
         name: Preset({"kind": "timm", "name": name}, 64, "B, efficiency") for name in ("resnet152_64", "vit_b_4")
     }

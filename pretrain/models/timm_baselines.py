@@ -1,7 +1,7 @@
 """ResNet-152 and ViT-B/4 as timm has them, behind the methods that all our models have. Imported only where one is built.
 
 timm's model makes the features and pools them; the head is ours, so it starts, is replaced and gets its own learning rate as
-everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64 px: stride 1, no padding (`baseline_cost` says why), and no
+everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64 px: stride 1, no padding (cost.py says why), and no
 pooling after it.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 import timm
 from torch import Tensor, nn
 
-from pretrain.models.baseline_cost import RESNET_STEM_PADDING
-from pretrain.models.batch_norm import BatchNorm2d
+from pretrain.models.cost import RESNET_STEM_PADDING
 from pretrain.models.image_model import ImageModel, classifier
+from pretrain.models.layers.batch_norm import BatchNorm2d
 from pretrain.models.spec import TimmSpec
 
 

@@ -1,16 +1,21 @@
-"""The optimizer of a config. The betas that a config leaves out are those of the optimizer's paper."""
+"""The optimizer of a config, over groups of parameters that it treats alike.
 
+Weight decay is decoupled in all of them, and falls on matrices only, sparse ones included. The betas that a config leaves out are
+those of the optimizer's paper.
+"""
+
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from data_prep.settings import UserError
 from pretrain.config import OptimizerSettings
-from pretrain.optim.groups import parameter_groups
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.lion import Lion
-from pretrain.optim.sgd import DecoupledSgd
 
 
 def counts_steps(optimizer: Any) -> bool:
@@ -29,3 +34,75 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
             return Lamb(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999))
         case "sgd":
             return DecoupledSgd(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+class DecoupledSgd(torch.optim.SGD):
+    """Nesterov's, whose weight decay does not pass through the momentum.
+
+    w -= lr wd w, then torch's own step without decay: m = momentum m + g, w -= lr (g + momentum m).
+    """
+
+    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float):
+        groups = [group | {"decoupled_decay": group.pop("weight_decay"), "weight_decay": 0.0} for group in params]
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights and group["decoupled_decay"]:
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["decoupled_decay"])
+        super().step(closure)
+
+
+def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a decay of
+    0, too."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    num_layers = 1 + max((_layer(name) for name, _ in model.named_parameters() if _is_block(name)), default=0)
+    if num_layers == 1 and settings.layer_decay < 1:
+        raise UserError(
+            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in a row; leave it out"
+        )
+    for name, parameter in model.named_parameters():
+        scale = _lr_scale(name, settings, num_layers=num_layers)
+        groups.setdefault((_is_decayed(model, name, parameter), scale), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": settings.weight_decay if decayed else 0.0,
+            "is_decayed": decayed,
+            "lr_scale": scale,
+        }
+        for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
+
+def _lr_scale(name: str, settings: OptimizerSettings, *, num_layers: int) -> float:
+    """The head has its own; below it the last block has the body's whole rate, and each layer a share of the one above it."""
+    if name.startswith("head."):
+        return settings.head_lr_scale
+    layer = _layer(name) if _is_block(name) else (num_layers - 1 if name.startswith("norm") else 0)
+    return float(settings.layer_decay ** (num_layers - 1 - layer))
+
+
+def _is_block(name: str) -> bool:
+    return re.search(r"(?:^|\.)blocks\.\d+\.", name) is not None
+
+
+def _layer(name: str) -> int:
+    """Of a block, from 1; what comes before the blocks is layer 0."""
+    found = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
+    assert found is not None
+    return int(found[1]) + 1
+
+
+def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT its position embeddings)."""
+    is_of_matrix = parameter.ndim >= 2 or name.endswith(".values")
+    return is_of_matrix and name not in getattr(model, "no_weight_decay", set)()
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -10,7 +10,7 @@ from analysis import efficiency
 from analysis.cli import main
 from analysis.efficiency import PRINTED, Conditions, Row, Timings, cost_of_named, measure, summarise
 from pretrain.models.build import build_model
-from pretrain.models.cost_parts import Cost
+from pretrain.models.cost import Cost
 from pretrain.models.spec import MlpSpec
 
 ON_CPU = Conditions(device="cpu", dtype="fp32", is_compiled=False, batch_size=3, num_rounds=2, seconds=0)
@@ -58,7 +58,9 @@ def test_what_the_paper_prints_is_what_we_count() -> None:
     for name, printed in PRINTED.items():
         cost = cost_of_named(name)
         assert round(cost.num_parameters / 1e6, 2) == printed.million_parameters
-        assert printed.giga_multiply_adds == pytest.approx(cost.printed_flops / 1e9, rel=2e-3)
+        assert printed.giga_multiply_adds == pytest.approx(
+            cost.multiply_adds / 1e9, rel=4e-3
+        )  # norms count in the paper
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 from pretrain.data.order import BatchPlan
 from pretrain.engine.zero_cost import NUM_STATES
-from pretrain.models.kept_buffers import kept_buffers
+from pretrain.models.layers.buffers import kept_buffers
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.ranks.preemption import Interrupted

@@ -7,8 +7,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from pretrain.models.batch_norm import BatchNorm2d
 from pretrain.models.build import build, pooled_features
+from pretrain.models.layers.batch_norm import BatchNorm2d
 
 SHALLOW: dict[str, tuple[str, dict[str, int]]] = {
     "resnet152": ("resnet26", {}),

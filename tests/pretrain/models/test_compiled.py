@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pretrain.models.linear as linear_module
+import pretrain.models.layers.linear as linear_module
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec

@@ -1,19 +1,24 @@
 """Costs: every named model's as literals, the formulas against built modules and torch's counter, and the papers' tables."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.models.baseline_cost import body_cost, resnet152
 from pretrain.models.build import build_model
-from pretrain.models.cost import cost_of, num_parameters
-from pretrain.models.cost_parts import Cost
+from pretrain.models.cost import (
+    Cost,
+    Widest,
+    average_connections,
+    cost_of,
+    effective_width,
+    num_parameters,
+    sparse_width,
+    tokens_for,
+    widest,
+)
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
-from pretrain.models.widths import average_connections, mixer_connections
 
 KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes and image size
     "mlp_b6_wi256": (6_559_464, 6_547_456),
@@ -92,8 +97,9 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
 }
 
 
-def counted(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Of the built model: by torch's counter, and by the entries that its norms are seen to read. All but the connections."""
+def counted(spec: AnySpec, *, num_classes: int, image_size: int, padding: int = 0) -> tuple[Cost, int]:
+    """Of the built model: by torch's counter; and what fvcore has on top of it, by the entries that the norms are seen to read (5
+    for each of a layer norm, 2 of a batch norm). `padding`: of a ResNet's stem."""
     norm_operations = 0
 
     def see_norm(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -102,40 +108,34 @@ def counted(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
 
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = build_model(spec, num_classes=num_classes, image_size=image_size).eval()
+        if padding:
+            model.get_submodule("body.conv1").padding = (padding, padding)  # type: ignore[assignment]
         for module in model.modules():
             if isinstance(module, nn.LayerNorm | nn.BatchNorm1d | nn.BatchNorm2d):
                 module.register_forward_pre_hook(see_norm)
         model(torch.empty(1, 3, image_size, image_size))
-    return Cost(
-        num_parameters=num_parameters(model),
-        multiply_adds=counter.get_total_flops() // 2,
-        norm_operations=norm_operations,
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-    )
-
-
-def test_every_named_model_has_its_literals() -> None:
-    found = {
-        name: cost_of(spec_of(name), num_classes=preset.num_classes, image_size=preset.image_size)
-        for name, preset in PRESETS.items()
-    }
-    assert {name: (cost.num_parameters, cost.multiply_adds) for name, cost in found.items()} == KNOWN
+    return Cost(num_parameters(model), counter.get_total_flops() // 2), norm_operations
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_formulas_are_what_is_built(name: str) -> None:
     preset, spec = PRESETS[name], spec_of(name)
     size = {"num_classes": preset.num_classes, "image_size": preset.image_size}
-    found = counted(spec, **size)
-    assert (found.num_parameters, found.multiply_adds) == KNOWN[name]
-    assert found == replace(cost_of(spec, **size), connections=0)
+    assert counted(spec, **size)[0] == cost_of(spec, **size) == Cost(*KNOWN[name])
+
+
+def test_every_named_model_has_its_literals() -> None:
+    assert KNOWN.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_formulas_hold_for_any_setting(name: str) -> None:
     spec, image_size = VARIANTS[name]
-    cost = cost_of(spec, num_classes=3, image_size=image_size)
-    assert counted(spec, num_classes=3, image_size=image_size) == replace(cost, connections=0)
+    size = {"num_classes": 3, "image_size": image_size}
+    assert counted(spec, **size)[0] == cost_of(spec, **size)
+
+
+# ---- paper B -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,55 +155,35 @@ def test_paper_b_pretrained_mlps(name: str, count: int, printed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "million_parameters", "giga_operations"),
-    [("mixer_b_4", 63.82, 19.36), ("resnet152_64", 60.19, 13.07), ("vit_b_4", 86.06, 23.08)],
-)
-def test_paper_b_efficiency_with_fvcores_norms(name: str, million_parameters: float, giga_operations: float) -> None:
-    cost = cost_of(spec_of(name), num_classes=1000, image_size=64)
-    assert round(cost.num_parameters / 1e6, 2) == million_parameters
-    assert round(cost.printed_flops / 1e9, 2) == giga_operations
-
-
-def test_paper_b_efficiency_of_the_mlp() -> None:
-    cost = cost_of(spec_of("mlp_b12_wi768"), num_classes=1000, image_size=64)
-    assert round(cost.num_parameters / 1e6, 2) == 66.89
-    assert round(cost.multiply_adds / 1e6, 1) == 66.8  # 66.87 with norms: cut, that is 66.8, too
-    assert (cost.flops, cost.printed_flops, cost.weight_bytes) == (133_656_576, 66_874_368, 267_578_272)
-
-
-@pytest.mark.parametrize(
-    ("name", "fvcore"),
-    [  # FlopCountAnalysis of fvcore 0.1.5, run by us on these models, without its pooling
-        ("mlp_b12_wi768", 66_874_368),
-        ("mixer_b_4", 19_362_134_016),
-        ("vit_b_4", 23_080_498_944),
+    ("name", "million_parameters", "printed_giga", "fvcore"),
+    [  # fvcore: FlopCountAnalysis of fvcore 0.1.5, run by us on these models, without its pooling
+        ("mixer_b_4", 63.82, 19.36, 19_362_134_016),
+        ("vit_b_4", 86.06, 23.08, 23_080_498_944),
+        ("resnet152_64", 60.19, 13.07, None),
+        ("mlp_b12_wi768", 66.89, 0.07, 66_874_368),  # printed: 66.8 M, cut
     ],
 )
-def test_printed_flops_are_fvcores(name: str, fvcore: int) -> None:
-    assert cost_of(spec_of(name), num_classes=1000, image_size=64).printed_flops == fvcore
+def test_paper_b_efficiency_with_fvcores_norms(
+    name: str, million_parameters: float, printed_giga: float, fvcore: int | None
+) -> None:
+    cost, norm_operations = counted(spec_of(name), num_classes=1000, image_size=64)
+    assert round(cost.num_parameters / 1e6, 2) == million_parameters
+    assert round((cost.multiply_adds + norm_operations) / 1e9, 2) == printed_giga
+    assert fvcore in (None, cost.multiply_adds + norm_operations)
 
 
 def test_resnet_152_has_the_printed_count_only_without_the_stems_padding() -> None:
-    assert body_cost("resnet152_64", image_size=64) == resnet152(64, padding=0)
-    fvcore = 14_979_448_832 - 2_048_000 - 131_072  # with padding 3, run by us; less the head and the pooling
-    assert resnet152(64, padding=3).printed_flops == fvcore
+    cost, norm_operations = counted(spec_of("resnet152_64"), num_classes=1000, image_size=64, padding=3)
+    assert cost.multiply_adds + norm_operations == 14_979_448_832 - 131_072  # fvcore's, run by us; less the pooling
 
 
-def test_paper_a_connections() -> None:
-    def connections(spec: AnySpec) -> int:
-        return cost_of(spec, num_classes=10, image_size=32).connections
+# ---- paper A -----------------------------------------------------------------------------------------------------------
 
-    assert connections(spec_of("mixer_ss_8")) == 255_959_684  # printed: 256M
+
+def test_paper_a_connections_of_narrow_mixers() -> None:
+    """It prints 256M (KNOWN has 255,959,684) and 255M, with C = 487, which gives 276,278,022."""
     narrower = MixerSpec(kind="mixer", patch_size=4, num_channels=467, depth=2)
-    assert connections(spec_of("mixer_ss_w")) == 276_278_022  # printed: 255M, with C = 487
-    assert connections(narrower) == 255_367_742
-
-
-def test_paper_a_omegas_that_disagree() -> None:
-    b_w = spec_of("mixer_b_w")
-    assert average_connections(spec_of("mixer_b_16"), image_size=224) == 260_112_384  # printed: 2.6e8
-    assert average_connections(b_w, image_size=224) == 290_293_248  # printed: 2.6e8
-    assert average_connections(b_w.model_copy(update={"expansion": 4.0}), image_size=224) == 254_091_264
+    assert cost_of(narrower, num_classes=10, image_size=32).multiply_adds == 255_367_742
 
 
 @pytest.mark.parametrize(
@@ -218,47 +198,144 @@ def test_paper_a_cost_of_sw_mlps(
     channels: int, patch: int, image_size: int, depth: int, gamma: int, memory: float, flops: float
 ) -> None:
     """Two blocks of a SW-MLP for each of a Mixer: one for each mixing. Weights and mask take 4 bytes each in the paper."""
+    spec = SparseMlpSpec(
+        kind="sw_mlp", patch_size=patch, num_channels=channels, expansion=gamma, storage="masked", depth=1
+    )
     one, more = (
-        cost_of(
-            SparseMlpSpec(
-                kind="sw_mlp", patch_size=patch, num_channels=channels, depth=blocks, expansion=gamma, storage="masked"
-            ),
-            num_classes=10,
-            image_size=image_size,
-        )
+        cost_of(spec.model_copy(update={"depth": blocks}), num_classes=10, image_size=image_size)
         for blocks in (1, 1 + 2 * depth)
     )
-    assert f"{more.flops - one.flops:.2e}" == f"{flops:.2e}"
-    num_weights = (more.flops - one.flops) // 2
-    assert f"{(4 + 4) * num_weights:.2e}" == f"{memory:.2e}"
-    assert more.buffer_bytes - one.buffer_bytes == num_weights  # our masks take one byte
+    num_weights = more.multiply_adds - one.multiply_adds
+    assert f"{2 * num_weights:.2e}" == f"{flops:.2e}" and f"{(4 + 4) * num_weights:.2e}" == f"{memory:.2e}"
 
 
-def test_paper_a_cost_of_mixers() -> None:
-    def weights(*, tokens: int, channels: int, depth: int, gamma: int) -> int:
-        return 2 * depth * gamma * (tokens**2 + channels**2)
+@pytest.mark.parametrize(
+    ("patch", "image_size", "channels", "depth", "gamma", "weights", "omega"),
+    [  # printed: 26.3 MB and 4.06 G, which is 2 L Omega (the mixings have 4 L Omega multiply-adds); 3.9 MB and 12.5M
+        (14, 224, 588, 8, 4, 26_321_920, 254_091_264),
+        (4, 32, 64, 3, 2, 98_304, 524_288),
+    ],
+)
+def test_paper_a_cost_of_mixers(
+    patch: int, image_size: int, channels: int, depth: int, gamma: int, weights: int, omega: int
+) -> None:
+    spec = MixerSpec(kind="mixer", patch_size=patch, num_channels=channels, depth=depth, expansion=gamma)
+    tokens = (image_size // patch) ** 2
+    assert 2 * depth * gamma * (tokens**2 + channels**2) == weights
+    assert average_connections(spec, image_size=image_size) == omega
+    around = tokens * 3 * patch**2 * channels + channels * 10  # stem and head
+    assert cost_of(spec, num_classes=10, image_size=image_size).multiply_adds - around == 4 * depth * omega
 
-    large = mixer_connections(num_tokens=256, num_channels=588, gamma=4)
-    small = mixer_connections(num_tokens=64, num_channels=64, gamma=2)
-    assert weights(tokens=256, channels=588, depth=8, gamma=4) == 26_321_920  # printed: 26.3 MB
-    assert 2 * 8 * large == 4_065_460_224  # printed: 4.06 G; the mixings have 4 L Omega multiply-adds
-    assert weights(tokens=64, channels=64, depth=3, gamma=2) == 98_304  # printed: 3.9 MB
-    assert 8 * 3 * small == 12_582_912  # printed: 12.5M
-    spec = MixerSpec(kind="mixer", patch_size=14, num_channels=588, depth=8, permuted_blocks="all")
-    found = cost_of(spec, num_classes=1000, image_size=224)
-    around = 256 * 588 * 588 + 588 * 1000  # stem and head
-    assert found.multiply_adds - around == 4 * 8 * large == 8_130_920_448
-    assert found.buffer_bytes == 38_535_168
+
+FIGURE_5 = [  # Omega, C, S
+    (2**18, 16, 173),
+    (2**18, 32, 113),
+    (2**18, 48, 83),
+    (2**21, 16, 504),
+    (2**21, 32, 346),
+    (2**21, 64, 226),
+    (2**27, 128, 1386),
+    (2**27, 256, 904),
+]
+FIGURE_4_C = [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64]
+FIGURE_4_S = [360, 252, 203, 173, 152, 136, 124, 113, 104, 96, 89, 83, 64]
 
 
-def test_a_sparse_layer_counts_what_is_expected_to_exist() -> None:
-    masked, sparse = (
-        cost_of(
-            SparseMlpSpec(kind="sw_mlp", num_channels=2, width=100, depth=1, density=0.25, storage=storage),
-            num_classes=10,
-            image_size=8,
-        )
-        for storage in ("masked", "sparse")
-    )
-    assert masked.num_parameters - sparse.num_parameters == masked.multiply_adds - sparse.multiply_adds == 7_500
-    assert masked.connections == sparse.connections == sparse.multiply_adds
+@pytest.mark.parametrize(("omega", "fewer", "more"), FIGURE_5)
+def test_the_pairs_of_figure_5_and_their_mirror_images(omega: int, fewer: int, more: int) -> None:
+    assert tokens_for(omega, num_channels=fewer) == more
+    assert tokens_for(omega, num_channels=more) == fewer
+
+
+@pytest.mark.parametrize(("channels", "tokens"), list(zip(FIGURE_4_C, FIGURE_4_S, strict=True)))
+def test_the_pairs_of_figure_4(channels: int, tokens: int) -> None:
+    assert tokens_for(2**19, num_channels=channels, gamma=2) == tokens
+    assert tokens * channels * (tokens + channels) == pytest.approx(2**19, rel=7e-3)
+
+
+@pytest.mark.parametrize(("patch", "tokens"), [(7, 923), (8, 779), (14, 283), (16, 196), (28, 26), (32, 15)])
+def test_the_sweep_over_patch_sizes_and_its_presets(patch: int, tokens: int) -> None:
+    assert tokens_for(290_217_984, num_channels=3 * patch**2, gamma=4) == tokens
+    spec = spec_of(f"mixer_p{patch}")
+    assert isinstance(spec, MixerSpec)
+    assert (spec.num_tokens, spec.num_channels, spec.expansion) == (tokens, 3 * patch**2, 4)
+
+
+@pytest.mark.parametrize(("zeros", "width"), [(0.1, 540), (0.3, 612), (0.5, 724), (0.7, 935), (0.9, 1619)])
+def test_the_widths_of_sparse_mlps(zeros: float, width: int) -> None:
+    assert sparse_width(2**18, density=1 - zeros) == width
+    assert sparse_width(2**20, density=1 - zeros, gamma=4) == width
+    spec = spec_of(f"sw_mlp_{width}")
+    assert isinstance(spec, SparseMlpSpec)
+    assert spec.density == pytest.approx(1 - zeros)
+    assert effective_width(spec, image_size=32) == width
+    assert average_connections(spec, image_size=32) == pytest.approx(2**18, rel=2e-3)
+
+
+def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
+    assert widest(2**18) == Widest(64, 64, 4096)
+    assert widest(2**21) == Widest(128, 128, 16384)
+    assert widest(2**19, gamma=2) == Widest(64, 64, 4096)
+    for omega, fewer, more in FIGURE_5:
+        assert fewer * more < widest(omega).width
+    assert tokens_for(2**21, num_channels=128) == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "channels", "connections"),
+    [
+        ("mixer_b_16", 196, 768, 260_112_384),  # the 2.6e8 of the paper's table: its hidden sizes are 384 and 3072
+        ("mixer_b_w", 256, 588, 290_293_248),  # the table says 2.6e8, its own gamma = 4.57 is 2.9e8
+        ("mixer_p16", 196, 768, 290_217_984),  # Omega of the sweep: gamma = 4 for both
+        ("mixer_ss_8", 16, 986, 31_615_104),
+        ("mixer_ss_w", 64, 487, 34_347_136),
+        ("smixer_c128", 128, 128, 2**21),
+    ],
+)
+def test_mixers_of_the_tables(name: str, tokens: int, channels: int, connections: int) -> None:
+    size = PRESETS[name].image_size
+    assert effective_width(spec_of(name), image_size=size) == tokens * channels
+    assert average_connections(spec_of(name), image_size=size) == connections
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=3, expansion=2.7),
+        MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=3, token_hidden=3, channel_hidden=11),
+        MixerSpec(kind="mixer", patch_size=2, num_channels=5, depth=2, layers_per_mixing=1),
+        MlpSpec(kind="mlp", depth=3, width=11, expansion=2.7),
+        MlpSpec(kind="mlp", depth=2, width=11, bottleneck="none"),
+    ],
+    ids=["mixer", "own hidden sizes", "s-mixer", "inverted", "standard"],
+)
+def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: MixerSpec | MlpSpec) -> None:
+    """A layer's weights are used once per row that it is applied to; rows are counted while an image passes."""
+    model, used = build_model(spec, num_classes=2, image_size=8), []
+    for layer in model.blocks.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(
+                lambda layer, inputs, _output: used.append(
+                    layer.weight.numel() * inputs[0][0].numel() // layer.in_features
+                )
+            )
+    model(next(model.parameters()).new_zeros(1, 3, 8, 8))
+    assert used
+    assert average_connections(spec, image_size=8) == sum(used) / len(used)
+
+
+def test_models_without_such_sizes_have_none() -> None:
+    assert average_connections(spec_of("vit_b_4"), image_size=64) is None
+    assert effective_width(spec_of("vit_b_4"), image_size=64) is None
+    assert effective_width(spec_of("monarch_mnist"), image_size=28) == 28 * 28
+    assert average_connections(spec_of("monarch_mnist"), image_size=28) is None
+
+
+def test_impossible_sizes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"):
+        tokens_for(100, num_channels=128)
+    assert tokens_for(8256, num_channels=128) == 1
+    with pytest.raises(ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"):
+        tokens_for(100, num_channels=0)
+    with pytest.raises(ValueError, match=r"density: nan"):
+        sparse_width(100, density=float("nan"))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm
 
 from pretrain.models.build import build_model, pooled_features
+from pretrain.models.layers.permutation import Permutation
 from pretrain.models.mixer import Mixer, MixerBlock, TwoLayer
-from pretrain.models.permutation import Permutation, commutation
 from pretrain.models.spec import MixerSpec
 
 IMAGE, PATCHES, TOKENS, CHANNELS = 12, 9, 7, 5  # S0 = 9, S = 7 where it is given
@@ -184,6 +184,11 @@ def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
 
 
 # ---- RP models -------------------------------------------------------------------------------------------------------
+
+
+def commutation(rows: int, columns: int) -> Permutation:
+    """vec of a (rows, columns) matrix, row by row -> vec of its transpose."""
+    return Permutation(torch.arange(rows * columns).reshape(rows, columns).T.flatten())
 
 
 def unpermute(block: nn.Module, *, tokens_in: int, tokens: int) -> None:

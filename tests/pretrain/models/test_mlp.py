@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.models.batch_norm import BatchNorm1d, BatchNorm2d
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.image_model import ImageModel
+from pretrain.models.layers.batch_norm import BatchNorm1d, BatchNorm2d
 from pretrain.models.spec import MlpSpec
 
 IMAGE, WIDTH = 4, 10

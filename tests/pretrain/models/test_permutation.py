@@ -1,4 +1,4 @@
-"""Permutations and PK layers against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
+"""Permutations and `pk` against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pretrain.models.permutation import Permutation, PKLayer, commutation, inverse_of, random_permutation
+from pretrain.models.layers.permutation import Permutation, inverse_of, pk, random_permutation
 
 SIZE = 12
 
@@ -51,43 +51,18 @@ def test_gradients_are_those_of_finite_differences(laid_out: Callable[[Tensor], 
     assert torch.equal(permutation(laid_out(x)), laid_out(x) @ matrix_of(permutation).T)
 
 
-def test_the_commutation_transposes() -> None:
-    x = torch.arange(6.0).reshape(2, 3)
-    assert commutation(2, 3)(x.reshape(1, 6)).tolist() == [[0, 3, 1, 4, 2, 5]]
-    assert torch.equal(commutation(3, 2)(commutation(2, 3)(x.reshape(1, 6))), x.reshape(1, 6))
-
-
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 3), (3, 5), (6, 2)])
-def test_the_pk_layer_is_the_matrix_of_its_definition(num_inputs: int, num_outputs: int) -> None:
-    """act[J2 (I (x) W) J1 x] for random J1 and J2, gradients of W included."""
-    copies, weight = 4, nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.float64)
+def test_pk_is_the_matrix_of_its_definition(num_inputs: int, num_outputs: int) -> None:
+    """J2 (I (x) W) J1 x for random J1 and J2, gradients of W included."""
+    copies, layer = 4, nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.float64)
     before, after = drawn(copies * num_inputs, seed=1), drawn(copies * num_outputs, seed=2)
-    layer = PKLayer(weight, num_copies=copies, before=before, after=after, activation=nn.Tanh())
     x = torch.randn(5, copies * num_inputs, dtype=torch.float64)
     given = torch.randn(5, copies * num_outputs, dtype=torch.float64)
-    dense = matrix_of(after) @ torch.kron(torch.eye(copies, dtype=torch.float64), weight.weight) @ matrix_of(before)
-    expected = (x @ dense.T).tanh()
-    torch.testing.assert_close(layer(x), expected)
-    ours, theirs = (torch.autograd.grad((y * given).sum(), weight.weight)[0] for y in (layer(x), expected))
+    dense = matrix_of(after) @ torch.kron(torch.eye(copies, dtype=torch.float64), layer.weight) @ matrix_of(before)
+    found, expected = pk(x, layer, num_copies=copies, before=before, after=after), x @ dense.T
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (torch.autograd.grad((y * given).sum(), layer.weight)[0] for y in (found, expected))
     torch.testing.assert_close(ours, theirs)
-
-
-def test_two_pk_layers_are_a_monarch_matrix() -> None:
-    """R J' L J: across the tokens of each channel, then across the channels of each token, with nothing in between."""
-    tokens, channels, exact = 3, 5, torch.float64
-    across, along = (nn.Linear(n, n, bias=False, dtype=exact) for n in (tokens, channels))
-    there, back, stay = commutation(tokens, channels), commutation(channels, tokens), nn.Identity()
-    layers = nn.Sequential(
-        PKLayer(across, num_copies=channels, before=there, after=back, activation=nn.Identity()),
-        PKLayer(along, num_copies=tokens, before=stay, after=stay, activation=nn.Identity()),
-    )
-    left, right = torch.block_diag(*[across.weight] * channels), torch.block_diag(*[along.weight] * tokens)
-    jc = torch.zeros(15, 15, dtype=exact)
-    for token in range(tokens):
-        for channel in range(channels):
-            jc[channel * tokens + token, token * channels + channel] = 1
-    x = torch.randn(2, 15, dtype=exact)
-    torch.testing.assert_close(layers(x), x @ (right @ jc.T @ left @ jc).T)
 
 
 def is_whole(module: nn.Module, index: Tensor) -> bool:

@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config import OptimizerSettings
 from pretrain.models.build import build_model
-from pretrain.models.connections import connections_of, draw_connections, draw_mask
 from pretrain.models.image_model import ImageModel
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections, draw_mask
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
 

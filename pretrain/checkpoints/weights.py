@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data_prep.settings import UserError
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 AVERAGES = ("state_dict_ema", "model_ema")
 """Where training files keep the running average beside the weights themselves; looked at in timm's order."""

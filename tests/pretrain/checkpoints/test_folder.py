@@ -14,11 +14,11 @@ from data_prep.settings import UserError
 from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, read_card
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import Snapshot, TrainerState, load_model, publish, save_folder
+from pretrain.checkpoints.weights import load_strictly
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
-from pretrain.models.weights import load_strictly
 
 SPECS: list[AnySpec] = [
     MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from data_prep.settings import UserError
+from pretrain.checkpoints.weights import Shapes, check_finite, check_fit, first, shapes
 from pretrain.models.build import build_model
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
-from pretrain.models.weights import Shapes, check_finite, check_fit, first, shapes
 
 Flattening = Literal["chw", "hwc"]
 Family = Literal["scaling_mlps", "timm"]

@@ -16,9 +16,9 @@ Shapes: B batch, S0 patches, C channels, M width, K classes.
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
-from pretrain.models.linear import Linear
+from pretrain.models.layers.linear import Linear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 from pretrain.models.mixer import patches
-from pretrain.models.sparse_linear import MaskedLinear, SparseLinear
 from pretrain.models.spec import SparseMlpSpec
 
 

@@ -19,11 +19,11 @@ from torch.nn.functional import gelu, relu
 from torch.optim.swa_utils import AveragedModel
 
 from data_prep.settings import UserError
+from pretrain.checkpoints.foreign import Foreign, Reading, convert, recognise
+from pretrain.checkpoints.weights import load_strictly, read_weights, shapes
 from pretrain.models.build import build_model
-from pretrain.models.foreign import Foreign, Reading, convert, recognise
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import MixerSpec, MlpSpec
-from pretrain.models.weights import load_strictly, read_weights, shapes
 
 Weights = dict[str, Tensor]
 SIDE, WIDTH, HIDDEN, DEPTH, NUM_CLASSES = 8, 10, 25, 3, 7

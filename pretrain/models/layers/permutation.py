@@ -138,11 +138,6 @@ def generator_beside_weights() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def commutation(rows: int, columns: int) -> Permutation:
-    """vec of a (rows, columns) matrix, row by row -> vec of its transpose."""
-    return Permutation(torch.arange(rows * columns).reshape(rows, columns).T.flatten())
-
-
 def pk(
     x_BM: Tensor,
     inner: Callable[[Tensor], Tensor],
@@ -154,20 +149,3 @@ def pk(
     """J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of the permuted vector."""
     parts = before(x_BM).reshape(x_BM.shape[0], num_copies, x_BM.shape[1] // num_copies)
     return after(inner(parts).flatten(1))
-
-
-class PKLayer(nn.Module):
-    """act(J2 (I (x) W) J1 x), the layer that paper A writes Mixers with; it has no bias there."""
-
-    def __init__(
-        self, inner: nn.Linear, *, num_copies: int, before: nn.Module, after: nn.Module, activation: nn.Module
-    ):
-        super().__init__()
-        self.inner, self.num_copies, self.activation = inner, num_copies, activation
-        self.before, self.after = before, after
-
-    def forward(self, x_BM: Tensor) -> Tensor:
-        y: Tensor = self.activation(
-            pk(x_BM, self.inner, num_copies=self.num_copies, before=self.before, after=self.after)
-        )
-        return y

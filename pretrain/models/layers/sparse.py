@@ -1,0 +1,332 @@
+"""Linear layers of which each connection exists with probability p, fixed at the start: `masked` (a dense matrix times a mask) and
+`sparse` (the values of the connections that exist, and where they are).
+
+One seed gives both the same connections and weights, and both load a state dict of either. The pattern is in the state dict
+(`mask`; `row_starts` and `columns`), so a checkpoint is right whatever was drawn before it was loaded. The number of connections is
+random, hence loading may resize `values`: make the optimizer afterwards. On the meta device nothing is drawn, and a sparse layer
+has the expected number of connections, round(p x size).
+
+A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `starts` (M + 1) and `columns` (one per connection) are
+int32, the values follow them. The cost of everything but `dense` is that of the connections that exist, so a layer of
+150,528 x 150,528 with one connection in 10,000 takes a second.
+
+y = W x are two operators known to torch's compiler and counters. Vectors are columns (N, B), B batch: the kernels then run along
+the batch. The transposed pattern (its starts, its columns, the place of each of its values among those of W) makes the gradient of
+x such a product, too, instead of a scatter.
+
+    forward             y_MB = W x_NB                                       2 B floating-point operations per connection
+    gradient of x       W^T dy_MB                                           2 B
+    gradient of values  row i of dy times row j of x, at connections alone  2 B
+
+The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is computed in fp32 inside. There are no
+second derivatives.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from torch.utils.flop_counter import register_flop_formula
+
+MOST_CONNECTIONS = 2**31 - 1
+DRAWN_TOGETHER = 2**20
+"""Connections per draw: what bounds the memory that drawing takes."""
+
+
+@dataclass(frozen=True)
+class Connections:
+    """The inputs of output i are columns[row_starts[i] : row_starts[i + 1]], ascending."""
+
+    row_starts: Tensor
+    columns: Tensor
+    num_inputs: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The output of every connection (int64), by steps that do not depend on the data and that ONNX knows."""
+        starts = self.row_starts[1:-1].long()
+        steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
+        return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
+
+    def dense(self, values: Tensor) -> Tensor:
+        """(M, N), zero where there is no connection."""
+        num_outputs = self.row_starts.shape[0] - 1
+        places = self.rows * self.num_inputs + self.columns
+        flat = values.new_zeros(num_outputs * self.num_inputs).scatter(0, places, values)
+        return flat.reshape(num_outputs, self.num_inputs)
+
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(row starts, columns, order) of the transposed pattern, whose values are values[order]."""
+        order = torch.sort(self.columns, stable=True).indices
+        counts = torch.bincount(self.columns, minlength=self.num_inputs)
+        return _starts(counts), self.rows[order].int(), order.int()
+
+    def fault(self) -> str | None:
+        """What is wrong with a pattern from a file: the kernels that read it look at nothing."""
+        starts, count = self.row_starts, len(self.columns)
+        if starts[0] != 0 or starts[-1] != count or (starts.diff() < 0).any():
+            return f"row_starts do not rise from 0 to the {count} connections"
+        if count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
+            return f"columns name inputs outside 0 ... {self.num_inputs - 1}"
+        return None
+
+
+def connections_of(mask_MN: Tensor) -> Connections:
+    return Connections(_starts(mask_MN.sum(1)), mask_MN.nonzero()[:, 1].int(), mask_MN.shape[1])
+
+
+def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Connections:
+    """Each connection with probability `density`."""
+    counts, columns = [], []
+    for rows, places in _draws(num_inputs, num_outputs=num_outputs, density=density):
+        counts.append(torch.bincount(places // num_inputs, minlength=len(rows)))
+        columns.append((places % num_inputs).int())
+    return Connections(_starts(torch.cat(counts)), torch.cat(columns), num_inputs)
+
+
+def draw_mask(num_inputs: int, *, num_outputs: int, density: float) -> Tensor:
+    """The same connections from the same state of the generator, as a mask."""
+    mask_MN = torch.zeros(num_outputs, num_inputs, dtype=torch.bool, device="cpu")
+    for rows, places in _draws(num_inputs, num_outputs=num_outputs, density=density):
+        mask_MN[rows.start : rows.stop].view(-1)[places] = True
+    return mask_MN
+
+
+def _draws(num_inputs: int, *, num_outputs: int, density: float) -> Iterator[tuple[range, Tensor]]:
+    """Some rows after the other: their numbers, and the places of their connections among all of their places."""
+    num_together = max(1, int(DRAWN_TOGETHER / (density * num_inputs)))
+    for first in range(0, num_outputs, num_together):
+        rows = range(first, min(first + num_together, num_outputs))
+        yield rows, _draw_places(len(rows) * num_inputs, density=density)
+
+
+def _draw_places(size: int, *, density: float) -> Tensor:
+    """Ascending places among `size`, by the gaps between them, which are geometric; from torch's generator of the CPU."""
+    if density == 1:
+        return torch.arange(size, device="cpu")
+    num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    while places[-1] <= size:
+        gaps = torch.empty(num_gaps, dtype=torch.int64, device="cpu").geometric_(density).clamp_(max=size + 1)
+        places = torch.cat([places, places[-1] + gaps.cumsum(0)])
+    places = places[1:] - 1  # the first gap is at least 1
+    return places[: int(torch.searchsorted(places, size))]
+
+
+def _starts(counts: Tensor) -> Tensor:
+    starts = pad(counts.cumsum(0), (1, 0))
+    if starts[-1] > MOST_CONNECTIONS:
+        raise ValueError(
+            f"model.density: leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}; "
+            "take a smaller density or width"
+        )
+    return starts.int()
+
+
+# ---- the product ------------------------------------------------------------------------------------------------------
+
+
+with warnings.catch_warnings():  # once per process torch says that compressed rows are in beta
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1))
+
+
+@torch.library.custom_op("wide_mlps::sparse_product", mutates_args=())
+def sparse_product(
+    values: Tensor,
+    starts: Tensor,
+    columns: Tensor,
+    transposed: Sequence[Tensor],  # noqa: ARG001  (the backward's)
+    x_NB: Tensor,
+) -> Tensor:
+    """`transposed`: (starts, columns, order) of W^T, or nothing where no gradient is asked for."""
+    matrix = _compressed_rows(_computed(values), starts, columns, num_columns=len(x_NB))
+    y_MB: Tensor = matrix @ _computed(x_NB).to(matrix.dtype)
+    return y_MB.to(x_NB.dtype)
+
+
+@sparse_product.register_fake
+def _(_values: Tensor, starts: Tensor, _columns: Tensor, _transposed: Sequence[Tensor], x_NB: Tensor) -> Tensor:
+    return x_NB.new_empty(starts.shape[0] - 1, x_NB.shape[1])
+
+
+@torch.library.custom_op("wide_mlps::sampled_product", mutates_args=())
+def sampled_product(left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    """left right^T at the connections alone, as values `like` these."""
+    pattern = _compressed_rows(_computed(like), starts, columns, num_columns=len(right_NB))
+    left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
+    sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)
+    return sampled.values().to(like.dtype)
+
+
+@sampled_product.register_fake
+def _(_left_MB: Tensor, _right_NB: Tensor, _starts: Tensor, _columns: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+for _device in ("cpu", "cuda"):  # or autocast reaches the products inside, for which there is no bf16
+    sparse_product.register_autocast(_device, torch.float32)
+    sampled_product.register_autocast(_device, torch.float32)
+
+
+def _computed(tensor: Tensor) -> Tensor:
+    """In a type that torch's sparse kernels have everywhere."""
+    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return wide.contiguous()
+
+
+def _compressed_rows(values: Tensor, starts: Tensor, columns: Tensor, *, num_columns: int) -> Tensor:
+    size = (len(starts) - 1, num_columns)
+    return torch.sparse_csr_tensor(starts, columns, values, size=size, check_invariants=False)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], **_output: Any) -> None:
+    values, starts, columns, transposed, x_NB = inputs
+    ctx.save_for_backward(values, starts, columns, *transposed, x_NB)
+
+
+def _backward(ctx: Any, gradient_MB: Tensor) -> tuple[Tensor | None, None, None, list[None], Tensor | None]:
+    values, starts, columns, transposed_starts, transposed_columns, order, x_NB = ctx.saved_tensors
+    of_values = of_x = None
+    gradient_MB = gradient_MB.contiguous()
+    if ctx.needs_input_grad[0]:
+        of_values = sampled_product(gradient_MB, x_NB, starts, columns, values)
+    if ctx.needs_input_grad[-1]:
+        of_x = sparse_product(values.index_select(0, order), transposed_starts, transposed_columns, [], gradient_MB)
+    return of_values, None, None, [None, None, None], of_x
+
+
+sparse_product.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.wide_mlps.sparse_product])
+def _product_flops(values: Any, *others: Any, **_: Any) -> int:
+    num_connections, (_num_inputs, batch) = values[0], others[3]
+    return int(2 * num_connections * batch)
+
+
+@register_flop_formula([torch.ops.wide_mlps.sampled_product])
+def _sampled_flops(left: Any, *others: Any, **_: Any) -> int:
+    num_connections, (_num_outputs, batch) = others[3][0], left
+    return int(2 * num_connections * batch)
+
+
+# ---- the layers -------------------------------------------------------------------------------------------------------
+
+
+IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
+"""Entries of a state dict; the pattern may also come without the weights, which an engine may hold elsewhere."""
+
+
+class MaskedLinear(nn.Module):
+    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient, so that no optimizer moves it."""
+
+    mask: Tensor
+
+    def __init__(self, num_inputs: int, *, num_outputs: int, density: float, variance: float):
+        super().__init__()
+        self.in_features, self.out_features = num_inputs, num_outputs
+        self.weight = nn.Parameter(torch.zeros(num_outputs, num_inputs))
+        self.bias = nn.Parameter(torch.zeros(num_outputs))
+        self.register_buffer("mask", torch.ones(num_outputs, num_inputs, dtype=torch.bool))
+        if not self.mask.is_meta:
+            mask = draw_mask(num_inputs, num_outputs=num_outputs, density=density)
+            values = _draw_values(int(mask.sum()), variance=variance)
+            self.mask.copy_(mask)
+            self.weight.data.masked_scatter_(self.mask, values.to(self.weight.device))
+
+    def forward(self, x_BN: Tensor) -> Tensor:
+        return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
+            values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
+            connections = Connections(starts, columns, self.in_features)
+            _refuse_faults(connections, prefix)
+            state_dict[f"{prefix}weight"] = connections.dense(values)
+            state_dict[f"{prefix}mask"] = connections.dense(torch.ones_like(values, dtype=torch.bool))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class SparseLinear(nn.Module):
+    """W x + b with a sparse W. `values` are entries of a matrix, and decayed like them (optim/build.py)."""
+
+    row_starts: Tensor
+    columns: Tensor
+    column_starts: Tensor
+    rows: Tensor
+    order: Tensor
+
+    def __init__(self, num_inputs: int, *, num_outputs: int, density: float, variance: float):
+        super().__init__()
+        self.in_features, self.out_features = num_inputs, num_outputs
+        self.bias = nn.Parameter(torch.zeros(num_outputs))
+        device = self.bias.device
+        if self.bias.is_meta:
+            count = round(density * num_inputs * num_outputs)
+            starts, columns = (torch.empty(size, dtype=torch.int32) for size in (num_outputs + 1, count))
+            connections, values = Connections(starts, columns, num_inputs), torch.empty(count)
+        else:
+            connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
+            values = _draw_values(len(connections.columns), variance=variance)
+        self.values = nn.Parameter(values.to(device))
+        self.register_buffer("row_starts", connections.row_starts.to(device))
+        self.register_buffer("columns", connections.columns.to(device))
+        for name in ("column_starts", "rows", "order"):
+            self.register_buffer(name, None, persistent=False)
+        self._transpose()
+
+    @property
+    def connections(self) -> Connections:
+        return Connections(self.row_starts, self.columns, self.in_features)
+
+    def dense_weight(self) -> Tensor:
+        return self.connections.dense(self.values)
+
+    def forward(self, x_BN: Tensor) -> Tensor:
+        if torch.onnx.is_in_onnx_export():  # ONNX has no sparse product
+            return linear(x_BN, self.dense_weight(), self.bias)
+        pattern_of_transpose = [self.column_starts, self.rows, self.order]
+        y_MB = sparse_product(self.values, self.row_starts, self.columns, pattern_of_transpose, x_BN.T.contiguous())
+        y_BM: Tensor = y_MB.T.contiguous() + self.bias
+        return y_BM
+
+    def _transpose(self) -> None:
+        if self.columns.is_meta:
+            self.column_starts = self.columns.new_empty(self.in_features + 1)
+            self.rows, self.order = torch.empty_like(self.columns), torch.empty_like(self.columns)
+        else:
+            self.column_starts, self.rows, self.order = self.connections.transposed()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
+            weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
+            found = connections_of(mask)
+            of_sparse = (weight[mask], found.row_starts, found.columns)
+            state_dict.update({f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)})
+        values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
+        if starts is not None and columns is not None:
+            _refuse_faults(Connections(starts, columns, self.in_features), prefix)
+            if len(columns) != len(self.columns):
+                assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
+                self.columns, self.values.data = (
+                    self.columns.new_empty(len(columns)),
+                    self.values.new_empty(len(values)),
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._transpose()
+
+
+def _draw_values(count: int, *, variance: float) -> Tensor:
+    values: Tensor = torch.randn(count, device="cpu") * variance**0.5
+    return values
+
+
+def _refuse_faults(connections: Connections, prefix: str) -> None:
+    fault = connections.fault()
+    if fault is not None:
+        raise ValueError(f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others")
