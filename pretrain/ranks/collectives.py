@@ -1,4 +1,4 @@
-"""The few things that ranks say to each other outside the engine; with one process they are no-ops."""
+"""The few things that ranks exchange outside the engine; with one process they are no-ops."""
 
 from dataclasses import dataclass
 
@@ -113,13 +113,3 @@ def of_first_rank(value: int, *, device: torch.device) -> int:
     sent = torch.tensor(value, device=device)
     dist.broadcast(sent, src=0)
     return int(sent)
-
-
-def num_ranks_with(value: int, *, device: torch.device) -> int:
-    """How many ranks, this one included, say the same."""
-    if not is_distributed():
-        return 1
-    mine = torch.tensor([value], device=device)
-    said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(said, mine)
-    return int((torch.cat(said) == mine).sum())

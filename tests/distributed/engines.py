@@ -10,7 +10,6 @@ from torch import Tensor
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.deepspeed_config import deepspeed_config
 from pretrain.engine.step import EngineState, loss_of
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MlpSpec
@@ -55,9 +54,11 @@ def make_engine(
 ) -> Any:
     import pretrain.engine.deepspeed
 
+    plain_config = pretrain.engine.deepspeed.deepspeed_config
+
     def config(*arguments: Any, **options: Any) -> dict[str, Any]:
         """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
-        made = deepspeed_config(*arguments, **options)
+        made = plain_config(*arguments, **options)
         made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
         made["zero_optimization"]["reduce_bucket_size"] = 2_000  # the largest weight has 1,836
         return made
