@@ -130,7 +130,6 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
-    verb.add_argument("--force-flattening", action="store_true", help="even where the first layer looks otherwise")
     verb.add_argument("--activation", help="weights do not tell it (default: of the config beside the file, or gelu)")
     verb.add_argument(
         "--weights",
@@ -294,7 +293,6 @@ def _import(options: argparse.Namespace) -> int:
         classes=options.classes,
         name=options.name,
         flattening=options.flattening,
-        force_flattening=options.force_flattening,
         activation=options.activation,
         kind=options.weights,
         mean=tuple(options.mean) if options.mean else None,

@@ -6,14 +6,13 @@
 | scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | W act(norm(z)) |
 | timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels}, norm, head | LayerNorm with eps 1e-6 |
 
-The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names.
-
-What names and shapes cannot tell is in `Reading`: how an image was made a vector, and the activation.
+The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names. What names and shapes cannot tell is given: how
+an image was made a vector, and the activation.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,17 +25,20 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
+"""chw: all red, all green, all blue, as scaling_mlps has it; hwc: pixel by pixel."""
 Family = Literal["scaling_mlps", "timm"]
-SMOOTHER = 0.7
-"""Weights without any order differ by a few per cent between two readings; those of a trained layer by far more."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    flattening: Flattening = "chw"
-    """chw: all red, all green, all blue, as scaling_mlps has it; hwc: pixel by pixel."""
-    check_flattening: bool = True
-    activation: Activation = "gelu"
+class Layout:
+    """What names and shapes say."""
+
+    family: Family
+    spec: AnySpec
+    image_size: int
+    head: str
+    names: Mapping[str, str]
+    """Our name for each of theirs."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +51,20 @@ class Foreign:
     """By our names, float32 and each with a memory of its own."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the names say: how many blocks there are, and our name for each of theirs."""
-
-    family: Family
-    names: Mapping[str, str]
-    head: str
-    label: str
-    describe: Callable[[Shapes, Reading], tuple[AnySpec, int]]
-    """(spec, image size) of complete names."""
-
-
-def convert(weights: Mapping[str, Tensor], *, source: object, reading: Reading = Reading()) -> Foreign:
-    """Raises `UserError` for what is not known, not whole, or read in the wrong order."""
+def convert(
+    weights: Mapping[str, Tensor], *, source: object, flattening: Flattening = "chw", activation: Activation = "gelu"
+) -> Foreign:
+    """Raises `UserError` for what is not known or not whole."""
     # a head that the public finetune.py put in is a module with a Linear in it
     renamed = {name.replace("linear_out.linear.", "linear_out."): tensor for name, tensor in weights.items()}
-    layout = recognise(list(renamed), source=source)
-    found = shapes(renamed)
-    check_fit(found, {name: found.get(name, ()) for name in layout.names}, source=source, label=layout.label)
-    spec, image_size = layout.describe(found, reading)
+    layout = recognise(shapes(renamed), source=source, activation=activation)
+    num_classes, _ = _sizes(shapes(renamed), layout.head, "outputs", "inputs")
     if layout.family == "timm":
         renamed["stem.proj.weight"] = renamed["stem.proj.weight"].flatten(1)
-    num_classes, _ = sizes(found, layout.head, "outputs", "inputs")
     with torch.device("meta"):
-        needed = build_model(spec, num_classes=num_classes, image_size=image_size).state_dict()
-    check_fit(
-        shapes(renamed),
-        {theirs: tuple(needed[ours].shape) for theirs, ours in layout.names.items()},
-        source=source,
-        label=spec.label,
-    )
+        needed = build_model(layout.spec, num_classes=num_classes, image_size=layout.image_size).state_dict()
+    needed_here = {theirs: tuple(needed[ours].shape) for theirs, ours in layout.names.items()}
+    check_fit(shapes(renamed), needed_here, source=source, label=layout.spec.label)
     whole = [
         f"{theirs}: {str(renamed[theirs].dtype).removeprefix('torch.')}"
         for theirs, ours in layout.names.items()
@@ -92,9 +77,10 @@ def convert(weights: Mapping[str, Tensor], *, source: object, reading: Reading =
         )
     check_finite(renamed, source=source)
     ours = {ours: _own(renamed[theirs]) for theirs, ours in layout.names.items()}
-    if layout.family == "scaling_mlps":
-        ours["stem.weight"] = _as_chw(ours["stem.weight"], reading, source=source)
-    return Foreign(layout.family, spec, image_size, num_classes, ours)
+    if layout.family == "scaling_mlps" and flattening == "hwc":
+        side = layout.image_size
+        ours["stem.weight"] = ours["stem.weight"].view(-1, side, side, 3).permute(0, 3, 1, 2).flatten(1).contiguous()
+    return Foreign(layout.family, layout.spec, layout.image_size, num_classes, ours)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -103,34 +89,32 @@ def _own(tensor: Tensor) -> Tensor:
     return plain.contiguous().clone()
 
 
-def recognise(names: list[str], *, source: object) -> Layout:
-    for marks, what in OTHERS_OF_TIMM.items():
-        if any(name.endswith(marks) for name in names):
-            raise UserError(f"{source}: holds weights of {what}, which this project has no model for; mixer_* it takes")
-    if "linear_in.weight" in names and any(name.startswith("blocks.0.block.") for name in names):
-        return _bottleneck(names)
-    if "linear_in.weight" in names and any(name.startswith("layers.") for name in names):
-        return _standard(names)
-    if "stem.proj.weight" in names and any(name.startswith("blocks.0.mlp_tokens.") for name in names):
-        return _mixer(names)
-    if "stem.weight" in names and "head.weight" in names:
+def recognise(found: Shapes, *, source: object, activation: Activation) -> Layout:
+    if "linear_in.weight" in found and any(name.startswith("blocks.0.block.") for name in found):
+        return _bottleneck(found, activation)
+    if "linear_in.weight" in found and any(name.startswith("layers.") for name in found):
+        return _standard(found, activation)
+    if "stem.proj.weight" in found and any(name.startswith("blocks.0.mlp_tokens.") for name in found):
+        return _mixer(found, activation)
+    if "stem.weight" in found and "head.weight" in found:
         raise UserError(f"{source}: holds weights of this project; give the directory with its config.json as it is")
     raise UserError(
-        f"{source}: its names ({first(names)}) are of no family that is known here; known are scaling_mlps' BottleneckMLP and MLP "
-        f"(linear_in.weight, ...) and timm's mixer_* (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)"
+        f"{source}: its names ({first(list(found))}) are of no family that is known here; known are scaling_mlps' BottleneckMLP "
+        f"and MLP (linear_in.weight, ...) and timm's mixer_* (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)"
     )
 
 
-def sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
+def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     """The shape of a tensor that has as many axes as it must."""
-    shape = found[name]
-    if len(shape) != len(axes) or not all(shape):
-        raise UserError(f"{name}: is {'x'.join(map(str, shape)) or 'a single number'}, needed {' x '.join(axes)}")
+    shape = found.get(name)
+    if shape is None or len(shape) != len(axes) or not all(shape):
+        given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
+        raise UserError(f"{name}: is {given}, needed {' x '.join(axes)}")
     return shape
 
 
-def _num(kind: str, names: list[str]) -> int:
-    numbers = [int(match[1]) for name in names if (match := re.match(rf"{kind}\.(\d+)\.", name))]
+def _num(kind: str, found: Shapes) -> int:
+    numbers = [int(match[1]) for name in found if (match := re.match(rf"{kind}\.(\d+)\.", name))]
     return 1 + max(numbers, default=-1)
 
 
@@ -138,85 +122,64 @@ def _pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) 
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in parts}
 
 
-BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+def _first_layer(found: Shapes) -> tuple[int, int]:
+    """(width, image size)"""
+    width, num_inputs = _sizes(found, "linear_in.weight", "width", "inputs")
+    side = math.isqrt(num_inputs // 3)
+    if 3 * side * side != num_inputs:
+        raise UserError(f"linear_in.weight: {num_inputs} columns are not the pixels of a square RGB image")
+    return width, side
 
 
-def _bottleneck(names: list[str]) -> Layout:
-    kind: Literal["layer", "batch", "none"] = (
-        "batch" if "layernorms.0.running_mean" in names else "layer" if _num("layernorms", names) else "none"
+def _bottleneck(found: Shapes, activation: Activation) -> Layout:
+    width, side = _first_layer(found)
+    hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
+    parts: tuple[str, ...] = ("weight", "bias") if _num("layernorms", found) else ()
+    norm: Literal["layer", "batch", "none"] = "layer" if parts else "none"
+    if "layernorms.0.running_mean" in found:
+        norm, parts = "batch", (*parts, "running_mean", "running_var", "num_batches_tracked")
+    depth, names = _num("blocks", found), _pairs("linear_in", "stem")
+    for i in range(depth):
+        names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
+        names |= _pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand")
+        names |= _pairs(f"blocks.{i}.block.2", f"blocks.{i}.contract")
+    spec = MlpSpec(kind="mlp", depth=depth, width=width, expansion=hidden / width, norm=norm, activation=activation)
+    return Layout("scaling_mlps", spec, side, "linear_out.weight", names | _pairs("linear_out", "head"))
+
+
+def _standard(found: Shapes, activation: Activation) -> Layout:
+    width, side = _first_layer(found)
+    depth, names = _num("layers", found), _pairs("linear_in", "stem")
+    for i in range(depth):
+        names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(f"layers.{i}", f"blocks.{i}.linear")
+    spec = MlpSpec(
+        kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=activation
     )
-    parts = {"layer": ("weight", "bias"), "batch": BATCH_NORM, "none": ()}[kind]
-    depth, table = _num("blocks", names), _pairs("linear_in", "stem")
-    for i in range(depth):
-        table |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
-        table |= _pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand")
-        table |= _pairs(f"blocks.{i}.block.2", f"blocks.{i}.contract")
+    return Layout("scaling_mlps", spec, side, "linear_out.weight", names | _pairs("linear_out", "head"))
 
-    def describe(found: Shapes, reading: Reading) -> tuple[AnySpec, int]:
-        width, num_inputs = sizes(found, "linear_in.weight", "width", "inputs")
-        hidden, _ = sizes(found, "blocks.0.block.0.weight", "hidden", "width")
-        spec = MlpSpec(
-            kind="mlp", depth=depth, width=width, expansion=hidden / width, norm=kind, activation=reading.activation
+
+def _mixer(found: Shapes, activation: Activation) -> Layout:
+    """A gmixer has the names of a Mixer; its halved fc2 does not fit one."""
+    channels, colours, patch, width = _sizes(found, "stem.proj.weight", "channels", "colours", "height", "width")
+    token_hidden, tokens = _sizes(found, "blocks.0.mlp_tokens.fc1.weight", "hidden", "tokens")
+    channel_hidden, _ = _sizes(found, "blocks.0.mlp_channels.fc1.weight", "hidden", "channels")
+    side = math.isqrt(tokens)
+    if (colours, patch, side**2) != (3, width, tokens):
+        raise UserError(
+            f"stem.proj.weight: {colours} channels in patches of {patch} x {width}, {tokens} of them; these models take square RGB "
+            "images in square patches"
         )
-        return spec, image_size_of(num_inputs)
-
-    label = f"a BottleneckMLP of {depth} blocks"
-    return Layout("scaling_mlps", table | _pairs("linear_out", "head"), "linear_out.weight", label, describe)
-
-
-def _standard(names: list[str]) -> Layout:
-    depth, table = _num("layers", names), _pairs("linear_in", "stem")
-    for i in range(depth):
-        table |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(f"layers.{i}", f"blocks.{i}.linear")
-
-    def describe(found: Shapes, reading: Reading) -> tuple[AnySpec, int]:
-        width, num_inputs = sizes(found, "linear_in.weight", "width", "inputs")
-        act = reading.activation
-        spec = MlpSpec(kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=act)
-        return spec, image_size_of(num_inputs)
-
-    label = f"an MLP of {depth} layers"
-    return Layout("scaling_mlps", table | _pairs("linear_out", "head"), "linear_out.weight", label, describe)
-
-
-OTHERS_OF_TIMM = {
-    (".mlp_channels.gate.proj.weight",): "a gMLP (its blocks have gates)",
-    (".norm1.alpha", ".ls1", ".gamma_1"): "a ResMLP (its norms are affine, and its branches are scaled)",
-}
-"""By endings of names that a Mixer has not. A gmixer has a Mixer's names, and is known by its shapes."""
-
-
-def _mixer(names: list[str]) -> Layout:
-    table = mixer_names(_num("blocks", names))
-
-    def describe(found: Shapes, reading: Reading) -> tuple[AnySpec, int]:
-        channels, colours, patch, width = sizes(found, "stem.proj.weight", "channels", "colours", "height", "width")
-        token_hidden, tokens = sizes(found, "blocks.0.mlp_tokens.fc1.weight", "hidden", "tokens")
-        channel_hidden, _ = sizes(found, "blocks.0.mlp_channels.fc1.weight", "hidden", "channels")
-        _, gated_hidden = sizes(found, "blocks.0.mlp_channels.fc2.weight", "channels", "hidden")
-        if 2 * gated_hidden == channel_hidden:
-            raise UserError(
-                "blocks.0.mlp_channels.fc2.weight takes half of what fc1 gives (the rest are gates): the weights of a gmixer, "
-                "which this project has no model for; mixer_* it takes"
-            )
-        if (colours, patch, math.isqrt(tokens) ** 2) != (3, width, tokens):
-            raise UserError(
-                f"stem.proj.weight: {colours} channels in patches of {patch} x {width}, {tokens} of them; these models take "
-                "square RGB images in square patches"
-            )
-        spec = MixerSpec(
-            kind="mixer",
-            patch_size=patch,
-            num_channels=channels,
-            depth=_num("blocks", names),
-            token_hidden=token_hidden,
-            channel_hidden=channel_hidden,
-            activation=reading.activation,
-            norm_eps=TIMM_NORM_EPS,
-        )
-        return spec, patch * math.isqrt(tokens)
-
-    return Layout("timm", table, "head.weight", f"a timm MlpMixer of {_num('blocks', names)} blocks", describe)
+    spec = MixerSpec(
+        kind="mixer",
+        patch_size=patch,
+        num_channels=channels,
+        depth=_num("blocks", found),
+        token_hidden=token_hidden,
+        channel_hidden=channel_hidden,
+        activation=activation,
+        norm_eps=TIMM_NORM_EPS,
+    )
+    return Layout("timm", spec, patch * side, "head.weight", mixer_names(spec.depth))
 
 
 def mixer_names(depth: int) -> dict[str, str]:
@@ -253,44 +216,3 @@ def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]
     names = mixer_names(spec.depth)
     ours = {names.get(name, name): tensor for name, tensor in weights.items()}
     return ours | {"stem.weight": ours["stem.weight"].flatten(1)}
-
-
-def image_size_of(num_inputs: int) -> int:
-    """The side of the RGB images whose pixels a first layer takes."""
-    side = math.isqrt(num_inputs // 3)
-    if 3 * side * side != num_inputs:
-        raise UserError(f"linear_in.weight: {num_inputs} columns are not the pixels of a square RGB image")
-    return side
-
-
-def _as_chw(stem_MD: Tensor, reading: Reading, *, source: object) -> Tensor:
-    if reading.check_flattening:
-        other: Flattening = "hwc" if reading.flattening == "chw" else "chw"
-        here, there = (roughness(as_pictures(stem_MD, flattening)) for flattening in (reading.flattening, other))
-        if there < SMOOTHER * here:
-            raise UserError(
-                f"flattening: the first layer of {source} is smooth as {other} (neighbouring pixels differ by {there:.2f}, where "
-                f"1 is no order at all) and not as {reading.flattening} ({here:.2f}); give --flattening {other}, or "
-                "--force-flattening"
-            )
-    return as_pictures(stem_MD, reading.flattening).flatten(1).contiguous()
-
-
-def as_pictures(stem_MD: Tensor, flattening: Flattening) -> Tensor:
-    """(neurons, 3, height, width)"""
-    side = image_size_of(stem_MD.shape[1])
-    if flattening == "chw":
-        return stem_MD.view(-1, 3, side, side)
-    return stem_MD.view(-1, side, side, 3).permute(0, 3, 1, 2)
-
-
-def roughness(pictures_MCHW: Tensor) -> float:
-    """How much neighbouring pixels differ (mean square, along the worse axis) as a share of what independent pixels would.
-
-    Along the worse axis, because neighbours in the wrong order may be the colours of one pixel, which are alike, too.
-    """
-    if pictures_MCHW.shape[-1] < 2:
-        return 1.0
-    squares = [pictures_MCHW.diff(dim=axis).square().mean() for axis in (2, 3)]
-    spread = pictures_MCHW.var(correction=0).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(torch.stack(squares).max() / (2 * spread))

@@ -18,7 +18,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CONFIG, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.foreign import Family, Flattening, Foreign, Reading, convert
+from pretrain.checkpoints.foreign import Family, Flattening, Foreign, convert
 from pretrain.checkpoints.weights import Kind, read_weights
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
@@ -48,7 +48,6 @@ class Wishes:
     """A text file with a name per line, a dataset whose classes they are, or their number."""
     name: str | None = None
     flattening: Flattening = "chw"
-    force_flattening: bool = False
     activation: Activation | None = None
     kind: Kind = "ema"
     mean: tuple[float, float, float] | None = None
@@ -66,8 +65,7 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
             )
     stored, beside = read_weights(file, kind=wishes.kind), config_beside(file)
     activation, learned_from = _activation(wishes, beside)
-    reading = Reading(wishes.flattening, not wishes.force_flattening, activation)
-    foreign = convert(stored.weights, source=file, reading=reading)
+    foreign = convert(stored.weights, source=file, flattening=wishes.flattening, activation=activation)
     normalisation, reason = _normalisation(wishes, beside, foreign, file)
     transform, transform_of = _transform(beside, foreign, file)
     fed = {"fed_interpolation": "bicubic"} if transform.get("interpolation") == "bicubic" else {}
