@@ -28,7 +28,7 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.evaluate.answering import answer
 from finetune.evaluate.config import ViewSettings
-from finetune.whole_split import batches_of
+from finetune.split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.data.reader import ShardReader, open_split
 from pretrain.models.build import build_model

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +30,14 @@ from torch import Tensor
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.backbone import open_backbone
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Table
-from finetune.probe.grid import cells_of
-from finetune.probe.heads import Cell, judge, order_of, train_heads
+from finetune.probe.grid import candidates_of
+from finetune.probe.heads import Candidate, judge, order_of, train_heads
 from finetune.probe.rows import Rows, Standard, filled_width
+from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
 from pretrain.data.reader import open_split
 from pretrain.models.build import build_model, pooled_features
@@ -62,12 +63,12 @@ class Bench:
         return self.features()
 
     def rows(self, table: Table, *, num_classes: int) -> Rows:
-        table = Table(table.features_ND, table.labels_N % num_classes)
-        return Rows([table], standard=Standard.none(table.features_ND.shape[1]), device=CPU)
+        table = replace(table, labels_N=table.labels_N % num_classes)
+        return Rows([table], standard=Standard.none(table.num_features), device=CPU)
 
-    def heads(self, table: Table, cells: list[Cell], *, num_classes: int) -> Tensor:
+    def heads(self, table: Table, candidates: list[Candidate], *, num_classes: int) -> Tensor:
         return train_heads(
-            self.rows(table, num_classes=num_classes), cells, settings=self.settings, num_classes=num_classes
+            self.rows(table, num_classes=num_classes), candidates, settings=self.settings, num_classes=num_classes
         )
 
 
@@ -111,7 +112,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
         standardise=False,
     )
     world = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
-    backbone = open_backbone(settings.pretrained, manifest, image_size=None, device=CPU)
+    backbone = open_backbone(Checkpoint.open(folder), manifest, device=CPU)
     return Bench(settings, FeatureMaker(settings, manifest, backbone, world, CPU))
 
 
@@ -159,9 +160,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 def against_the_public_way(bench: Bench, *, rounds: int) -> float:
     """(a); returns the seconds of the features."""
-    cell, public = Cell(LR, 0.0, EPOCHS), PublicWay(bench)
+    cell, public = Candidate(LR, 0.0, EPOCHS), PublicWay(bench)
     table, found = bench.features_anew(), {"features": [], "heads": [], "public": []}
-    bench.heads(table, [Cell(LR, 0.0, 1)], num_classes=CLASSES)
+    bench.heads(table, [Candidate(LR, 0.0, 1)], num_classes=CLASSES)
     for _ in range(rounds):
         found["features"].append(seconds(bench.features_anew))
         found["heads"].append(seconds(lambda: bench.heads(table, [cell], num_classes=CLASSES)))
@@ -204,7 +205,7 @@ def product_rate(rows: int, inputs: int, outputs: int) -> float:
 
 def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
     """(b) and (c)."""
-    table, grid = bench.features(), cells_of(bench.settings)
+    table, grid = bench.features(), candidates_of(bench.settings)
     assert len(grid) == 25
     columns = (
         "classes",
@@ -222,7 +223,7 @@ def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
     )
     for column in columns:
         shown.add_column(column, justify="right")
-    width, num_rows = filled_width(table.features_ND.shape[1]), len(table.labels_N)
+    width, num_rows = filled_width(table.num_features), len(table.labels_N)
     for num_classes in (10, 100):
         times: dict[int, list[float]] = {1: [], 25: []}
         shares: dict[int, list[float]] = {1: [], 25: []}

@@ -11,7 +11,7 @@ from frame import arguments, rates, ratio, report
 from train import LABEL_SMOOTHING, Case, cases, engine_of
 from train_peers import ddp_step
 
-from finetune.accelerator import start_accelerator
+from finetune.session import start_accelerator
 from finetune.tune.config import TuneEngineSettings
 from finetune.tune.engine import AccelerateEngine
 from pretrain.augment.augmentation import Prepared

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from data_prep.settings import Settings, dump
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import finished_result
 from pretrain.cli import OK, rank_count
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -34,6 +35,11 @@ def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, he
     return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)
 
 
+def open_checkpoint(pretrained: str, world: World) -> Checkpoint:
+    """Its weights are read and hashed once, by one process of a node; the session compares what the ranks have found."""
+    return Checkpoint.open(pretrained, verify=world.local_rank == 0)
+
+
 def finished_before(run_dir: Path, world: World) -> bool:
     is_finished = finished_result(run_dir) is not None
     if is_finished and world.is_first:
@@ -41,8 +47,8 @@ def finished_before(run_dir: Path, world: World) -> bool:
     return is_finished
 
 
-def say_once(warning: str | None, world: World) -> None:
-    """By the first rank alone, and not again by ranks whose launcher has said it."""
+def warn_once(warning: str | None, world: World) -> None:
+    """On the first rank alone, and not again in ranks whose launcher has printed it."""
     if warning is not None and world.is_first and LAUNCHED_WITH not in os.environ:
         print(f"finetune: {warning}", file=sys.stderr)
 

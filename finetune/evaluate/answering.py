@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_prep.progress import progress
-from finetune.accelerator import Patience
 from finetune.evaluate.answers import NO_SAMPLE, Answers, Layout
-from finetune.views import images_of
-from finetune.whole_split import batches_of
+from finetune.session import PatientGroup
+from finetune.split import batches_of, view_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch, lone_threads
 from pretrain.data.reader import ShardReader
@@ -44,13 +43,13 @@ def answer(
     world: World,
 ) -> Answers | None:
     """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
-    patience = Patience()
+    group = PatientGroup()
     PROGRESS.mark(f"answering {reader.parts[0].split}")
     layout = Layout.of(num_classes=num_classes, num_views=0 if list(views) == [None] else len(views))
     rows, num_bad = answer_share(
         logits_of, reader, augmentation, views=views, layout=layout, local_batch_size=local_batch_size, world=world
     )
-    patience.any_rank(False)  # a slow rank may be longer at its share than any exchange may take
+    group.any_rank(False)  # a slow rank may be longer at its share than any exchange may take
     PROGRESS.mark("gathering the answers")
     gathered = gather_rows(rows)
     bad = int(all_sum(torch.tensor(num_bad, device=augmentation.device)))
@@ -158,13 +157,13 @@ def _pictures(
         for batch in batches:
             there = replace(batch, images_BHWC=batch.images_BHWC.to(augmentation.device, non_blocking=True))
             for place, view in enumerate(views):
-                yield batch, place, images_of(there, view, augmentation)
+                yield batch, place, view_of(there, view, augmentation)
         return
     ahead = deque[tuple[Batch, int, Future[Tensor]]]()
     with lone_threads(num_threads, pin=False) as pool:
         for batch in batches:
             for place, view in enumerate(views):
-                ahead.append((batch, place, pool.submit(images_of, batch, view, augmentation)))
+                ahead.append((batch, place, pool.submit(view_of, batch, view, augmentation)))
                 if len(ahead) > num_threads:
                     first, its_place, pictures = ahead.popleft()
                     yield first, its_place, pictures.result()

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from data_prep.settings import load_settings
-from finetune.classes import class_numbers
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.console import say
 from finetune.evaluate.place import Evaluation
-from finetune.verbs import add_common, end_on_signals, launch_ranks, say_once, show
+from finetune.split import class_numbers
+from finetune.verbs import add_common, end_on_signals, launch_ranks, show, warn_once
 from pretrain.cli import OK, leave, world_of
 
 
@@ -40,8 +40,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     stored = evaluation.stored_result()
     world = world_of(options)
-    say_once(evaluation.warning(), world)
-    say_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.dataset), world)
+    warn_once(evaluation.warning(), world)
+    warn_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.dataset), world)
     if stored is not None:
         if world.is_first:
             _print(stored, as_json=options.json, stored=True)

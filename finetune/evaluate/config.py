@@ -4,9 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.settings import Settings
-from finetune.accelerator_settings import RanksSettings
-from pretrain.config import AugmentSettings, CacheSettings, TrackingSettings
+from finetune.config import ShortRunSettings
+from pretrain.config import AugmentSettings, TrackingSettings
 
 
 class ViewSettings(AugmentSettings):
@@ -22,7 +21,7 @@ class ViewSettings(AugmentSettings):
         return self
 
 
-class EvaluateSettings(Settings):
+class EvaluateSettings(ShortRunSettings):
     pretrained: str
     """A run directory, one of its checkpoints, or an imported folder."""
     dataset: str
@@ -46,8 +45,6 @@ class EvaluateSettings(Settings):
     """Of the forward pass; softmax and everything after it are in fp32 or above."""
     local_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass on one rank."""
-    data: CacheSettings = CacheSettings()
-    ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
     """By default the store and the experiment of the run that made the weights, as its child."""
 

@@ -17,10 +17,6 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import DatasetError
-from data_prep.settings import UserError
-from finetune.accelerator import Joined, joined_ranks
-from finetune.backbone import Backbone, open_backbone
-from finetune.classes import class_numbers
 from finetune.evaluate.answering import answer
 from finetune.evaluate.answers import Answers
 from finetune.evaluate.config import EvaluateSettings
@@ -43,12 +39,12 @@ from finetune.evaluate.pictures import (
 )
 from finetune.evaluate.place import Evaluation
 from finetune.evaluate.scoring import Confusion, PerClass, calibration, moments, overall
-from finetune.recording import recorded
+from finetune.session import Backbone, open_backbone, register, session
+from finetune.split import class_numbers
 from pretrain.checkpoints.run import save_result
 from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, reading
 from pretrain.data.real_labels import RealLabels
-from pretrain.ranks.collectives import same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
@@ -63,46 +59,31 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, A
     evaluation = Evaluation.of(settings)
     numbers = class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     part = Part(Path(settings.dataset), evaluation.manifest, settings.split, numbers)
-    with joined_ranks(world, settings.ranks, precision=settings.precision) as joined:
-        if not same_on_all_ranks(int(evaluation.identity[:15], 16), device=joined.device):
-            raise UserError(
-                f"{settings.pretrained}: the ranks found different weights there (is it still being trained?); "
-                "name one of its checkpoints/step-*"
-            )
-        return _evaluate(evaluation, part, joined, world)
-
-
-def _evaluate(evaluation: Evaluation, part: Part, joined: Joined, world: World) -> dict[str, Any] | None:
-    with (
-        recorded(
-            evaluation.begun_settings,
-            run_dir=evaluation.run_dir,
-            patience=evaluation.settings.ranks,
-            tracking=evaluation.tracking,
-            world=world,
-            used=[(part, "evaluation")],
-            weights=evaluation.weights,
-            tags={"task": "evaluate"},
-        ) as tracker,
-        joined.attended(evaluation.run_dir),
-    ):
+    with session(
+        evaluation.begun_settings,
+        world,
+        run_dir=evaluation.run_dir,
+        used=[(part, "evaluation")],
+        checkpoint=evaluation.checkpoint,
+        task="evaluate",
+        tracking=evaluation.tracking,
+    ) as joined:
         if world.is_first:
             evaluation.mark()
-        with reading([part], evaluation.settings.data, image_size=evaluation.card.image_size) as reader:
+        with reading([part], settings.data, image_size=evaluation.card.image_size) as reader:
             began_s = time.perf_counter()
             answers = _answers(evaluation, reader, device=joined.device, world=world)
             seconds = time.perf_counter() - began_s
-        if answers is None:
-            return None  # nothing is collective from here on, so nobody waits for the pictures
-        if not len(answers):
-            raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
-        return _tell(evaluation, answers, reader, tracker, seconds=seconds)
+            if answers is None:
+                return None  # nothing is collective from here on, so nobody waits for the pictures
+            if not len(answers):
+                raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
+            return _tell(evaluation, answers, reader, joined.tracker, seconds=seconds)
 
 
 def _answers(evaluation: Evaluation, reader: ShardReader, *, device: torch.device, world: World) -> Answers | None:
     settings = evaluation.settings
-    found = str(evaluation.checkpoint)  # not what was asked for: a newer one may be there by now
-    backbone = open_backbone(found, evaluation.manifest, image_size=None, device=device)
+    backbone = open_backbone(evaluation.checkpoint, evaluation.manifest, device=device)
     augmentation = settings.augment if settings.views else None
     return answer(
         _logits_of(backbone, device, precision=settings.precision),
@@ -136,7 +117,7 @@ def _tell(
     confusion = Confusion.of(answers, names=names, numbers=numbers)
     per_class = PerClass.of(answers, confusion, numbers=numbers)
     run_dir = evaluation.run_dir
-    facts = {"weights_sha256": evaluation.weights.sha256, "content_hash": part.manifest.content_hash}
+    facts = {"weights_sha256": evaluation.checkpoint.sha256, "content_hash": part.manifest.content_hash}
     facts |= {"dataset": part.manifest.name, "split": part.split}
     PROGRESS.mark("writing the results")
     write_predictions(run_dir / PREDICTIONS, answers, reader, classes=evaluation.card.classes, facts=facts)
@@ -155,7 +136,7 @@ def _tell(
             tracker.artifact(run_dir / name, folder="evaluation")
     views = f"_{evaluation.settings.views}views" if evaluation.settings.views else ""
     found = {f"evaluate/top1{views}": result["eval/top1"]}
-    evaluation.weights.tell(tracker, found, target=f"{target_of(part.manifest)}-{part.split}")
+    register(tracker, evaluation.checkpoint, found, target=f"{target_of(part.manifest)}-{part.split}")
     save_result(run_dir, result)
     return result
 
@@ -196,7 +177,7 @@ def _result(
     return {f"eval/{name}": value for name, value in eval_scores.items()} | {
         "identity": evaluation.identity,
         "model": evaluation.card.model.label,
-        "pretrained": str(evaluation.checkpoint),
+        "pretrained": str(evaluation.checkpoint.directory),
         "step": evaluation.card.step,
         "run_dir": str(evaluation.run_dir),
         "num_samples": len(answers),

@@ -17,8 +17,8 @@ from data_prep.publish import hash_of_json, write_json
 from data_prep.settings import SettingsError, read_yaml, validate
 from finetune.evaluate.choice import choose
 from finetune.evaluate.config import EvaluateSettings
-from finetune.recording import Weights
 from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import CONFIG_FILE, check_place, check_settings, finished_result
 from pretrain.config import TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
@@ -33,7 +33,7 @@ class Evaluation:
     settings: EvaluateSettings
     """With the augmentation that was chosen."""
     manifest: Manifest
-    weights: Weights
+    checkpoint: Checkpoint
     augment_from: str | None = None
     """Why this augmentation; None without."""
 
@@ -42,26 +42,21 @@ class Evaluation:
         manifest = load_manifest(settings.dataset)
         if not manifest.labelled_split(settings.split, directory=settings.dataset).num_samples:
             raise DatasetError(f"{settings.dataset}: split {settings.split!r} is empty; choose another split")
-        weights = Weights.at(settings.pretrained)
+        checkpoint = Checkpoint.open(settings.pretrained)
         if not settings.views:
-            return cls(settings, manifest, weights)
-        choice = choose(settings.augment, weights.run_dir)
-        augment = choice.augment.fed_as(weights.card.fed_interpolation)
-        return cls(settings.model_copy(update={"augment": augment}), manifest, weights, choice.source)
+            return cls(settings, manifest, checkpoint)
+        choice = choose(settings.augment, checkpoint.run_dir)
+        augment = choice.augment.fed_as(checkpoint.card.fed_interpolation)
+        return cls(settings.model_copy(update={"augment": augment}), manifest, checkpoint, choice.source)
 
     @property
     def card(self) -> ModelCard:
-        return self.weights.card
-
-    @property
-    def checkpoint(self) -> Path:
-        """The directory of the weights themselves."""
-        return self.weights.checkpoint
+        return self.checkpoint.card
 
     @cached_property
     def owner(self) -> Path | None:
         """The run that made the weights; None where they came in a folder."""
-        return self.weights.run_dir
+        return self.checkpoint.run_dir
 
     @cached_property
     def _owners_settings(self) -> dict[str, Any]:
@@ -76,7 +71,7 @@ class Evaluation:
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
-        return hash_of_json(facts | {"weights": self.weights.sha256, "pixels": self.manifest.pixels_hash})
+        return hash_of_json(facts | {"weights": self.checkpoint.sha256, "pixels": self.manifest.pixels_hash})
 
     @property
     def run_dir(self) -> Path:
@@ -88,7 +83,7 @@ class Evaluation:
 
     @property
     def _place(self) -> Path:
-        folder = self.checkpoint.absolute()
+        folder = self.checkpoint.directory.absolute()
         if self.owner is not None or folder.parent.name == "checkpoints":  # there it would look like a checkpoint
             return (self.owner or folder.parent.parent) / "evaluations"
         return folder.with_name(f"{folder.name}-evaluations")
@@ -96,7 +91,7 @@ class Evaluation:
     @property
     def tracking(self) -> TrackingSettings:
         """Where the settings leave it open, with the run that made the weights: a parent is known in its own store alone."""
-        asked, base = self.settings.tracking, self.owner or self.checkpoint.absolute()
+        asked, base = self.settings.tracking, self.owner or self.checkpoint.directory.absolute()
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not asked.uri and "MLFLOW_TRACKING_URI" not in os.environ:
             changes["uri"] = f"sqlite:///{(base.parent / 'mlflow.db').resolve()}"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import SettingsError, load_settings
-from finetune.apart import check_apart
 from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
-from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, say_once, show
+from finetune.split import check_apart, check_split
+from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, open_checkpoint, show, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import OK, leave, world_of
@@ -35,10 +35,10 @@ def _probe(options: argparse.Namespace) -> int:
                 f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
             )
 
-    def work(world: World) -> str | None:
+    def work(world: World, checkpoint: Checkpoint | None) -> str | None:
         from finetune.probe.probe import probe
 
-        result = probe(settings, world)
+        result = probe(settings, world, checkpoint)
         if result is None:
             return None
         return (
@@ -58,10 +58,10 @@ def _knn(options: argparse.Namespace) -> int:
                 f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
             )
 
-    def work(world: World) -> str | None:
+    def work(world: World, checkpoint: Checkpoint | None) -> str | None:
         from finetune.probe.knn import knn
 
-        result = knn(settings, world)
+        result = knn(settings, world, checkpoint)
         if result is None:
             return None
         return ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
@@ -75,10 +75,10 @@ def _run(
     settings: FeatureSettings,
     *,
     check: Callable[[Manifest], None],
-    work: Callable[[World], str | None],
+    work: Callable[[World, Checkpoint | None], str | None],
     holdout: str | None = None,
 ) -> int:
-    """`check`: what only the dataset can tell; `work`: top-1 in words, on the first rank."""
+    """`check`: of this verb against the dataset; `work`: returns top-1 in words, on the first rank."""
     if options.show:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
@@ -87,28 +87,24 @@ def _run(
         return OK
     check_place(settings.features_place, field="features_dir")
     manifest = load_manifest(settings.dataset)
-    check_sources(settings, manifest, world, holdout=holdout)
+    for split in (settings.train_split, settings.test_split, *([holdout] if holdout else [])):
+        check_split(manifest, split, directory=settings.dataset)
+    check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
+    checkpoint = None
+    if settings.pretrained is not None:
+        checkpoint = open_checkpoint(settings.pretrained, world)
+        card = checkpoint.card
+        if settings.image_size not in (None, card.image_size):
+            raise SettingsError(
+                f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
+            )
+        warn_once(card.other_pixels(manifest, dataset=settings.dataset), world)
     check(manifest)
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
     options.started = True
     end_on_signals()  # before the long imports
-    top1 = work(world)
+    top1 = work(world, checkpoint)
     if top1 is not None:
         print(f"{run_dir}: top-1 on {settings.test_split} {top1}")
     return leave(True, run_dir=run_dir, is_first=world.is_first)
-
-
-def check_sources(settings: FeatureSettings, manifest: Manifest, world: World, *, holdout: str | None = None) -> None:
-    """The dataset and the checkpoint against the settings: told before any work."""
-    for split in (settings.train_split, settings.test_split, holdout):
-        if split is not None and not manifest.labelled_split(split, directory=settings.dataset).num_samples:
-            raise DatasetError(f"{settings.dataset}: its split {split!r} is empty; choose another")
-    check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
-    if settings.pretrained is not None:
-        card = Checkpoint.open(settings.pretrained).card
-        if settings.image_size not in (None, card.image_size):
-            raise SettingsError(
-                f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
-            )
-        say_once(card.other_pixels(manifest, dataset=settings.dataset), world)

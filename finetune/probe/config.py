@@ -6,14 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.manifest import Manifest
-from data_prep.settings import Settings
-from finetune.accelerator_settings import RanksSettings
-from pretrain.config import AugmentSettings, CacheSettings, TrackingSettings
+from finetune.config import ShortRunSettings
+from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
-Weights = Literal["softmax", "uniform", "distance"]
+VoteWeights = Literal["softmax", "uniform", "distance"]
 
 _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "lion": {
@@ -41,13 +40,12 @@ def _with_tuples(tree: Any) -> Any:
     return tuple(_with_tuples(value) for value in tree) if isinstance(tree, list) else tree
 
 
-class FeatureSettings(Settings):
-    """What both verbs say of the features that they work on."""
+class FeatureSettings(ShortRunSettings):
+    """The features that both verbs work on."""
 
     run_dir: str
     pretrained: str | None = None
     """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
-    dataset: str
     train_split: str = "train"
     test_split: str = "val"
     image_size: int | None = Field(None, ge=8, le=1024)
@@ -58,9 +56,6 @@ class FeatureSettings(Settings):
     """Of the features on disk; float16 takes half the room, with three digits."""
     features_dir: str | None = None
     """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
-    data: CacheSettings = CacheSettings()
-    ranks: RanksSettings = RanksSettings()
-    tracking: TrackingSettings = TrackingSettings()
 
     @property
     def features_place(self) -> Path:
@@ -174,7 +169,7 @@ class KnnSettings(FeatureSettings):
     neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((20, 10, 100, 200), min_length=1)
     """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
     the run's `test_top1`: the best would be a choice on the test split."""
-    weights: Weights = "softmax"
+    weights: VoteWeights = "softmax"
     """Of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Of softmax."""

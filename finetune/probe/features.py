@@ -1,18 +1,40 @@
-"""The features of a split, plain or in augmented views: found on disk, or computed once and kept there (cache.py).
+"""The features of a split, plain or in augmented views: found on disk, or computed once and kept there.
 
-Pictures go through the frozen model in the split's order, a range of rows on each rank; views that are missing are made together,
-so that pictures are read and decoded once for several. Every rank maps the whole table; none holds it.
+    FEATURES/NAME-KEY/
+      rank-0000.npy ...   (rows, D): of each rank that computed them its rows, in the split's order
+      features.json       what the key was made of, the rows of a block, and the sha256 of each file; written last
+
+The key is the hash of everything that the numbers depend on, so what is found under it is what would be computed. Ranks take
+blocks of rows in turn (`Table` knows which row is in which file), so any number of ranks finds what any other number has written.
+
+How features come about, on any number of ranks and nodes that share the directory:
+
+1. the first rank makes a directory under a temporary name, which is a function of the key and the run directory, and looks whether
+   there is room for all rows;
+2. every rank sends its pictures through the frozen model and writes its own file, which it hashes as it does, and syncs; views
+   that are missing are made together, so that pictures are read and decoded once for several;
+3. when all have, the first rank adds features.json and renames the directory. Another job may have been faster: what it published
+   is the same, and stays.
+
+A kill before 3 leaves a temporary name, which the same command removes when it begins again; nothing reads it. An error of one
+rank is the end of all. Features are trusted when their files are what features.json says: ranks share the reading, which is what
+their first use would cost (the page cache keeps them). Every rank maps the whole table; none holds it.
 B batch, D features, N samples.
 """
 
 import errno
+import hashlib
+import io
+import os
+import shutil
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +42,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.manifest import DatasetError, Manifest
-from data_prep.settings import UserError
-from finetune.accelerator import Patience
-from finetune.backbone import Backbone
-from finetune.probe.cache import Entry, Writing, no_room
+from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
+from data_prep.settings import Settings, UserError
 from finetune.probe.config import FeatureSettings
-from finetune.views import images_of
-from finetune.whole_split import batches_of
+from finetune.session import Backbone, PatientGroup
+from finetune.split import batches_of, view_of
 from pretrain.augment.augmentation import Augmentation
+from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
 from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
@@ -35,31 +56,63 @@ from pretrain.data.reader import ShardReader, reading
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
-VERSION = 1
+VERSION = 2
 """Of what becomes of a picture: raise it when the same key would give other numbers."""
 VIEWS_AT_ONCE = 10
 """Made in one pass over the pictures; a kill costs at most so many."""
+FACTS = "features.json"
+VISIBLE_WITHIN_S = 60.0
+"""How long another node's file may stay unseen: network file systems remember what was not there."""
+Result = TypeVar("Result")
 
 
 class ElsewhereError(UserError):
-    """Another rank says what is wrong."""
+    """Another rank prints what is wrong."""
 
     of_all_ranks = True
 
 
+class Facts(Settings):
+    """features.json."""
+
+    key: dict[str, Any]
+    rows_per_block: int
+    sha256: dict[str, str]
+    """Of each file."""
+
+
 @dataclass(frozen=True)
 class Table:
-    features_ND: Tensor
-    """Memory-mapped."""
+    """The features of a split in one view. Block b of the rows is in file b mod the number of files."""
+
+    files: tuple[Tensor, ...]
+    """Memory-mapped, (rows, D) each."""
     labels_N: Tensor
+    rows_per_block: int = 1
 
+    def __len__(self) -> int:
+        return len(self.labels_N)
 
-@dataclass(frozen=True)
-class Views:
-    """How pictures are augmented, where they are."""
+    @property
+    def num_features(self) -> int:
+        return self.files[0].shape[1]
 
-    augment: AugmentSettings
-    seed: int
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """All rows in the split's order."""
+        for ids in torch.split(torch.arange(len(self)), size):
+            PROGRESS.touch()
+            yield self.files[0][ids[0] : ids[-1] + 1] if len(self.files) == 1 else self.gather(ids)
+
+    def gather(self, ids_n: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if len(self.files) == 1:
+            return torch.index_select(self.files[0], 0, ids_n, out=out)
+        found_nD = torch.empty(len(ids_n), self.num_features, dtype=self.files[0].dtype) if out is None else out
+        block_n = ids_n // self.rows_per_block
+        row_n = block_n // len(self.files) * self.rows_per_block + ids_n % self.rows_per_block
+        for number, file in enumerate(self.files):
+            (places,) = (block_n % len(self.files) == number).nonzero(as_tuple=True)
+            found_nD[places] = file[row_n[places]]
+        return found_nD
 
 
 @dataclass(frozen=True)
@@ -71,183 +124,270 @@ class FeatureMaker:
     backbone: Backbone
     world: World
     device: torch.device
-    views: Views | None = None
-    patience: Patience = field(default_factory=Patience)
+    augment: AugmentSettings | None = None
+    """How views are made, where there are any."""
+    seed: int = 0
+    """Of the views."""
+    group: PatientGroup = field(default_factory=PatientGroup)
     """Ranks are not done at the same time where they read and write."""
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
         part = Part(Path(self.settings.dataset), self.manifest, split)
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
-            return self._tables(reader, split, views)
-
-    def _tables(self, reader: ShardReader, split: str, views: Sequence[int | None]) -> list[Table]:
-        entries = [self.entry(split, view, num_features=self._num_features(reader)) for view in views]
-        PROGRESS.mark(f"looking for features of {split}")
-        missing = self._missing(entries)
-        for first in range(0, len(missing), VIEWS_AT_ONCE):
-            chosen = missing[first : first + VIEWS_AT_ONCE]
-            PROGRESS.mark(f"computing features of {split}")
-            self._compute(reader, [(entries[number], views[number]) for number in chosen], title=f"features of {split}")
-        if self.world.is_first and len(missing) < len(entries):
-            what = f"{len(entries) - len(missing)} of {len(entries)} views" if len(entries) > 1 else "features"
-            print(f"{split}: {what} found in {entries[0].root}")
-        return [Table(*(torch.from_numpy(values) for values in entry.read())) for entry in entries]
+            places = [self.place_of(split, view) for view in views]
+            PROGRESS.mark(f"looking for features of {split}")
+            missing = self._missing(places)
+            for first in range(0, len(missing), VIEWS_AT_ONCE):
+                PROGRESS.mark(f"computing features of {split}")
+                wanted = {places[number]: views[number] for number in missing[first : first + VIEWS_AT_ONCE]}
+                self._compute(reader, split, wanted)
+            if self.world.is_first and len(missing) < len(views):
+                what = f"{len(views) - len(missing)} of {len(views)} views" if len(views) > 1 else "features"
+                print(f"{split}: {what} found in {places[0].parent}")
+            return [_table(place, torch.from_numpy(reader.labels.astype(np.int64))) for place in places]
 
     @property
     def fed(self) -> AugmentSettings:
         """Of views, and with which filter plain pictures are resized."""
-        return (self.views.augment if self.views else AugmentSettings()).fed_as(self.backbone.interpolation)
+        return (self.augment or AugmentSettings()).fed_as(self.backbone.interpolation)
 
-    def entry(self, split: str, view: int | None, *, num_features: int) -> Entry:
-        backbone, augmented, fed = self.backbone, view is not None, self.fed
-        assert self.views is not None or not augmented
-        key: dict[str, Any] = {
+    def place_of(self, split: str, view: int | None) -> Path:
+        """The directory of the split in this view."""
+        name = "plain" if view is None else f"view{view:03d}"
+        key = hash_of_json(self._key(split, view))[:16]
+        return self.settings.features_place / f"{self.manifest.name}-{split}-{name}-{key}"
+
+    def _key(self, split: str, view: int | None) -> dict[str, Any]:
+        backbone, is_augmented = self.backbone, view is not None
+        assert self.augment is not None or not is_augmented
+        return {
             "version": VERSION,
-            "weights_sha256": backbone.weights_sha256,
+            "weights_sha256": backbone.checkpoint.sha256 if backbone.checkpoint else "pixels",
             "pixels_hash": self.manifest.pixels_hash,
             "split": split,
             "image_size": backbone.image_size,
             "mean": list(backbone.normalisation.mean),
             "std": list(backbone.normalisation.std),
-            "interpolation": fed.plain_filter,
-            "augment": fed.model_dump(mode="json") if augmented else None,
-            "seed": self.views.seed if self.views and augmented else None,
+            "interpolation": self.fed.plain_filter,
+            "augment": self.fed.model_dump(mode="json") if is_augmented else None,
+            "seed": self.seed if is_augmented else None,
             "view": view,
             "dtype": self.settings.feature_dtype,
         }
-        return Entry(
-            root=self.settings.features_place,
-            name=f"{self.manifest.name}-{split}-" + (f"view{view:03d}" if augmented else "plain"),
-            key=key,
-            num_samples=self.manifest.splits[split].num_samples,
-            num_features=num_features,
-            dtype=self.settings.feature_dtype,
-        )
 
-    @torch.no_grad()
-    def _num_features(self, reader: ShardReader) -> int:
-        size = self.backbone.image_size
-        assert reader.num_samples > 0
-        return int(self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1])
-
-    def _missing(self, entries: list[Entry]) -> list[int]:
-        """The numbers of those that are not there, or not whole; ranks share the reading; the first with a fault says it."""
+    def _missing(self, places: Sequence[Path]) -> list[int]:
+        """The numbers of those that are not there, or not whole; ranks share the reading; the first with a fault prints it."""
         world = self.world
-        faults = [entry.fault(part=world.rank, num_parts=world.num_ranks) for entry in entries]
-        finders_RM = torch.zeros(world.num_ranks, len(entries))
+        faults = [_fault(place, part=world.rank, num_parts=world.num_ranks) for place in places]
+        finders_RM = torch.zeros(world.num_ranks, len(places))
         finders_RM[world.rank] = torch.tensor([float(fault is not None) for fault in faults])
-        self.patience.all_sum(finders_RM)
+        self.group.all_sum(finders_RM)
         for number, fault in enumerate(faults):
             if fault and not finders_RM[: world.rank, number].any():
-                print(f"{entries[number].path}: {fault}; its features are computed again", file=sys.stderr)
+                print(f"{places[number]}: {fault}; its features are computed again", file=sys.stderr)
         return [int(number) for number in finders_RM.any(dim=0).nonzero().flatten().tolist()]
 
-    def _compute(self, reader: ShardReader, wanted: list[tuple[Entry, int | None]], *, title: str) -> None:
-        entries, size = [entry for entry, _ in wanted], self.settings.feature_batch_size
-        works = [Writing(entry, run_dir=Path(self.settings.run_dir), rows_per_block=size) for entry in entries]
-        self._on_first([work.lay_out for work in works], entries)
-        fault: Exception | None = None
-        num_rows = 0
+    @torch.no_grad()
+    def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
+        size, world, block = self.backbone.image_size, self.world, self.settings.feature_batch_size
+        assert reader.num_samples > 0
+        num_features = self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
+        dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
+        rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
+        shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
+        files = [_File(_temporary(place, self.settings.run_dir), shape, dtype, rank=world.rank) for place in wanted]
+        num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
+
+        def lay_out() -> None:
+            make_directory(self.settings.features_place)
+            for file in files:
+                shutil.rmtree(file.directory, ignore_errors=True)
+            if num_bytes > shutil.disk_usage(self.settings.features_place).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for file in files:
+                file.directory.mkdir()
+
+        def write() -> list[str]:
+            with ExitStack() as opened:
+                for file in files:
+                    opened.enter_context(file.opened())
+                self._write_all(reader, files, list(wanted.values()), title=f"features of {split}")
+                return [file.finish() for file in files]
+
+        def publish() -> None:
+            assert hashes is not None
+            for number, (place, view) in enumerate(wanted.items()):
+                of_files = {_name(rank): of_rank[number] for rank, of_rank in enumerate(hashes)}
+                facts = Facts(key=self._key(split, view), rows_per_block=block, sha256=of_files)
+                _publish(files[number].directory, place, facts)
+
         try:
-            for work in works:
-                work.open()
-            num_rows = self._write_all(reader, works, [view for _, view in wanted], title=title)
+            self._together(lay_out, on_first=True)
+            hashes = self.group.gather(self._together(write))
+            self._together(publish, on_first=True)
+        except Exception as error:
+            if world.is_first:  # the others have closed their files
+                for file in files:
+                    shutil.rmtree(file.directory, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"features_dir: {self.settings.features_place} has no room for {num_bytes / 1e9:.3g} GB of features "
+                    f"({error.strerror}); make room, name another features_dir, or set feature_dtype=float16 or fewer views"
+                ) from None
+            raise
+
+    def _together(self, work: Callable[[], Result], *, on_first: bool = False) -> Result | None:
+        """What `work` returns on this rank (`on_first`: on the first alone), when all are done; an error of one ends all."""
+        fault: Exception | None = None
+        result: Result | None = None
+        try:
+            if self.world.is_first or not on_first:
+                result = work()
         except Exception as error:  # noqa: BLE001 (whatever it is: the others wait for this rank below)
             fault = error
-        for work in works:
-            try:
-                work.close(is_good=fault is None)
-            except OSError as error:
-                fault = fault or error
-        is_good = not self.patience.any_rank(fault is not None)
-        total = int(self.patience.all_sum(torch.tensor([num_rows])))
-        if not is_good and self.world.is_first:
-            for work in works:
-                work.discard()
-        self._raise_agreed(fault, is_good, entries)
-        assert total == reader.num_samples * len(works), (total, reader.num_samples, len(works))
-        digests = [self.patience.all_sum(torch.from_numpy(work.digests)).numpy() for work in works]
-        publish = [partial(work.publish, reader.labels, each) for work, each in zip(works, digests, strict=True)]
-        self._on_first(publish, entries)
+        if self.group.any_rank(fault is not None):
+            raise fault or ElsewhereError("features: another rank could not go on; see its message")
+        return result
 
-    def _write_all(self, reader: ShardReader, works: list[Writing], views: list[int | None], *, title: str) -> int:
-        """This rank's rows; returns how many it wrote. On a GPU a batch is written while the next ones are computed."""
-        augmentation = self._augmentation()
-        waiting: deque[Callable[[], int]] = deque()
-        num_rows = 0
-        for batch in batches_of(
-            reader,
-            title=title,
-            local_batch_size=self.settings.feature_batch_size,
-            world=self.world,
-            pin=self.device.type == "cuda",
-        ):
+    def _write_all(
+        self, reader: ShardReader, files: "Sequence[_File]", views: Sequence[int | None], *, title: str
+    ) -> None:
+        """This rank's rows. On a GPU a batch is written while the next ones are computed."""
+        augmentation = self.backbone.augmentation(self.fed, seed=self.seed, device=self.device)
+        waiting: deque[Callable[[], None]] = deque()
+        size, pin = self.settings.feature_batch_size, self.device.type == "cuda"
+        for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, pin=pin):
             if batch.num_bad:
                 raise _undecodable(reader, batch, self.settings.dataset)
             assert batch.mask_B is not None
             count = int(batch.mask_B.sum())  # padding is at the end
             # once for all views
             there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
-            for work, view in zip(works, views, strict=True):
+            for file, view in zip(files, views, strict=True) if count else ():
                 PROGRESS.touch()
-                waiting.append(self._start(there, view, augmentation, work, count=count))
+                waiting.append(self._start(there, view, augmentation, file, count=count))
                 while len(waiting) > 2:
-                    num_rows += waiting.popleft()()
-        return num_rows + sum(finish() for finish in waiting)
+                    waiting.popleft()()
+        for finish in waiting:
+            finish()
 
-    @torch.no_grad()
     def _start(
-        self, batch: Batch, view: int | None, augmentation: Augmentation, work: Writing, *, count: int
-    ) -> Callable[[], int]:
+        self, batch: Batch, view: int | None, augmentation: Augmentation, file: "_File", *, count: int
+    ) -> Callable[[], None]:
         """Computes a batch; what is returned waits for it and writes it."""
-        if count == 0:
-            return lambda: 0
-        images = images_of(batch, view, augmentation)
-        vectors = self.backbone.extract(images)[:count].to(getattr(torch, work.entry.dtype))
+        vectors = self.backbone.extract(view_of(batch, view, augmentation))[:count]
+        vectors = vectors.to(getattr(torch, self.settings.feature_dtype))
         if not vectors.is_cuda:
-            return lambda: _write(work, vectors.numpy(), start=int(batch.samples[0]))
+            return lambda: file.write(vectors.numpy())
         host = torch.empty_like(vectors, device="cpu", pin_memory=True).copy_(vectors, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
 
-        def finish() -> int:
+        def finish() -> None:
             arrived.synchronize()
-            return _write(work, host.numpy(), start=int(batch.samples[0]))
+            file.write(host.numpy())
 
         return finish
 
-    def _augmentation(self) -> Augmentation:
-        return self.backbone.augmentation(self.fed, seed=self.views.seed if self.views else 0, device=self.device)
 
-    def _on_first(self, steps: Sequence[Callable[[], None]], entries: list[Entry]) -> None:
-        """On the first rank, with an end that all agree on and wait for."""
-        fault: Exception | None = None
-        if self.world.is_first:
-            try:
-                for step in steps:
-                    step()
-            except Exception as error:  # noqa: BLE001 (as above)
-                fault = error
-        self._raise_agreed(fault, not self.patience.any_rank(fault is not None), entries)
+class _File:
+    """One rank's file of one view: written from the beginning to the end, and hashed on the way."""
 
-    def _raise_agreed(self, fault: Exception | None, is_good: bool, entries: list[Entry]) -> None:
-        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise no_room(entries[0].root, entries, fault) from None
-        if fault is not None:
-            raise fault
-        if not is_good:
-            raise ElsewhereError("features: another rank could not go on; see its message")
+    def __init__(self, directory: Path, shape: tuple[int, int], dtype: "np.dtype[Any]", *, rank: int):
+        self.directory, self._shape, self._dtype, self._rank = directory, shape, dtype, rank
+        self._digest, self._num_rows, self._flusher = hashlib.sha256(), 0, Flusher(FLUSHED_BYTES)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        header = io.BytesIO()
+        facts = {"descr": self._dtype.str, "fortran_order": False, "shape": self._shape}
+        np.lib.format.write_array_header_1_0(header, facts)
+        with open(_seen(self.directory) / _name(self._rank), "wb", buffering=0) as self._file:
+            self._put(header.getbuffer())
+            yield
+
+    def write(self, rows_BD: NDArray[Any]) -> None:
+        """The next rows."""
+        first, end = self._num_rows, self._num_rows + len(rows_BD)
+        if not np.isfinite(rows_BD).all():
+            is_half = self._dtype.itemsize == 2
+            words = "beyond what float16 holds; set feature_dtype=float32" if is_half else "not finite"
+            raise UserError(f"features: of rows {first:,} to {end - 1:,} of rank {self._rank} some are {words}")
+        self._put(np.ascontiguousarray(rows_BD, self._dtype).reshape(-1).view(np.uint8).data)
+        self._num_rows = end
+
+    def finish(self) -> str:
+        """Its sha256, when the disk has it."""
+        assert self._num_rows == self._shape[0], (self._num_rows, self._shape)
+        flush(self._file.fileno())
+        return self._digest.hexdigest()
+
+    def _put(self, data: memoryview) -> None:
+        self._digest.update(data)
+        self._flusher.wrote(len(data), self._file.fileno())
+        while data:
+            data = data[self._file.write(data) :]
 
 
-def _write(work: Writing, rows_BD: NDArray[Any], *, start: int) -> int:
-    if not np.isfinite(rows_BD).all():
-        words = (
-            "beyond what float16 holds; set feature_dtype=float32" if work.entry.dtype == "float16" else "not finite"
-        )
-        raise UserError(f"features: those of samples {start:,} to {start + len(rows_BD) - 1:,} are {words}")
-    work.write(rows_BD, start=start)
-    return len(rows_BD)
+def _name(rank: int) -> str:
+    return f"rank-{rank:04d}.npy"
+
+
+def _temporary(place: Path, run_dir: str) -> Path:
+    """Of this run alone: another job may make the same features at the same time."""
+    writer = hashlib.sha256(str(Path(run_dir).absolute()).encode()).hexdigest()[:8]
+    return place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}")
+
+
+def _publish(temporary: Path, place: Path, facts: Facts) -> None:
+    write_json(temporary / FACTS, facts.model_dump(mode="json"))
+    sync(temporary)
+    try:
+        os.rename(temporary, place)
+    except OSError:  # there is one
+        if _fault(place) is None:
+            shutil.rmtree(temporary)
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        os.rename(temporary, place)
+    sync(place.parent)
+
+
+def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
+    """What keeps features from being used; None where they are whole; "" where there are none. Only a part of the files is read:
+    `num_parts` readers see all of them."""
+    if not place.exists():
+        return ""
+    try:
+        facts = Facts.model_validate_json((place / FACTS).read_text())
+        for name, expected in sorted(facts.sha256.items())[part::num_parts]:
+            if sha256_of(place / name, gets_on=PROGRESS.touch) != expected:
+                return f"{name} has changed"
+    except (OSError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _table(place: Path, labels_N: Tensor) -> Table:
+    facts = Facts.model_validate_json(_seen(place / FACTS).read_text())
+    # writing to them would change nothing on disk
+    files = [torch.from_numpy(np.load(_seen(place / name), mmap_mode="c")) for name in sorted(facts.sha256)]
+    assert sum(map(len, files)) == len(labels_N), (place, len(labels_N))
+    return Table(tuple(files), labels_N, facts.rows_per_block)
+
+
+def _seen(path: Path) -> Path:
+    """The path, when this node sees it."""
+    deadline_s = time.monotonic() + VISIBLE_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise UserError(
+                f"{path}: was written by the first rank, and this node does not see it; name a features_dir that all nodes share"
+            )
+        sorted(path.parent.parent.iterdir())  # network file systems look again when a directory is opened
+        time.sleep(0.05)
+    return path
 
 
 def _undecodable(reader: ShardReader, batch: Batch, dataset: str) -> DatasetError:

@@ -1,63 +1,60 @@
 """`finetune knn`: what the nearest training pictures say of each test picture, from the features that a probe uses, too.
 
-Each rank judges a range of the test split; sums are reduced at the end.
+Weighted votes of the nearest neighbours by cosine similarity, exact, in blocks of both tables. Of rows that are equally near the
+first ones count, so no setting changes an answer. Each rank judges a range of the test split; sums are reduced at the end.
+
+Products are in double precision and rounded to 2^-23: the same pair of rows has the same similarity in whatever block it stands. A
+similarity and its row are one whole number, which is larger for what is nearer, so that the best of many are one `topk`.
+Q test rows, T training rows, t and q of a block, D features, M the largest number of neighbours, K classes.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from data_prep.manifest import load_manifest
 from data_prep.progress import progress
-from finetune.accelerator import Joined, Patience, joined_ranks
-from finetune.backbone import open_backbone
-from finetune.probe.config import KnnSettings
+from finetune.probe.config import KnnSettings, VoteWeights
 from finetune.probe.features import FeatureMaker, Table
-from finetune.probe.nearest import Blocks, answers, neighbours_of, unit_rows
-from finetune.probe.rows import Residence
-from finetune.recording import recorded
+from finetune.probe.rows import OnDevice
+from finetune.session import PatientGroup, open_backbone, register, session
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import save_result
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
 
+_CLOSEST = 1e-6
+"""Cosine distance that counts as 0 where votes are weighed by its inverse."""
+_GRID, _MOST_ROWS = 2**23, 2**29
+"""A key is similarity * _GRID * _MOST_ROWS - row: whole, and below 2^53, up to which doubles are exact."""
+_MOST_TRAINING = 2048
+"""Training rows of a block: more make no product faster, and take room from test rows, for each block of which all training rows
+are read."""
 
-def knn(settings: KnnSettings, world: World) -> dict[str, Any] | None:
-    """The result, on the first rank."""
-    with joined_ranks(world, settings.ranks) as joined:
-        return _knn(settings, world, joined)
 
-
-def _knn(settings: KnnSettings, world: World, joined: Joined) -> dict[str, Any] | None:
-    manifest, device = load_manifest(settings.dataset), joined.device
-    backbone = open_backbone(settings.pretrained, manifest, image_size=settings.image_size, device=device)
-    run_dir = Path(settings.run_dir)
-    with (
-        recorded(
-            settings,
-            run_dir=run_dir,
-            patience=settings.ranks,
-            tracking=settings.tracking,
-            world=world,
-            used=settings.used(manifest),
-            weights=backbone.weights,
-            tags={"task": "knn"},
-        ) as tracker,
-        joined.attended(run_dir),
-    ):
-        maker = FeatureMaker(settings, manifest, backbone, world, device)
+def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
+    manifest, run_dir = load_manifest(settings.dataset), Path(settings.run_dir)
+    used = settings.used(manifest)
+    with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as joined:
+        backbone = open_backbone(checkpoint, manifest, image_size=settings.image_size, device=joined.device)
+        maker = FeatureMaker(settings, manifest, backbone, world, joined.device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
         num_classes = len(manifest.classes)
-        top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=device)
+        top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=joined.device)
         if not world.is_first:
             return None
         result: dict[str, Any] = {f"top1_k{count}": value for count, value in sorted(top1.items())}
-        told = {f"knn/{name}": value for name, value in result.items()}
-        tracker.metrics(told, step=0)
-        if backbone.weights is not None:
-            backbone.weights.tell(tracker, told, target=target_of(manifest))
+        logged = {f"knn/{name}": value for name, value in result.items()}
+        joined.tracker.metrics(logged, step=0)
+        if checkpoint is not None:
+            register(joined.tracker, checkpoint, logged, target=target_of(manifest))
         # the best of them would be a choice on the test split
         save_result(run_dir, result | {"test_top1": top1[settings.neighbours[0]], "k": settings.neighbours[0]})
         return result
@@ -67,22 +64,25 @@ def accuracies(
     train: Table, test: Table, *, settings: KnnSettings, num_classes: int, world: World, device: torch.device
 ) -> dict[int, float]:
     """k -> top-1 on the whole test split."""
-    counts, size, patience = sorted(settings.neighbours), len(test.labels_N), Patience()
+    counts, size, group = sorted(settings.neighbours), len(test), PatientGroup()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
-    num_features = train.features_ND.shape[1]
-    blocks = Blocks.within(
-        settings.chunk_mb * 1_000_000, num_features=num_features, num_classes=num_classes, count=counts[-1]
+    blocks = BlockSizes.within(
+        settings.chunk_mb * 1_000_000, num_features=train.num_features, num_classes=num_classes, count=counts[-1]
     )
-    placed_ND = _placed(train.features_ND, device)
+    placed_TD = None
+    if device.type == "cuda":  # where it takes less than half of what is free; else it is copied chunk by chunk
+        placed_TD = OnDevice(device, room=torch.cuda.mem_get_info(device)[0] // 2).of(train)
     train_labels_T = train.labels_N.to(device)
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
     PROGRESS.mark("looking for neighbours")
     with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
         for start in range(first, end, blocks.num_queries):
-            mine = slice(start, min(end, start + blocks.num_queries))
-            (queries_QD,) = unit_rows(test.features_ND[mine], size=blocks.num_queries, device=device)
-            parts = unit_rows(placed_ND, size=blocks.num_training, device=device)
-            similarities, places = neighbours_of(queries_QD, parts, count=counts[-1])
+            mine = torch.arange(start, min(end, start + blocks.num_queries))
+            (queries_QD,) = unit_rows([test.gather(mine)], device=device)
+            parts = (
+                train.chunks(blocks.num_training) if placed_TD is None else torch.split(placed_TD, blocks.num_training)
+            )
+            similarities, places = neighbours_of(queries_QD, unit_rows(parts, device=device), count=counts[-1])
             found = answers(
                 similarities,
                 train_labels_T[places],
@@ -94,13 +94,75 @@ def accuracies(
             labels_Q = test.labels_N[mine].to(device)
             right += torch.stack([(found[count] == labels_Q).sum() for count in counts])
             line.advance(len(labels_Q))
-    shares = (patience.all_sum(right.cpu()) / size).tolist()
+    shares = (group.all_sum(right.cpu()) / size).tolist()
     return dict(zip(counts, shares, strict=True))
 
 
-def _placed(features_ND: Tensor, device: torch.device) -> Tensor:
-    """On the GPU where it takes less than half of what is free; else it stays in its file and is copied chunk by chunk."""
-    if device.type != "cuda":
-        return features_ND
-    placed = Residence(device, room=torch.cuda.mem_get_info(device)[0] // 2).of(features_ND)
-    return features_ND if placed is None else placed
+@dataclass(frozen=True)
+class BlockSizes:
+    """How many rows of both tables are looked at together."""
+
+    num_queries: int
+    num_training: int
+
+    @staticmethod
+    def within(num_bytes: int, *, num_features: int, num_classes: int, count: int) -> "BlockSizes":
+        """So that all that is made of them takes no more than that, or one row of each where that is too much."""
+        per_training = 20 * num_features  # as they are, and twice in double precision
+        num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
+        per_query = (
+            20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
+        )  # products, keys, their merging; votes
+        left = num_bytes - num_training * per_training
+        return BlockSizes(max(1, left // per_query), num_training)
+
+
+def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int) -> tuple[Tensor, Tensor]:
+    """(similarities, rows) of the `count` nearest, nearest first; both tables are normalised, `training` in order."""
+    best_qM = torch.empty(len(queries_qD), 0, dtype=torch.float64, device=queries_qD.device)
+    start = 0
+    for part_tD in training:
+        rows_t = torch.arange(start, start + len(part_tD), dtype=torch.float64, device=part_tD.device)
+        keys_qt = (queries_qD @ part_tD.T).mul_(_GRID).round_().mul_(_MOST_ROWS).sub_(rows_t)
+        both = torch.cat([best_qM, keys_qt], dim=1)
+        best_qM = both.topk(min(count, both.shape[1]), dim=1).values
+        start += len(part_tD)
+    assert start <= _MOST_ROWS
+    whole_qM = best_qM.div(_MOST_ROWS).ceil_()
+    return whole_qM.div(_GRID).float(), (whole_qM * _MOST_ROWS - best_qM).long()
+
+
+def answers(
+    similarities_QM: Tensor,
+    labels_QM: Tensor,
+    *,
+    counts: Sequence[int],
+    num_classes: int,
+    weights: VoteWeights,
+    temperature: float,
+) -> dict[int, Tensor]:
+    """The class with most votes of the k nearest, for each k; of equals the first class."""
+    votes_QM = vote_weights(similarities_QM, weights=weights, temperature=temperature)
+    sums_QK = votes_QM.new_zeros(len(votes_QM), num_classes)
+    found, done = {}, 0
+    for count in sorted(counts):  # the votes of k neighbours are those of fewer, and some more
+        sums_QK.scatter_add_(1, labels_QM[:, done:count], votes_QM[:, done:count])
+        found[count], done = sums_QK.argmax(dim=1), count
+    return found
+
+
+def vote_weights(similarities_QM: Tensor, *, weights: VoteWeights, temperature: float) -> Tensor:
+    match weights:
+        case "softmax":  # up to a factor of the query's own, which keeps small temperatures from overflowing
+            return ((similarities_QM - similarities_QM[:, :1]) / temperature).exp()
+        case "uniform":
+            return torch.ones_like(similarities_QM)
+        case "distance":
+            return 1 / (1 - similarities_QM).clamp(min=_CLOSEST)
+
+
+def unit_rows(chunks: Iterable[Tensor], *, device: torch.device) -> Iterator[Tensor]:
+    """Rows of length 1, in double precision, on the device."""
+    for part in chunks:
+        PROGRESS.touch()
+        yield normalize(part.to(device).double(), dim=1)

@@ -2,9 +2,10 @@
 all share each pass over the features.
 
 Every pass evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for rounding) takes
-it and chooses a new direction; another tries a shorter step in the next pass. So no head waits for the line search of another.
+it and chooses a new direction; another tries a shorter step in the next pass. So no head waits for the line search of another, as
+it would with torch.optim.LBFGS, which takes one head after the other: a pass over the features for each step of each head.
 Vectors of a head are kept in double precision; products over the features are in single.
-E rows of a head, G cells, K classes, C = K G (heads.py).
+E rows of a head, G candidates, K classes, C = K G (heads.py).
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data_prep.progress import progress
-from finetune.probe.heads import Cell, as_columns, as_heads, errors_of, losses_of
+from finetune.probe.heads import Candidate, as_columns, as_heads, errors_of, losses_of
 from finetune.probe.rows import Rows
 
 HISTORY = 10
@@ -109,10 +110,12 @@ class End:
     """Largest entry of the gradient that is left."""
 
 
-def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[End]]:
+def minimise(
+    rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
+) -> tuple[Tensor, list[End]]:
     """(G, E, K) on the rows' device, and how each has ended within its number of passes."""
-    most = max(cell.epochs for cell in cells)
-    starts = torch.zeros(len(cells), rows.width, num_classes, dtype=torch.float64, device=rows.device)
+    most = max(candidate.epochs for candidate in candidates)
+    starts = torch.zeros(len(candidates), rows.width, num_classes, dtype=torch.float64, device=rows.device)
     ways = [Descent(start, tolerance=tolerance) for start in starts]
     with progress("linear heads (L-BFGS)", total=most, unit="passes") as line:
         for _ in range(most):
@@ -120,7 +123,7 @@ def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes
             if not active:
                 break
             trials_GEK = torch.stack([ways[number].trial for number in active])
-            decays = [cells[number].weight_decay for number in active]
+            decays = [candidates[number].weight_decay for number in active]
             losses, gradients_GEK = objective(rows, trials_GEK, decays=decays)
             for number, loss, gradient in zip(active, losses, gradients_GEK, strict=True):
                 ways[number].take(loss, gradient)
@@ -130,10 +133,10 @@ def minimise(rows: Rows, cells: Sequence[Cell], *, tolerance: float, num_classes
 
 def objective(rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]) -> tuple[list[float], Tensor]:
     """(loss of each head, gradients in double precision): one pass over the rows, in chunks."""
-    num_cells, _, num_classes = heads_GEK.shape
+    num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK).float()
     gradient_EC = torch.zeros(weights_EC.shape, dtype=torch.float64, device=rows.device)
-    loss_G = torch.zeros(num_cells, dtype=torch.float64, device=rows.device)
+    loss_G = torch.zeros(num_candidates, dtype=torch.float64, device=rows.device)
     for x_BE, labels_B in rows.chunks(size=max(256, min(8192, PASS_NUMBERS // weights_EC.shape[1]))):
         logits_BC = x_BE @ weights_EC
         loss_G += losses_of(logits_BC, labels_B, num_classes=num_classes)

@@ -18,7 +18,6 @@ from finetune.probe.features import Table
 from pretrain.data.order import Ids
 from pretrain.ranks.hangs import PROGRESS
 
-ALIGNMENT = 8
 CHUNK = 8192
 """Rows that are looked at together where no batch size is given."""
 ROOM_SHARE = 0.7
@@ -37,12 +36,11 @@ class Standard:
         return Standard(torch.zeros(num_features), torch.ones(num_features))
 
     @staticmethod
-    def of(features_ND: Tensor) -> "Standard":
-        """One pass over the file, in double precision; a feature that never changes keeps its scale."""
-        count, mean = 0, torch.zeros(features_ND.shape[1], dtype=torch.float64)
+    def of(table: Table) -> "Standard":
+        """One pass over the files, in double precision; a feature that never changes keeps its scale."""
+        count, mean = 0, torch.zeros(table.num_features, dtype=torch.float64)
         squares = torch.zeros_like(mean)
-        for part in torch.split(features_ND, CHUNK):
-            PROGRESS.touch()
+        for part in table.chunks(CHUNK):
             values = part.double()
             own, size = values.mean(dim=0), len(values)
             change = own - mean
@@ -54,33 +52,33 @@ class Standard:
 
 
 def filled_width(num_features: int) -> int:
-    return -(-(num_features + 1) // ALIGNMENT) * ALIGNMENT
+    """E: of D features."""
+    return -(-(num_features + 1) // 8) * 8
 
 
-class Residence:
+class OnDevice:
     """Tables that lie on the device, each once, whoever reads them; those that are asked for first, as far as there is room."""
 
     def __init__(self, device: torch.device, *, room: float | None = None):
         """`room` in bytes; None: a share of what is free when the first table is asked for."""
         self.device, self._room = device, room
-        self._placed: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the address of a table, which is held as well, so that nothing else gets its address."""
+        self._placed: dict[int, tuple[Table, Tensor]] = {}
+        """By the identity of a table, which is held as well, so that nothing else gets it."""
 
-    def of(self, table_ND: Tensor) -> Tensor | None:
-        """None: there is no room for it."""
-        address = table_ND.data_ptr()
-        if address not in self._placed:
+    def of(self, table: Table) -> Tensor | None:
+        """All its rows; None: there is no room for them."""
+        if id(table) not in self._placed:
             if self._room is None:
                 self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
-            if table_ND.nbytes > self._room:
+            num_bytes = sum(file.nbytes for file in table.files)
+            if num_bytes > self._room:
                 return None
-            self._room -= table_ND.nbytes
-            placed = torch.empty_like(table_ND, device=self.device)
-            for start in range(0, len(table_ND), CHUNK):
-                PROGRESS.touch()
-                placed[start : start + CHUNK] = table_ND[start : start + CHUNK].to(self.device)
-            self._placed[address] = table_ND, placed
-        return self._placed[address][1]
+            self._room -= num_bytes
+            placed = torch.empty(len(table), table.num_features, dtype=table.files[0].dtype, device=self.device)
+            for number, part in enumerate(table.chunks(CHUNK)):
+                placed[number * CHUNK :][: len(part)] = part.to(self.device)
+            self._placed[id(table)] = table, placed
+        return self._placed[id(table)][1]
 
 
 class Rows:
@@ -93,12 +91,11 @@ class Rows:
         standard: Standard,
         device: torch.device,
         chosen_n: Tensor | None = None,
-        residence: "Residence | None" = None,
+        on_device: OnDevice | None = None,
     ):
-        self.device, self._tables = device, [table.features_ND for table in tables]
-        self._residence = residence or Residence(device)
-        num_samples, self.num_features = self._tables[0].shape
-        self._chosen_n = torch.arange(num_samples) if chosen_n is None else chosen_n
+        self.device, self._tables, self._on_device = device, tables, on_device or OnDevice(device)
+        self.num_features = tables[0].num_features
+        self._chosen_n = torch.arange(len(tables[0])) if chosen_n is None else chosen_n
         self.labels_n = tables[0].labels_N[self._chosen_n].to(device)
         self.num_rows, self.width = len(self._chosen_n), filled_width(self.num_features)
         self._mean_D, self._scale_D = standard.mean_D.to(device), (1 / standard.std_D).to(device)
@@ -129,20 +126,20 @@ class Rows:
         return x_BE
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        table_ND = self._tables[view]
+        table = self._tables[view]
         if self.device.type != "cuda":
             for ids in batches:
-                yield torch.index_select(table_ND, 0, ids)
+                yield table.gather(ids)
             return
-        resident = self._residence.of(table_ND)
-        if resident is not None:
+        placed_ND = self._on_device.of(table)
+        if placed_ND is not None:
             for ids in torch.split(torch.cat(list(batches)).to(self.device), len(batches[0])):
-                yield torch.index_select(resident, 0, ids)
+                yield torch.index_select(placed_ND, 0, ids)
             return
 
         def gather(ids: Tensor) -> Tensor:
-            pinned = torch.empty(len(ids), table_ND.shape[1], dtype=table_ND.dtype, pin_memory=True)
-            return torch.index_select(table_ND, 0, ids, out=pinned)
+            pinned = torch.empty(len(ids), table.num_features, dtype=table.files[0].dtype, pin_memory=True)
+            return table.gather(ids, out=pinned)
 
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(gather, batches[0])

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import load_settings
-from finetune.apart import check_apart
+from finetune.split import check_apart
 from finetune.tune.config import TuneSettings
 from finetune.tune.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
-from finetune.verbs import add_common, launch_ranks, say_once, show
+from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_settings, finished_result
@@ -45,7 +45,7 @@ def _tune(options: argparse.Namespace) -> int:
     for each in repeats:
         _check(each, card, num_ranks=world.num_ranks)
     if settings.init == "pretrained":
-        say_once(card.other_pixels(load_manifest(settings.data.dataset), dataset=settings.data.dataset), world)
+        warn_once(card.other_pixels(load_manifest(settings.data.dataset), dataset=settings.data.dataset), world)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True

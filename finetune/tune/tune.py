@@ -6,12 +6,12 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from finetune.accelerator import start_accelerator
-from finetune.recording import Weights, recorded
+from finetune.session import recorded, register, start_accelerator
 from finetune.tune.config import TuneSettings
 from finetune.tune.engine import AccelerateEngine
 from finetune.tune.repeats import repeats_of, summary
 from pretrain.augment.augmentation import Normalisation
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import claim, finished_result, save_result
 from pretrain.config import PretrainSettings
@@ -36,7 +36,7 @@ def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> 
     """Runs, or goes on with, one run; `group`: the run directory of what it is a repetition of."""
     stop, engine = StopFlag().install(), settings.engine
     with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, patience=engine, stop=stop)):
-        weights = Weights.at(settings.pretrained)
+        weights = Checkpoint.open(settings.pretrained)
         training = settings.as_training(weights.card)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
@@ -48,7 +48,7 @@ def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> 
 
             def tell(result: dict[str, float]) -> None:
                 if group is None and settings.init == "pretrained":
-                    weights.tell(task.tracker, _scores(result), target=target_of(task.data.parts[0].manifest))
+                    register(task.tracker, weights, _scores(result), target=target_of(task.data.parts[0].manifest))
 
             return supervise(task.trainer(), heartbeat, on_result=tell)
 
@@ -56,7 +56,7 @@ def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> 
 def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
     """Whether all repetitions have been finished."""
     run_dir, repeats = Path(settings.run_dir), repeats_of(settings)
-    weights, data = Weights.at(settings.pretrained), load_training_data(settings.data)
+    weights, data = Checkpoint.open(settings.pretrained), load_training_data(settings.data)
     used = [(part, "training") for part in data.parts]
     stop = StopFlag().install()
     accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
@@ -68,7 +68,7 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
             tracking=settings.tracking,
             world=world,
             used=used,
-            weights=weights,
+            checkpoint=weights,
             tags={"task": "tune_seeds", "init": settings.init},
             stop=stop,
         )
@@ -85,7 +85,7 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
                 tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))
                 save_result(run_dir, result)
                 if settings.init == "pretrained":
-                    weights.tell(tracker, _scores(result), target=target_of(data.parts[0].manifest))
+                    register(tracker, weights, _scores(result), target=target_of(data.parts[0].manifest))
         return True
     return False
 
@@ -103,7 +103,7 @@ def prepare(
     training: PretrainSettings,
     world: World,
     *,
-    weights: Weights,
+    weights: Checkpoint,
     accelerator: Accelerator,
     stop: StopFlag,
     group: Path | None,
@@ -151,11 +151,11 @@ def prepare(
     )
 
 
-def starting_model(settings: TuneSettings, weights: Weights, *, num_classes: int) -> ImageModel:
+def starting_model(settings: TuneSettings, weights: Checkpoint, *, num_classes: int) -> ImageModel:
     card = weights.card
     if settings.init == "scratch":
         seed = settings.train.seed
         return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
-    model = load_model(weights.opened)
+    model = load_model(weights)
     model.reset_classifier(num_classes)
     return model

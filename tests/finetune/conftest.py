@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from data_prep.manifest import load_manifest
-from finetune.backbone import Backbone, open_backbone
-from finetune.probe.config import ProbeSettings
-from finetune.probe.features import FeatureMaker, Views
+from finetune.probe.config import FeatureSettings, ProbeSettings
+from finetune.probe.features import FeatureMaker, Table
+from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
 from pretrain.config import AugmentSettings
 from pretrain.models.build import build_model
@@ -53,12 +54,20 @@ def exported(run: Path) -> Path:
     return export_of(run, run.parent / "out")
 
 
+def opened(settings: FeatureSettings) -> Checkpoint | None:
+    return Checkpoint.open(settings.pretrained) if settings.pretrained else None
+
+
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
     manifest = load_manifest(settings.dataset)
-    backbone: Backbone = open_backbone(settings.pretrained, manifest, image_size=None, device=CPU)
-    views = Views(settings.augment, settings.seed) if settings.augment else None
-    return FeatureMaker(settings, manifest, replace(backbone, **changes), world, CPU, views)
+    backbone = open_backbone(opened(settings), manifest, device=CPU)
+    return FeatureMaker(settings, manifest, replace(backbone, **changes), world, CPU, settings.augment, settings.seed)
+
+
+def rows_of_table(table: Table) -> torch.Tensor:
+    """All of them."""
+    return table.gather(torch.arange(len(table)))
 
 
 def feature_settings(dataset: Path, place: Path, pretrained: Path | None, **changes: Any) -> ProbeSettings:

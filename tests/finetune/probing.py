@@ -24,11 +24,11 @@ def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
     centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(1.0, 1 + FEATURES)
-    return Table(values + 5, labels)
+    return Table((values + 5,), labels)
 
 
 def rows_of(*tables: Table) -> Rows:
-    return Rows(list(tables), standard=Standard.of(tables[0].features_ND), device=CPU)
+    return Rows(list(tables), standard=Standard.of(tables[0]), device=CPU)
 
 
 PROBE: dict[str, Any] = {

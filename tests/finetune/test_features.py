@@ -15,14 +15,14 @@ from PIL import Image
 from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest, save_manifest
 from data_prep.settings import UserError
-from finetune.probe import cache, features
-from finetune.probe.cache import FACTS, FEATURES, Writing
+from finetune.probe import features
+from finetune.probe.features import FACTS
 from pretrain.augment.augmentation import Augmentation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
-from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of
+from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of, rows_of_table
 
 
 def independent_features(folder: Path, dataset: Path, split: str) -> torch.Tensor:
@@ -52,13 +52,13 @@ def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
         return extract(images)
 
     first = maker_of(settings, extract=counted).tables("val", [None])[0]
-    assert first.features_ND.shape == (35, 24) and first.features_ND.dtype == torch.float32
-    torch.testing.assert_close(first.features_ND, independent_features(backbone_folder, other_shapes, "val"))
+    assert len(first) == 35 and first.num_features == 24
+    torch.testing.assert_close(rows_of_table(first), independent_features(backbone_folder, other_shapes, "val"))
     assert np.bincount(first.labels_N).tolist() == [7] * 5
     assert first.labels_N.tolist() == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
     assert sum(seen) == 1 + 40  # one to learn the width; five batches of eight, of which the last is padded
     again = maker_of(settings, extract=counted).tables("val", [None])[0]
-    assert sum(seen) == 1 + 40 + 1 and torch.equal(first.features_ND, again.features_ND)
+    assert sum(seen) == 1 + 40 and torch.equal(rows_of_table(first), rows_of_table(again))
     assert "val: features found in" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")] == []
 
@@ -68,24 +68,24 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, views=2, augment=CROPS)
 
-    def path(split: str = "val", view: int | None = None, width: int = 24, **changes: Any) -> Path:
+    def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         backbone = {
             key: changes.pop(key)
-            for key in ("weights", "image_size", "normalisation", "interpolation")
+            for key in ("checkpoint", "image_size", "normalisation", "interpolation")
             if key in changes
         }
         maker = maker_of(settings.model_copy(update=changes), **backbone)
-        return maker.entry(split, view, num_features=width).path
+        return maker.place_of(split, view)
 
-    weights = maker_of(settings).backbone.weights
-    assert weights is not None
-    other_weights = replace(weights, sha256="other")
+    checkpoint = maker_of(settings).backbone.checkpoint
+    assert checkpoint is not None
+    other = replace(checkpoint, hashes={"model.safetensors": "other"})
     plain, viewed = path(), path(view=0)
     same = {"run_dir": "elsewhere", "feature_batch_size": 3, "lrs": (1.0,), "batch_size": 7, "standardise": False}
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
         path("train"),
-        path(weights=other_weights),
+        path(checkpoint=other),
         path(image_size=20),
         path(interpolation="area"),
         path(normalisation=maker_of(settings).backbone.normalisation._replace(std=(1.0, 1.0, 1.0))),
@@ -104,85 +104,74 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     assert len({plain, *others}) == 1 + len(others)
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered", "no facts"])
-def test_a_damaged_table_is_computed_again(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("cut", "rank-0000.npy has changed"),
+        ("altered", "rank-0000.npy has changed"),
+        ("gone", "No such file"),
+        ("no facts", "No such file"),
+    ],
+)
+def test_damaged_features_are_computed_again(
+    backbone_folder: Path,
+    other_shapes: Path,
+    tmp_path: Path,
+    damage: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     maker = maker_of(feature_settings(other_shapes, tmp_path, backbone_folder))
-    good = maker.tables("val", [None])[0].features_ND.clone()
-    (entry,) = (tmp_path / "features").iterdir()
-    content = (entry / FEATURES).read_bytes()
-    if damage == "no facts":
-        (entry / FACTS).unlink()
-    else:
-        (entry / FEATURES).write_bytes(content[:-4] if damage == "cut" else content[:-4] + b"\0\0\0\1")
-    words = {
-        "cut": "features.npy was cut",
-        "altered": "features.npy has changed (from row 32 on)",
-        "no facts": "No such file",
-    }
-    assert torch.equal(maker.tables("val", [None])[0].features_ND, good)
+    good = rows_of_table(maker.tables("val", [None])[0]).clone()
+    (place,) = (tmp_path / "features").iterdir()
+    file = place / "rank-0000.npy"
+    content = file.read_bytes()
+    assert np.load(file).shape == (35, 24)
+    match damage:
+        case "cut":
+            file.write_bytes(content[:-4])
+        case "altered":
+            file.write_bytes(content[:-4] + b"\0\0\0\1")
+        case _:
+            (file if damage == "gone" else place / FACTS).unlink()
+    assert torch.equal(rows_of_table(maker.tables("val", [None])[0]), good)
     said = capsys.readouterr().err
-    assert words[damage] in said and "its features are computed again" in said
-    assert (entry / FEATURES).read_bytes() == content
+    assert words in said and "its features are computed again" in said
+    assert file.read_bytes() == content
 
 
-def test_readers_of_parts_see_all_of_a_table_and_nobody_more_than_its_own(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
-    maker = maker_of(
-        feature_settings(other_shapes, tmp_path, backbone_folder)
-    )  # of 35 rows: blocks of 8, 8, 8, 8 and 3
-    maker.tables("val", [None])
-    entry = maker.entry("val", None, num_features=24)
-    content = (entry.path / FEATURES).read_bytes()
-    finders = []
-    for row in range(35):
-        place = len(entry.header) + row * entry.bytes_per_row + row
-        (entry.path / FEATURES).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        faults = [entry.fault(part=part, num_parts=3) for part in range(3)]
-        finders.append([part for part, fault in enumerate(faults) if fault])
-    assert finders == [[0]] * 8 + [[1]] * 16 + [[2]] * 11
-
-
-def test_a_kill_leaves_nothing_that_counts_and_nothing_that_grows(
+def test_a_kill_leaves_nothing_that_counts_and_two_jobs_that_compute_the_same_end_well(
     backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maker = maker_of(feature_settings(other_shapes, tmp_path, backbone_folder))
+    settings = feature_settings(other_shapes, tmp_path, backbone_folder)
+    maker, publish = maker_of(settings), features._publish
 
-    def killed(*unused: object, **also: object) -> None:
+    def killed(*unused: object) -> None:
         raise SystemExit
 
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(Writing, "publish", killed)
+            patch.setattr(features, "_publish", killed)
             maker.tables("val", [None])
         assert [path.name[:5] for path in (tmp_path / "features").iterdir()] == [".tmp-"]
-    maker.tables("val", [None])
+    other = maker_of(settings.model_copy(update={"run_dir": "another job's"}))
+
+    def late(*words: Any) -> None:
+        """The other job begins after this one, and ends before it."""
+        monkeypatch.setattr(features, "_publish", publish)
+        other.tables("val", [None])
+        publish(*words)
+
+    monkeypatch.setattr(features, "_publish", late)
+    table = maker.tables("val", [None])[0]
     assert [path.name[:3] for path in (tmp_path / "features").iterdir()] == ["sha"]
-
-
-def test_two_jobs_that_compute_the_same_end_well(backbone_folder: Path, other_shapes: Path, tmp_path: Path) -> None:
-    maker = maker_of(feature_settings(other_shapes, tmp_path, backbone_folder))
-    entry = maker.entry("val", None, num_features=24)
-    rows, labels = np.ones((35, 24), np.float32), np.zeros(35, np.int64)
-    jobs = [Writing(entry, run_dir=tmp_path / name, rows_per_block=35) for name in ("one", "two")]
-    for job in jobs:
-        job.lay_out()
-        job.open()
-    for job in jobs:
-        job.write(rows, start=0)
-        job.close(is_good=True)
-        job.publish(labels, job.digests)
-    assert entry.fault() is None and [path.name for path in entry.root.iterdir()] == [entry.path.name]
-    features_file = np.load(entry.path / FEATURES)
-    assert features_file.shape == (35, 24) and (features_file == 1).all()
+    torch.testing.assert_close(rows_of_table(table), independent_features(backbone_folder, other_shapes, "val"))
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(
     backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4))  # without room for the header
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
     with pytest.raises(
         UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"
     ):
@@ -224,14 +213,14 @@ def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
         batch = Batch(reader.images(ids), labels, epochs=np.full(3, view), samples=ids, pairs=ids // 2)
         with torch.no_grad():
             expected = maker.backbone.extract(augmentation.prepare(batch).images_BCHW)
-        torch.testing.assert_close(table.features_ND[ids], expected)
-    assert not torch.equal(tables[0].features_ND, tables[1].features_ND)
+        torch.testing.assert_close(table.gather(torch.from_numpy(ids)), expected)
+    assert not torch.equal(*map(rows_of_table, tables))
     made: list[int] = []
     start = features.FeatureMaker._write_all
 
-    def counted(self: Any, reader: Any, works: Any, views: Any, *, title: str) -> int:
+    def counted(self: Any, reader: Any, files: Any, views: Any, *, title: str) -> None:
         made.extend(views)
-        return start(self, reader, works, views, title=title)
+        start(self, reader, files, views, title=title)
 
     monkeypatch.setattr(features.FeatureMaker, "_write_all", counted)
     maker.tables("train", [0, 1, 2])
@@ -244,7 +233,8 @@ def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, None, feature_dtype="float16")
     table = maker_of(settings).tables("val", [None])[0]
     whole = maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0]
-    assert table.features_ND.dtype == torch.float16 and table.features_ND.shape == (35, 3 * 16 * 16)
-    torch.testing.assert_close(table.features_ND.float(), whole.features_ND, rtol=1e-3, atol=1e-3)
+    half = rows_of_table(table)
+    assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
+    torch.testing.assert_close(half.float(), rows_of_table(whole), rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
         maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables("val", [None])

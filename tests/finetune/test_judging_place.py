@@ -60,7 +60,7 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
         assert (Evaluation.of(settings_of(folder, moved, None)).identity == plain.identity) is is_same
 
 
-@pytest.mark.parametrize("where", ["recording.Weights.tell", "judging.evaluate.save_result"])
+@pytest.mark.parametrize("where", ["register", "save_result"])
 def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
     folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
 
     with monkeypatch.context() as patches:
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr(f"finetune.{where}", interrupted)
+        patches.setattr(f"finetune.evaluate.evaluate.{where}", interrupted)
         with pytest.raises(KeyboardInterrupt):
             judge(folder, shapes, tmp_path / "run")
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()

@@ -12,20 +12,19 @@ from scipy.stats import binom
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
-from finetune.apart import check_apart
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
-from finetune.probe.grid import Judged, best_of, cells_of, edges
-from finetune.probe.heads import Cell, Score
+from finetune.probe.grid import Judged, best_of, candidates_of, draw_grid, edges
+from finetune.probe.heads import Candidate, Score
 from finetune.probe.probe import Splits, choose_and_test, held_out, probe
-from finetune.probe.report import draw_grid
-from finetune.recording import Weights
+from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import TrackingSettings
 from tests.conftest import Command
-from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
+from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of, opened
 from tests.finetune.probing import CLASSES, PROBE, blobs, settings_of
 
 
@@ -33,7 +32,7 @@ def noise(count: int, *, seed: int) -> Table:
     """So many features that a head learns their labels by heart: it answers right what it was trained on, all else by chance."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    return Table(torch.randn(count, 300, generator=generator), labels)
+    return Table((torch.randn(count, 300, generator=generator),), labels)
 
 
 def verdict_of(splits: Splits, **changes: Any) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def test_a_probe_learns_what_is_there_and_nothing_from_noise(optimizer: str) -> 
 
 def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell() -> None:
     def judged(lr: float, decay: float, top1: float, loss: float = 1.0) -> Judged:
-        return Judged(Cell(lr, decay, 5), Score(top1, loss))
+        return Judged(Candidate(lr, decay, 5), Score(top1, loss))
 
     grid = [
         judged(0.3, 0.0, 0.8),
@@ -67,15 +66,15 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
         judged(0.01, 0.0, 0.7),
         judged(0.001, 0.0, 0.9, math.nan),
     ]
-    assert best_of(grid).cell == Cell(0.1, 0.5, 5)
-    with pytest.raises(UserError, match="all 1 cells have diverged"):
+    assert best_of(grid).candidate == Candidate(0.1, 0.5, 5)
+    with pytest.raises(UserError, match="all 1 candidates have diverged"):
         best_of(grid[-1:])
     lower = judged(0.3, 0.5, 0.8, 0.9)  # of equals the one that is surer of what is right
-    assert best_of([*grid, lower]).cell == lower.cell
+    assert best_of([*grid, lower]).candidate == lower.candidate
     row = [judged(0.1, 0.0, 0.7), judged(0.2, 0.0, 0.8), judged(0.3, 0.0, 0.9)]
     assert edges(row[2], row) == ["lrs: the best, 0.3, is the largest; try larger ones, too"]
     assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
-    picture = draw_grid(grid[1:3], Cell(0.1, 0.5, 5), facts="facts")
+    picture = draw_grid([*grid[1:3], *grid[-1:]][:2], grid[2], title="title")
     assert picture.width > 200 and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 3
 
 
@@ -86,8 +85,8 @@ def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> N
     train, test = blobs(200, seed=1, spread=0.3), blobs(100, seed=2, spread=0.3)
     grid = {"lrs": (1e-4, 1e-2, 1.0), "epochs": (4,)}
     one = verdict_of(Splits([train], train, test), **grid)
-    other = verdict_of(Splits([train], train, Table(test.features_ND, (test.labels_N + 1) % CLASSES)), **grid)
-    assert one["cells"] == other["cells"] and one["chosen_lr"] == other["chosen_lr"]
+    other = verdict_of(Splits([train], train, Table(test.files, (test.labels_N + 1) % CLASSES)), **grid)
+    assert one["grid"] == other["grid"] and one["chosen_lr"] == other["chosen_lr"]
     assert one["test_top1"] != other["test_top1"] and one["test_top5"] == 1.0
 
 
@@ -126,7 +125,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words:
 
 def test_what_is_left_out_fits_the_optimizer() -> None:
     tree = {"run_dir": "r", "dataset": "d"}
-    assert len(cells_of(validate(ProbeSettings, tree))) == 25
+    assert len(candidates_of(validate(ProbeSettings, tree))) == 25
     lbfgs = validate(ProbeSettings, tree | {"optimizer": "lbfgs", "weight_decays": 0.1})
     assert lbfgs.lrs == (1.0,) and lbfgs.weight_decays == (0.1,)
 
@@ -140,18 +139,18 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, backbone_folder, **PROBE)
     were_finished: list[bool] = []
-    tell = Weights.tell
+    register = probe_room.register
 
-    def told(self: Weights, *words: Any, **also: Any) -> None:
+    def told(*words: Any, **also: Any) -> None:
         were_finished.append((Path(settings.run_dir) / "result.json").exists())
-        tell(self, *words, **also)
+        register(*words, **also)
 
-    monkeypatch.setattr(Weights, "tell", told)
-    result = probe(settings, ALONE)
+    monkeypatch.setattr(probe_room, "register", told)
+    result = probe(settings, ALONE, opened(settings))
     assert were_finished == [
         False
     ]  # a kill in between must not leave a run that is finished and of which nothing was told
-    assert result is not None and len(result["cells"]) == 4 and "held-out top-1" in capsys.readouterr().out
+    assert result is not None and len(result["grid"]) == 4 and "held-out top-1" in capsys.readouterr().out
     silent = TrackingSettings(enabled=False)
     asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)
     scores = evaluate_checkpoint(asked, ALONE)
@@ -175,6 +174,6 @@ def test_the_command_goes_on_with_the_features_of_a_killed_probe(
     assert done.returncode == 0, done.stderr
     assert "train: features found in runs/features" in done.stdout and "val: features found" not in done.stdout
     result = json.loads((tmp_path / "runs" / "p" / "result.json").read_text())
-    assert len(result["cells"]) == 5 and result["chosen_weight_decay"] in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    assert len(result["grid"]) == 5 and result["chosen_weight_decay"] in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     again = command("finetune", "probe", "probe.yaml", *words)
     assert again.returncode == 0 and "finished before" in again.stdout

@@ -21,7 +21,7 @@ def is_stuck(*_given: object) -> None:
 
 def with_one_stuck_rank(words: list[str]) -> int:
     if os.environ["RANK"] == "1":
-        features.images_of = is_stuck  # type: ignore[assignment]
+        features.view_of = is_stuck  # type: ignore[assignment]
     return training.main("finetune", words)
 
 

@@ -11,36 +11,38 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from finetune.probe import lbfgs
-from finetune.probe.classifier import Classifier
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
-from finetune.probe.grid import cells_of, heads_of
-from finetune.probe.heads import Cell, judge, order_of, train_heads
+from finetune.probe.grid import candidates_of, heads_of
+from finetune.probe.heads import AdamWUpdate, Candidate, LionUpdate, SgdUpdate, Update, judge, order_of, train_heads
 from finetune.probe.lbfgs import minimise
-from finetune.probe.rows import Residence, Standard
-from finetune.probe.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
+from finetune.probe.probe import Classifier
+from finetune.probe.rows import OnDevice, Standard
 from pretrain.optim.lion import Lion
 from tests.finetune.conftest import CPU, CROPS
 from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of
 
 
 def standardised(table: Table) -> Tensor:
-    return (table.features_ND - table.features_ND.mean(dim=0)) / table.features_ND.std(dim=0)
+    return (table.files[0] - table.files[0].mean(dim=0)) / table.files[0].std(dim=0)
 
 
-def plain_head(tables: list[Table], cell: Cell, settings: ProbeSettings, make: Any) -> Tensor:
+def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSettings, make: Any) -> Tensor:
     """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their decays."""
     head = torch.nn.Linear(FEATURES, CLASSES)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     count = len(tables[0].labels_N)
-    values = [(table.features_ND - tables[0].features_ND.mean(0)) / tables[0].features_ND.std(0) for table in tables]
+    values = [(table.files[0] - tables[0].files[0].mean(0)) / tables[0].files[0].std(0) for table in tables]
     optimizer = make(
-        [{"params": [head.weight], "weight_decay": cell.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
+        [
+            {"params": [head.weight], "weight_decay": candidate.weight_decay},
+            {"params": [head.bias], "weight_decay": 0.0},
+        ]
     )
-    steps = cell.epochs * math.ceil(count / settings.batch_size)
+    steps = candidate.epochs * math.ceil(count / settings.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for epoch in range(cell.epochs):
+    for epoch in range(candidate.epochs):
         order = torch.from_numpy(order_of(count, seed=settings.seed, epoch=epoch))
         assert sorted(order.tolist()) == list(range(count))
         for chosen in torch.split(order, settings.batch_size):
@@ -53,33 +55,33 @@ def plain_head(tables: list[Table], cell: Cell, settings: ProbeSettings, make: A
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_cells_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
+def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
     tables = [blobs(70, seed=1)]
-    tables.append(Table(tables[0].features_ND * 1.5 + 1, tables[0].labels_N))
+    tables.append(Table((tables[0].files[0] * 1.5 + 1,), tables[0].labels_N))
     settings = settings_of(
         lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov
     )
-    cells = cells_of(settings)
-    assert len(cells) == 8
-    heads = train_heads(rows_of(*tables), cells, settings=settings, num_classes=CLASSES)
-    for cell, head in zip(cells, heads, strict=True):
+    candidates = candidates_of(settings)
+    assert len(candidates) == 8
+    heads = train_heads(rows_of(*tables), candidates, settings=settings, num_classes=CLASSES)
+    for candidate, head in zip(candidates, heads, strict=True):
         expected = plain_head(
             tables,
-            cell,
+            candidate,
             settings,
-            lambda groups, lr=cell.lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=nesterov),
+            lambda groups, lr=candidate.lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=nesterov),
         )
         torch.testing.assert_close(head[: FEATURES + 1], expected, rtol=1e-4, atol=1e-6)
         assert (head[FEATURES + 1 :] == 0).all()
-        alone = train_heads(rows_of(*tables), [cell], settings=settings, num_classes=CLASSES)[0]
+        alone = train_heads(rows_of(*tables), [candidate], settings=settings, num_classes=CLASSES)[0]
         torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
-    """A thousand steps of four cells with 50 classes: their rates by column would be 800 kB."""
+    """A thousand steps of four candidates with 50 classes: their rates by column would be 800 kB."""
     rows, settings = rows_of(blobs(2000, seed=1)), settings_of(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
     with Largest() as largest:
-        train_heads(rows, cells_of(settings)[:4], settings=settings, num_classes=50)
+        train_heads(rows, candidates_of(settings)[:4], settings=settings, num_classes=50)
     assert 10_000 < largest.num_bytes < 100_000
 
 
@@ -125,8 +127,8 @@ def test_an_update_is_the_plain_optimizer_step_for_step(kind: Any, peer: Any) ->
 def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
     table = blobs(300, seed=1, spread=0.6)
     decays = (1e-4, 1e-2, 1.0)
-    cells = [Cell(1.0, decay, 500) for decay in decays]
-    heads, ends = minimise(rows_of(table), cells, tolerance=1e-6, num_classes=CLASSES)
+    candidates = [Candidate(1.0, decay, 500) for decay in decays]
+    heads, ends = minimise(rows_of(table), candidates, tolerance=1e-6, num_classes=CLASSES)
     assert all(end.has_converged and end.num_passes < 500 for end in ends)
     values = standardised(table).double().numpy()
     for head, decay in zip(heads, decays, strict=True):
@@ -143,7 +145,7 @@ def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
     rows, settings = rows_of(blobs(300, seed=1, spread=0.6)), settings_of(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,))
 
     def told(epochs: int) -> tuple[int, str]:
-        (head,) = heads_of(rows, [Cell(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)
+        (head,) = heads_of(rows, [Candidate(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)
         return head.num_steps, capsys.readouterr().out
 
     assert told(5)[0] == 5 and 5 < told(500)[0] < 500 and told(500)[1] == ""
@@ -158,11 +160,11 @@ def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
 
 
 def test_a_table_lies_on_the_device_once_and_only_where_there_is_room() -> None:
-    one, other = (blobs(40, seed=seed).features_ND for seed in (1, 2))
-    residence = Residence(CPU, room=1.5 * one.nbytes)
-    placed = residence.of(one)
-    assert placed is not None and torch.equal(placed, one) and placed is not one
-    assert residence.of(one) is placed and residence.of(other) is None
+    one, other = blobs(40, seed=1), blobs(40, seed=2)
+    on_device = OnDevice(CPU, room=1.5 * one.files[0].nbytes)
+    placed = on_device.of(one)
+    assert placed is not None and torch.equal(placed, one.files[0]) and placed is not one.files[0]
+    assert on_device.of(one) is placed and on_device.of(other) is None
 
 
 def test_a_head_is_judged_as_by_hand() -> None:
@@ -177,7 +179,7 @@ def test_a_head_is_judged_as_by_hand() -> None:
 
 def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
     table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
-    folded = Classifier.of(head, Standard.of(table.features_ND))
+    folded = Classifier.of(head, Standard.of(table))
     expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
-    found = table.features_ND @ folded.weight_KD.T + folded.bias_K
+    found = table.files[0] @ folded.weight_KD.T + folded.bias_K
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,36 +1,37 @@
-"""Ranks that probe together: each row and each cell once, waits as long as the work, and every fault an end that all agree on."""
+"""Ranks that probe together: each row and candidate once, waits as long as the work, and every fault an end that all agree on."""
 
 import errno
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
-from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
-from finetune.backbone import open_backbone
+from finetune import session as session_room
 from finetune.probe import features, grid
-from finetune.probe.cache import Writing
-from finetune.probe.grid import cells_of, judged_cells, shares
+from finetune.probe.grid import candidates_of, judged_candidates, shares
 from finetune.probe.probe import tables_of
+from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.ranks.world import World
-from tests.finetune.conftest import ALONE, CPU, feature_settings, maker_of
+from tests.finetune.conftest import ALONE, feature_settings, maker_of, rows_of_table
 from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
 from tests.ranks import run_ranks
 
 
 def test_the_longest_cells_are_dealt_first_and_evenly() -> None:
-    cells = cells_of(settings_of(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
+    candidates = candidates_of(settings_of(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
     for num_ranks in (1, 2, 3, 8, 60):
-        dealt = shares(cells, num_ranks)
+        dealt = shares(candidates, num_ranks)
         assert sorted(number for numbers in dealt for number in numbers) == list(range(50))
-        work = [sum(cells[number].epochs for number in numbers) for numbers in dealt]
+        work = [sum(candidates[number].epochs for number in numbers) for numbers in dealt]
         assert max(work) - min(work) <= 100
         assert num_ranks != 2 or max(work) == 1380
 
@@ -39,9 +40,7 @@ PATIENCE_S, WORK_S = 3.0, 4.5
 
 
 def patient_case(world: World) -> float:
-    """One cell, which the first rank alone works on, for longer than a collective may wait."""
-    from finetune.accelerator import start_accelerator
-
+    """One candidate, which the first rank alone works on, for longer than a collective may wait."""
     start_accelerator(world, timeout_s=PATIENCE_S)
     plain = grid.heads_of
 
@@ -51,7 +50,7 @@ def patient_case(world: World) -> float:
 
     grid.heads_of = slow  # type: ignore[assignment]
     rows, settings = rows_of(blobs(40, seed=1)), settings_of(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
-    judged, _ = judged_cells(rows, rows, settings=settings, num_classes=CLASSES, world=world)
+    judged, _ = judged_candidates(rows, rows, settings=settings, num_classes=CLASSES, world=world)
     return judged[0].score.top1
 
 
@@ -62,15 +61,18 @@ def test_a_rank_without_a_cell_waits_as_long_as_it_takes() -> None:
 
 def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str) -> list[str]:
     """What each rank says of weights that differ, of a disk that one of them finds full when it syncs, of an error of one alone."""
-    from finetune.accelerator import start_accelerator
-
     start_accelerator(world, timeout_s=20)
-    with pytest.raises(UserError) as quarrel:
-        open_backbone((folder, other)[world.rank], load_manifest(dataset), image_size=None, device=CPU)
+    settings = feature_settings(Path(dataset), Path(place), Path(folder))
+    about: dict[str, Any] = {"run_dir": Path(place), "used": [], "task": "probe"}
+    checkpoint = Checkpoint.open((folder, other)[world.rank])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as quarrel:
+        patch.setattr(session_room, "watched", lambda *_words, **_also: nullcontext())
+        with session(settings, world, checkpoint=checkpoint, **about):
+            pass
     said = [str(quarrel.value)]
-    maker = maker_of(feature_settings(Path(dataset), Path(place), Path(folder)), world=world)
+    maker = maker_of(settings, world=world)
     full, out_of_memory = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), MemoryError("none left")
-    for place_of, name, error in ((os, "fdatasync", full), (features, "_write", out_of_memory)):
+    for place_of, name, error in ((os, "fdatasync", full), (features, "view_of", out_of_memory)):
         with pytest.MonkeyPatch.context() as patch, pytest.raises((UserError, MemoryError)) as fault:
             if world.rank == 1:
                 patch.setattr(place_of, name, Mock(side_effect=error))
@@ -93,35 +95,38 @@ def test_a_fault_of_one_rank_is_the_end_of_all(backbone_folder: Path, other_shap
 
 
 def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
-    """The rows that this rank computes, and the cells as all ranks know them."""
-    from finetune.accelerator import start_accelerator
-
+    """The samples of the test split that this rank computes, the table, and the candidates as all ranks know them."""
     start_accelerator(world)
-    written: list[int] = []
-    plain_write = Writing.write
+    computed: list[int] = []
+    start = features.FeatureMaker._start
 
-    def write(self: Writing, rows: Any, *, start: int) -> None:
-        if "-val-" in self.place.name:
-            written.extend(range(start, start + len(rows)))
-        plain_write(self, rows, start=start)
+    def counted(self: Any, batch: Any, view: Any, augmentation: Any, file: Any, *, count: int) -> Any:
+        if "-val-" in file.directory.name:
+            computed.extend(batch.samples[:count].tolist())
+        return start(self, batch, view, augmentation, file, count=count)
 
-    Writing.write = write  # type: ignore[method-assign]
-    settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
-    splits = tables_of(settings, maker_of(settings, world=world))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features.FeatureMaker, "_start", counted)
+        settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
+        splits = tables_of(settings, maker_of(settings, world=world))
     rows, held = rows_of(splits.train[0]), rows_of(splits.test)
-    judged, heads = judged_cells(rows, held, settings=settings, num_classes=5, world=world)
+    judged, heads = judged_candidates(rows, held, settings=settings, num_classes=5, world=world)
     assert len(heads) == len(range(world.rank, 4, world.num_ranks))
-    return [written, splits.test.features_ND.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
+    table = rows_of_table(splits.test)
+    assert torch.equal(table, torch.cat(list(splits.test.chunks(4))))
+    return [computed, table.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
 
 
-def test_three_ranks_make_each_row_once_and_share_the_cells(
+def test_three_ranks_make_each_row_once_and_share_the_candidates(
     backbone_folder: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     words = (str(backbone_folder), str(other_shapes))
-    _, one_table, one_cells = rank_case(ALONE, *words, str(tmp_path / "one"))
+    _, one_table, one_scores = rank_case(ALONE, *words, str(tmp_path / "one"))
     said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)
-    rows = [row for written, _, _ in said for row in written]
-    assert sorted(rows) == list(range(35)) and all(written for written, _, _ in said)
-    for _, table, cells in said:
+    rows = [row for computed, _, _ in said for row in computed]
+    assert sorted(rows) == list(range(35)) and all(computed for computed, _, _ in said)
+    for _, table, scores in said:
         np.testing.assert_allclose(table, one_table, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(cells, one_cells, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(scores, one_scores, rtol=1e-4, atol=1e-6)
+    computed, table, _ = rank_case(ALONE, *words, str(tmp_path / "three"))
+    assert computed == [] and table == said[0][1]  # one rank finds what three have made

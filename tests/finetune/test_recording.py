@@ -9,9 +9,10 @@ import pytest
 
 from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
-from finetune.recording import Weights, recorded
+from finetune.session import recorded, register
 from finetune.verbs import end_on_signals
 from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
 from pretrain.config import TrackingSettings
 from pretrain.data.datasets import Part
@@ -26,7 +27,7 @@ def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Weights:
+def weights(tmp_path: Path) -> Checkpoint:
     card = ModelCard(
         model=MlpSpec(kind="mlp", depth=1, width=4),
         image_size=8,
@@ -38,7 +39,7 @@ def weights(tmp_path: Path) -> Weights:
     )
     folder = tmp_path / "a:folder"
     save_folder(folder, card=card, weights=build_model(card.model, num_classes=2, image_size=8).state_dict())
-    return Weights.at(str(folder))
+    return Checkpoint.open(folder)
 
 
 def journal(run_dir: Path) -> list[dict[str, object]]:
@@ -49,7 +50,7 @@ def journal(run_dir: Path) -> list[dict[str, object]]:
     ("ending", "status"), [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")]
 )
 def test_the_status_is_how_it_ended(
-    shapes: Path, weights: Weights, tmp_path: Path, ending: OSError | signal.Signals | None, status: str
+    shapes: Path, weights: Checkpoint, tmp_path: Path, ending: OSError | signal.Signals | None, status: str
 ) -> None:
     run_dir, before = (
         tmp_path / "run",
@@ -65,10 +66,10 @@ def test_the_status_is_how_it_ended(
             tracking=settings.tracking,
             world=World(0, 0, 1),
             used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
-            weights=weights,
+            checkpoint=weights,
             tags={"task": "probe"},
         ) as tracker:
-            weights.tell(tracker, {"probe/top1": 0.5}, target="my: data/set")
+            register(tracker, weights, {"probe/top1": 0.5}, target="my: data/set")
             if isinstance(ending, OSError):
                 raise ending
             if ending is not None:

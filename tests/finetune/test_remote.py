@@ -14,7 +14,7 @@ from finetune.probe.probe import probe
 from pretrain.cli import main as pretrain
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
-from tests.finetune.conftest import ALONE, feature_settings
+from tests.finetune.conftest import ALONE, feature_settings, opened
 from tests.finetune.judging import judge, predictions
 from tests.finetune.probing import PROBE
 from tests.training import Run, finish, start_tuning, write_config
@@ -42,10 +42,14 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
     """Of every verb, without what names a place or takes time."""
     judged = judge(weights, dataset, place / "judged", views=2, include_plain=True, **more)
     settings = feature_settings(dataset, place, weights, **PROBE, **more)
-    found = {"evaluate": judged, "predictions": predictions(place / "judged"), "probe": probe(settings, ALONE)}
+    found = {
+        "evaluate": judged,
+        "predictions": predictions(place / "judged"),
+        "probe": probe(settings, ALONE, opened(settings)),
+    }
     tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3), **more}
     nearest = KnnSettings.model_validate(tree | {"run_dir": str(place / "knn"), "features_dir": None}, strict=False)
-    found["knn"] = knn(nearest, ALONE)
+    found["knn"] = knn(nearest, ALONE, opened(settings))
     features = files_of(place / "features")
     found["features"] = {path: data for path, data in features.items() if path.endswith(".npy")}
     assert all(found.values())

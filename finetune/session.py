@@ -1,0 +1,258 @@
+"""What a short run (probe, knn, evaluate) works in: ranks that have joined, the frozen model, and the run's record in MLflow.
+
+Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl-C does (`verbs.end_on_signals`) makes its status
+KILLED. This file alone (and the engine of `finetune tune`) imports accelerate.
+"""
+
+import datetime
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor
+
+from data_prep.manifest import Filter, Manifest
+from data_prep.settings import Settings, UserError
+from finetune.config import ShortRunSettings
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model
+from pretrain.checkpoints.run import CONFIG_FILE, Patience, claim, flatten, stacks_dir
+from pretrain.config import AugmentSettings, TrackingSettings
+from pretrain.data.datasets import Part
+from pretrain.loop.supervision import watched
+from pretrain.models.build import pooled_features
+from pretrain.models.image_model import ImageModel
+from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
+from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.world import World
+from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
+from pretrain.tracking.tracker import RunIdentity, Tracker
+
+_AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
+
+
+@dataclass(frozen=True)
+class Session:
+    device: torch.device
+    tracker: Tracker
+    """Of the first rank; those of the others do nothing."""
+
+
+@contextmanager
+def session(
+    settings: ShortRunSettings,
+    world: World,
+    *,
+    run_dir: Path,
+    used: Sequence[tuple[Part, str]],
+    checkpoint: Checkpoint | None,
+    task: str,
+    tracking: TrackingSettings | None = None,
+) -> Iterator[Session]:
+    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named."""
+    ranks = settings.ranks
+    device = start_accelerator(world, timeout_s=ranks.timeout_s).device
+    with watched(world, timeout_s=ranks.heartbeat_timeout_s, device=device) as heartbeat:
+        if checkpoint and not same_on_all_ranks(int(checkpoint.sha256[:15], 16), device=device):
+            raise UserError(
+                f"{checkpoint.directory}: the ranks found different weights there (is it still being trained?); "
+                "name one of its checkpoints/step-*"
+            )
+        record = recorded(
+            settings,
+            run_dir=run_dir,
+            patience=ranks,
+            tracking=tracking or settings.tracking,
+            world=world,
+            used=used,
+            checkpoint=checkpoint,
+            tags={"task": task},
+        )
+        with record as tracker:
+            heartbeat.watch(stacks_dir(run_dir), hang_timeout_s=ranks.hang_timeout_s)
+            try:
+                yield Session(device, tracker)
+            except BaseException as error:
+                heartbeat.blame(error)  # at once, not after the end of the record, which takes its time
+                raise
+
+
+def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float = 600.0) -> Accelerator:
+    """Without a GPU accelerate must be told so, or each rank would silently work alone."""
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
+            # or every forward pass would send all permutations and masks; `average_over_ranks` does what is needed
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
+    )
+    if accelerator.num_processes != world.num_ranks:
+        raise RuntimeError(
+            f"accelerate sees {accelerator.num_processes} processes of {world.num_ranks}; unset ACCELERATE_* variables"
+        )
+    return accelerator
+
+
+class PatientGroup:
+    """All ranks, for waits that are as long as another rank's work, which no timeout of collectives may end; the heartbeat notices
+    ranks that are gone. All ranks make one together, before that work. Nothing of it goes through a GPU."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES) if is_distributed() else None
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place, of numbers in the host's memory."""
+        assert not values.is_cuda
+        if self._group is not None:
+            with PROGRESS.waiting("waiting for the other ranks"):
+                dist.all_reduce(values, group=self._group)
+        return values
+
+    def any_rank(self, flag: bool) -> bool:
+        return bool(self.all_sum(torch.tensor(float(flag))) > 0)
+
+    def gather(self, own: Any) -> list[Any] | None:
+        """What each rank has, in their order, on the first rank."""
+        if self._group is None:
+            return [own]
+        found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        with PROGRESS.waiting("waiting for the other ranks"):
+            dist.gather_object(own, found, dst=0, group=self._group)
+        return found
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen model as what makes a vector of a picture, with what it expects of the picture."""
+
+    extract: Callable[[Tensor], Tensor]
+    """Normalised (B, 3, H, W) to (B, features)."""
+    image_size: int
+    normalisation: Normalisation
+    checkpoint: Checkpoint | None = None
+    model: ImageModel | None = None
+    """None, both, where there is no model."""
+    interpolation: Filter = "bilinear"
+    """With which pictures of another size are fed, unless settings name another."""
+
+    def augmentation(
+        self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
+    ) -> Augmentation:
+        return Augmentation(
+            (settings or AugmentSettings()).fed_as(self.interpolation),
+            seed=seed,
+            image_size=self.image_size,
+            normalisation=self.normalisation,
+            device=device,
+            dtype=torch.float32,
+        )
+
+
+def open_backbone(
+    checkpoint: Checkpoint | None, manifest: Manifest, *, image_size: int | None = None, device: torch.device
+) -> Backbone:
+    """None: the features are the pixels themselves, normalised as the dataset's manifest says."""
+    if checkpoint is None:
+        normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
+        return Backbone(lambda images: images.flatten(1), image_size or manifest.image_size, normalisation)
+    card, model = checkpoint.card, load_model(checkpoint)
+    if image_size not in (None, card.image_size):
+        raise ValueError(f"image_size: {image_size}, but the weights were trained at {card.image_size}; leave it out")
+    model.to(device).eval()
+    return Backbone(
+        lambda images: pooled_features(model, images),
+        card.image_size,
+        Normalisation(card.channel_mean, card.channel_std),
+        checkpoint,
+        model,
+        card.fed_interpolation,
+    )
+
+
+@contextmanager
+def recorded(
+    settings: Settings,
+    *,
+    run_dir: Path,
+    patience: Patience,
+    tracking: TrackingSettings,
+    world: World,
+    used: Sequence[tuple[Part, str]],
+    checkpoint: Checkpoint | None,
+    tags: dict[str, str],
+    stop: StopFlag | None = None,
+) -> Iterator[Tracker]:
+    """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
+    none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""
+    if not world.is_first:
+        yield Tracker(None, params={}, tags={})
+        return
+    with claim(run_dir, settings, is_first=True, patience=patience, stop=stop):
+        tracker = _open_tracker(settings, run_dir, tracking, used, checkpoint, tags)
+        try:
+            yield tracker
+        except BaseException as error:
+            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED")
+            raise
+        tracker.close("FINISHED")
+
+
+def _open_tracker(
+    settings: Settings,
+    run_dir: Path,
+    tracking: TrackingSettings,
+    used: Sequence[tuple[Part, str]],
+    checkpoint: Checkpoint | None,
+    tags: dict[str, str],
+) -> Tracker:
+    manifest, card = used[0][0].manifest, checkpoint.card if checkpoint else None
+    RunIdentity.of(
+        run_dir,
+        experiment=tracking.experiment,
+        uri=tracking.uri,
+        parent_key=card.run_key or None if card else None,
+        parent_dir=checkpoint.run_dir if checkpoint else None,
+    )
+    params = flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash}
+    model, origin = (card.model.label, card.origin) if card else ("pixels", "")
+    tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
+    splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
+    of = f"of `{checkpoint.directory.absolute()}`" if checkpoint else "without a model"
+    title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
+    tags = with_note(tags, title=title, run_dir=run_dir)
+    datasets = tuple(dataset_of(part, context) for part, context in used)
+    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets)
+    tracker.artifact(run_dir / CONFIG_FILE)
+    return tracker
+
+
+def register(tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str) -> None:
+    """Results of a task on a dataset stand as tags of the weights' version in the model registry, under the name of the run that
+    made them (of one of several seeds with that of their group)."""
+    place = (checkpoint.run_dir or checkpoint.directory).absolute()
+    is_repeat = (place.parent / CONFIG_FILE).is_file()
+    card = checkpoint.card
+    tags = {f"{name}/{_storable(target)}": f"{value:.4f}" for name, value in results.items()}
+    tracker.version(
+        _storable(f"{place.parent.name}-{place.name}" if is_repeat else place.name),
+        checkpoint=checkpoint.directory,
+        weights_sha256=checkpoint.sha256,
+        parent_key=card.run_key,
+        tags={"model": card.model.label, "trained_on": card.dataset} | tags,
+    )
+
+
+def _storable(name: str) -> str:
+    """As a store takes names of models and tags."""
+    return re.sub(r"[^\w. -]", "-", name)
