@@ -92,6 +92,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
             epochs=(2,),
         ),
         world,
+        Checkpoint.open(out),
     )
     assert result is not None and 0 <= result["test_top1"] <= 1
     card = Checkpoint.open(tmp_path / "probe").card
