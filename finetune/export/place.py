@@ -19,6 +19,7 @@ from data_prep.publish import make_directory
 from data_prep.settings import UserError
 from finetune.export.config import ExportSettings
 from pretrain.checkpoints.checkpoint import HASHES, fault_of
+from pretrain.checkpoints.run import is_begun
 
 README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
@@ -36,21 +37,11 @@ def request_of(settings: ExportSettings, *, weights_sha256: str) -> dict[str, An
 
 def exported_before(out: Path, request: dict[str, Any]) -> bool:
     """Whether this very export stands there, whole. An error where something else does."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not is_begun(out, request, record=RECORD, key="request", what="an export", field="out", alone=True):
         return False
-    advice = "name another directory, or remove it"
-    try:
-        found = json.loads((out / RECORD).read_text())["request"]
-        names = tuple(json.loads((out / HASHES).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"out: {out} exists and is no export; {advice}") from None
-    if found != request:
-        differing = [key for key, value in request.items() if found.get(key) != value]
-        what = "other weights" if "weights_sha256" in differing else f"other settings ({', '.join(differing)})"
-        raise UserError(f"out: {out} holds an export of {what}; {advice}")
-    fault = fault_of(out, needed=names)
+    fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
     if fault is not None:
-        raise UserError(f"out: {out} holds this export, but {fault} since; {advice}")
+        raise UserError(f"out: {out} holds this export, but {fault} since; name another out, or remove it")
     return True
 
 

@@ -15,10 +15,11 @@ from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import UserError, read_lines
 from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.card import CONFIG, ModelCard
+from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
 from pretrain.checkpoints.foreign import Family, Flattening, Foreign, convert
+from pretrain.checkpoints.run import is_begun
 from pretrain.checkpoints.weights import Kind, read_weights
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
@@ -83,7 +84,10 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
         timm_transform=transform,
         **(SQUARES if foreign.family == "scaling_mlps" else fed),
     )
-    _write_once(out, card, foreign)
+    if is_begun(out, config_of(card), record=CONFIG, what="these weights", field="out", alone=True):
+        Checkpoint.open(out)  # the same command, typed again
+    else:
+        save_folder(out, card=card, weights=foreign.weights)
     with torch.device("meta"):
         count = num_parameters(build_model(card.model, num_classes=len(names), image_size=card.image_size))
     lines = [
@@ -108,14 +112,6 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
         words = ", ".join(f"{key} {value}" for key, value in transform.items())
         lines.append(f"  timm's transform: {words} ({transform_of}; kept in {CONFIG} for timm)")
     return lines
-
-
-def _write_once(out: Path, card: ModelCard, foreign: Foreign) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if (out / CONFIG).is_file() and Checkpoint.open(out).card == card:
-            return  # the same command, typed again
-        raise UserError(f"out: {out} exists and is something else; name another directory, or remove it")
-    save_folder(out, card=card, weights=foreign.weights)
 
 
 def config_beside(file: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ RUN/result.json       written last; a run that has it is finished
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,24 +94,61 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> None:
     write_json(run_dir / RESULT, result)
 
 
+def is_begun(
+    directory: Path,
+    wanted: Mapping[str, Any],
+    *,
+    record: str,
+    key: str | None = None,
+    what: str = "a run",
+    field: str = "run_dir",
+    alone: bool = False,
+    schema: type[Settings] | None = None,
+    is_free: Callable[[str, Any, Any], bool] = lambda key, old, new: False,
+) -> bool:
+    """Whose directory it is: whether what is `wanted` was begun there. Its `record` (a file of YAML or JSON in it, or the value of
+    `key` there) holds what makes two of them the same.
+
+    False: nothing is there yet, and something can be put there (`alone`: beside nothing else). An error where something else is,
+    which names what differs; `is_free` says where that is no matter. With a `schema`, what was begun before some of today's
+    settings existed had their defaults.
+    """
+    path, advice = directory / record, f"name another {field}, or remove it"
+    if not path.exists():
+        if alone and directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise SettingsError(f"{field}: {directory} exists and is not {what}; {advice}")
+        check_place(directory, field=field)
+        return False
+    try:
+        begun: Any = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise SettingsError(f"{field}: {path} cannot be read; {advice}") from None
+    if key is not None:
+        begun = begun.get(key) if isinstance(begun, dict) else None
+    if schema is not None:
+        with suppress(SettingsError):  # the differences will name what is no setting any more
+            begun = validate(schema, begun).model_dump(mode="json")
+    changes = [
+        f"{key}: {_short(_at(wanted, key))}, was {_short(_at(begun, key))}"
+        for key in differences(begun, wanted)
+        if not is_free(key, _at(begun, key), _at(wanted, key))
+    ]
+    if changes:
+        raise SettingsError(
+            f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}"
+        )
+    return True
+
+
 def check_settings(run_dir: Path, settings: Settings) -> None:
     """Refuses a directory that another config has begun to fill."""
-    path = run_dir / CONFIG_FILE
-    if not path.exists():
-        check_place(run_dir)
-        return
-    begun, new = _with_defaults(read_yaml(path), type(settings)), settings.model_dump(mode="json")
-    changes = differences(begun, new)
-    real = [
-        f"{key}: {_at(new, key)}, was {_at(begun, key)}"
-        for key in changes
-        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
-        and not (key in PLACES and _is_moved(_at(begun, key), _at(new, key)))
-    ]
-    if real:
-        raise SettingsError(
-            f"run_dir: {run_dir} belongs to a run with other settings ({'; '.join(real)}); name another run_dir, or remove it"
-        )
+
+    def is_free(key: str, old: Any, new: Any) -> bool:
+        if key in PLACES and _is_moved(old, new):
+            return True
+        return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
+
+    is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
 
 
 def _is_moved(old: Any, new: Any) -> bool:
@@ -128,7 +165,7 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 
 def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
-    """Whether something can be put there: told before ranks are started."""
+    """Refuses a place where nothing can be put, before ranks are started."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
         raise SettingsError(
@@ -142,12 +179,9 @@ def _at(tree: Any, key: str) -> Any:
     return tree
 
 
-def _with_defaults(begun: Any, schema: type[Settings]) -> Any:
-    """The settings of a run that was begun before some of today's existed: these had their defaults."""
-    try:
-        return validate(schema, begun).model_dump(mode="json")
-    except SettingsError:
-        return begun  # the differences will name what is no setting any more
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Patience(Protocol):

@@ -180,16 +180,16 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     assert finetune(words) == 0
     assert "exported before, and whole" in capsys.readouterr().out
     assert finetune([*words, "license=mit"]) == 2
-    assert "holds an export of other settings (license); name another directory" in capsys.readouterr().err
+    assert "belongs to an export with other settings (license: " in capsys.readouterr().err
     folder_of(MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1), tmp_path / "other")
     assert finetune(["export", str(tmp_path / "other"), *words[2:]]) == 2
-    assert "holds an export of other weights" in capsys.readouterr().err
+    assert "belongs to an export with other settings (weights_sha256: " in capsys.readouterr().err
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     (tmp_path / "out" / "README.md").write_text("mine")
     assert finetune(words) == 2
     assert "README.md has changed since; name another" in capsys.readouterr().err
     assert finetune(["export", str(tmp_path / "out"), str(tmp_path / "folder")]) == 2
-    assert "folder exists and is no export; name another directory, or remove it" in capsys.readouterr().err
+    assert "folder exists and is not an export; name another out, or remove it" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_message_each(
