@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frame import DATA, arguments, commit, machine
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.build.config import BuildSettings
 from data_prep.build.workplan import prepare
 from data_prep.settings import load_settings
@@ -39,10 +39,10 @@ class Simulated(Source):
     def describe(self) -> dict[str, Any]:
         return {"kind": "simulated", "num_containers": self.num_containers}
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         classes = tuple(f"n{number:08d}" for number in range(self.num_containers))
         containers = (Container(f"{name}.tar", "train", label) for label, name in enumerate(classes))
-        return Layout(classes, tuple(containers))
+        return Outline(classes, tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         names = [f"{container.path[:9]}_{number}.JPEG" for number in range(PER_CONTAINER)]

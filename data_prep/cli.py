@@ -1,16 +1,64 @@
-"""Command line of the ground floor: `data_prep VERB ...`; the verbs are registered in `data_prep.commands`.
+"""Command line of the ground floor: `data_prep VERB ...`; the verbs are registered in `data_prep.commands`. Whatever goes wrong
+with a verb is one line and an exit code.
 
 What it needs is imported where Ctrl-C is caught: loading takes long enough on a network disk to lose patience.
 """
 
+import errno
+import io
 import sys
+
+FIRST = {
+    errno.EACCES: "get the right to write or read there",
+    errno.EPERM: "get the right to write or read there",
+    errno.EROFS: "name a disk that can be written to",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+}
+"""What must be done before the same command can go on."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        from data_prep.commands.line import run
-
-        return run(arguments)
+        return _run(arguments)
     except KeyboardInterrupt:
         print("data_prep: interrupted before anything was done", file=sys.stderr)
         return 130
+
+
+def _run(arguments: list[str] | None) -> int:
+    import argparse
+    from concurrent.futures import BrokenExecutor
+
+    from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
+    from data_prep.publish import Busy
+    from data_prep.settings import UserError, parse_command_line
+
+    parser = argparse.ArgumentParser(prog="data_prep", description="Image archives in, verified WebDataset shards out.")
+    add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
+    options = parse_command_line(parser, arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only talks of it
+    try:
+        return int(options.run(options))
+    except Busy as error:
+        print(f"data_prep: {error}", file=sys.stderr)
+        return FAULTY
+    except UserError as error:
+        print(f"data_prep: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (OSError, BrokenExecutor) as error:
+        print(f"data_prep: {str(error).rstrip('.')}; {_what_next(error, options.after_a_stop)}", file=sys.stderr)
+        return FAULTY
+    except KeyboardInterrupt:
+        print(f"data_prep: interrupted; {options.after_a_stop}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _what_next(error: Exception, after_a_stop: str) -> str:
+    import tempfile
+
+    if str(error) == "AF_UNIX path too long":
+        return f"the folder of temporary files is ({tempfile.gettempdir()}); set TMPDIR to a shorter one, such as /tmp"
+    first = FIRST.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{first} first: {after_a_stop}" if first else after_a_stop

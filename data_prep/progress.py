@@ -3,9 +3,9 @@
     packing  1,000/4,000 images  100/s  train-000001.tar  eta 30 s
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
-In a log file that is a line every ten seconds at first, and every minute after ten minutes. Starting a line is free; it says
-nothing of work that ends within a second. A line within a line (the evaluation during a training) takes the outer one's place while
-it lasts. The outer one's speed does not count that time; its time left does, in the share that it had so far.
+In a log file that is a line every ten seconds at first, and every minute after ten minutes. Starting a line is free; work that ends
+within a second leaves none. A line within a line (the evaluation during a training) takes the outer one's place while it lasts. The
+outer one's speed does not count that time; its time left does, in the share that it had so far.
 """
 
 import sys
@@ -32,7 +32,7 @@ class ProgressLine:
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
-        self._start, self._started_s, self._said_s = start, time.monotonic(), time.monotonic()
+        self._start, self._started_s, self._logged_s = start, time.monotonic(), time.monotonic()
         self._elsewhere_s = 0.0
         self._recent = deque([(0.0, start)])
         """(seconds of work, done), for the speed of the last minute."""
@@ -42,95 +42,85 @@ class ProgressLine:
 
     def advance(self, count: int = 1, *, note: str | None = None) -> None:
         self.done += count
-        if note is not None:
-            self.note = note
+        self.note = self.note if note is None else note
         if not self._enabled:
             return
-        self._remember()
+        now_s = self._worked_s()
+        if self.unit == "step" and len(self._recent) == 1 and self._recent[0][1] == self._start:
+            self._recent[0] = (now_s, self.done)  # the first step warms everything up: the others are faster
+        if now_s - self._recent[-1][0] >= RECENT_S / 60:
+            self._recent.append((now_s, self.done))
+        while len(self._recent) > 1 and self._recent[1][0] <= now_s - RECENT_S:
+            self._recent.popleft()
         if sys.stderr.isatty():
-            (_open_lines[0] if self._outer else self)._draw(self)
-        elif time.monotonic() - self._said_s >= self._interval_s():
-            self._say(self._left())
+            (_open_lines[0] if self._outer else self)._draw(self, self._left())
+            return
+        seldom = time.monotonic() - self._started_s >= SELDOM_AFTER_S
+        if time.monotonic() - self._logged_s >= LOG_INTERVAL_S * (SELDOM_TIMES if seldom else 1):
+            self._log(self._left())
 
     def tell(self) -> None:
-        """Where lines are kept, one for what has just been found; a terminal's bar shows it anyway."""
+        """Logs a line at once for what has just been found; a terminal's bar shows it anyway."""
         if self._enabled and not sys.stderr.isatty():
-            self._say(self._left())
+            self._log(self._left())
 
     def close(self, *, failed: bool = False) -> None:
-        """Says the last state, once; after a failure, which has a line of its own, only the bar ends."""
+        """Shows the last state, once; after a failure, which has a line of its own, only the bar ends."""
         took_s = time.monotonic() - self._started_s
         if self._outer is not None:
             self._outer._elsewhere_s += took_s
         elif self._bar is not None:
             if not failed:
-                self._draw(self, ending=f"in {in_words(took_s)}")
+                self._draw(self, f"in {in_words(took_s)}")
             self._bar.stop()
         elif self._enabled and not failed and took_s >= 1.0:
-            self._say(f"in {in_words(took_s)}")
+            self._log(f"in {in_words(took_s)}")
         self._enabled = False
 
     def rate(self) -> float:
         """Of the last minute, without what other lines took."""
-        (before_s, before), (now_s, now) = self._recent[0], (self._worked_s(), self.done)
-        return (now - before) / max(now_s - before_s, 1e-9)
+        before_s, before = self._recent[0]
+        return (self.done - before) / max(self._worked_s() - before_s, 1e-9)
 
     def _worked_s(self) -> float:
         return time.monotonic() - self._started_s - self._elsewhere_s
 
-    def _remember(self) -> None:
-        now_s = self._worked_s()
-        if self.unit == "step" and len(self._recent) == 1 and self._recent[0][1] == self._start:
-            self._recent[0] = (now_s, self.done)  # the first step warms everything up: it says nothing of the others
-        if now_s - self._recent[-1][0] >= RECENT_S / 60:
-            self._recent.append((now_s, self.done))
-        while len(self._recent) > 1 and self._recent[1][0] <= now_s - RECENT_S:
-            self._recent.popleft()
-
-    def _interval_s(self) -> float:
-        seldom = time.monotonic() - self._started_s >= SELDOM_AFTER_S
-        return LOG_INTERVAL_S * (SELDOM_TIMES if seldom else 1)
-
     def _left(self) -> str:
-        rate, worked_s = self.rate(), self._worked_s()
+        rate = self.rate()
         if rate <= 0 or self.done >= self.total:
             return ""
-        share_of_others = 1 + self._elsewhere_s / max(worked_s, 1e-9)
+        share_of_others = 1 + self._elsewhere_s / max(self._worked_s(), 1e-9)
         return f"eta {in_words((self.total - self.done) / rate * share_of_others)}"
 
-    def _draw(self, line: "ProgressLine", *, ending: str | None = None) -> None:
+    def _draw(self, line: "ProgressLine", ending: str) -> None:
         """This line's bar, with the text of `line`, which is this one or one within it."""
         if self._bar is None:
             if time.monotonic() - self._started_s < 0.5:
                 return
-            console = Console(stderr=True)
-            bar = BarColumn(bar_width=_BAR, table_column=Column(no_wrap=True))
+            self._column = BarColumn(bar_width=_BAR, table_column=Column(no_wrap=True))
             text = TextColumn(
                 "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
             )
-            self._bar_column = bar
-            self._bar = Progress(bar, text, console=console, refresh_per_second=4)
+            self._bar = Progress(self._column, text, console=Console(stderr=True), refresh_per_second=4)
             self._bar.start()
             self._task = self._bar.add_task("", total=self.total)
         before = "" if line is self else f"{self.title}  "
         width = self._bar.console.width - 1
-        said = before + line._text(line._left() if ending is None else ending, width=width - _NARROWEST - len(before))
-        self._bar_column.bar_width = max(_NARROWEST, min(_BAR, width - len(said)))
-        self._bar.update(self._task, completed=self.done, total=self.total, description=said)
+        shown = before + line._text(ending, width=width - _NARROWEST - len(before))
+        self._column.bar_width = max(_NARROWEST, min(_BAR, width - len(shown)))
+        self._bar.update(self._task, completed=self.done, total=self.total, description=shown)
 
-    def _say(self, ending: str) -> None:
-        self._said_s = time.monotonic()
+    def _log(self, ending: str) -> None:
+        self._logged_s = time.monotonic()
         print(self._text(ending), file=sys.stderr, flush=True)
 
     def _text(self, ending: str, *, width: int | None = None) -> str:
         """Where it is too long, the last parts of the note go."""
-        if self.unit == "step":
-            counts = [f"step {self.done:,}/{self.total:,}"]
-        else:
-            counts = [f"{self.done:,}/{self.total:,} {self.unit}", f"{self.rate():,.0f}/s"]
+        counts = f"{self.done:,}/{self.total:,}"
+        counts = f"step {counts}" if self.unit == "step" else f"{counts} {self.unit}  {self.rate():,.0f}/s"
         notes = self.note.split("  ")
         while True:
-            text = "  ".join(part for part in [self.title, *counts, *notes, ending] if part)
+            text = "  ".join(part for part in [self.title, counts, *notes, ending] if part)
             if width is None or len(text) <= width or not notes:
                 return text
             notes.pop()
@@ -157,7 +147,7 @@ def _two(count: int, size: int, large: str, small: str) -> str:
 
 @contextmanager
 def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True) -> Iterator[ProgressLine]:
-    """Work whose unit is "step" tells its speed in its note."""
+    """Work whose unit is "step" gives its speed in its note."""
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
     failed = False
     if enabled:

@@ -52,7 +52,7 @@ def read_file(root: Path, entry: Entry) -> bytes:
     return data
 
 
-def changed_files(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
+def changed_in_folder(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
     """The files of a container, a folder below `root`, that are not those that `list_files` listed."""
     before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
     try:

@@ -85,15 +85,17 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Outline:
+    """Of an archive: its classes and its containers."""
+
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()
     """Name and stamp of the files that say what entries are (labels, annotations), where no container's stamp is of them, too."""
 
-    def differs_from(self, other: "Layout") -> set[str]:
+    def differs_from(self, other: "Outline") -> set[str]:
         """What only one of them has, or has so."""
-        paths, others = ({part.path for part in layout.containers} for layout in (self, other))
+        paths, others = ({part.path for part in outline.containers} for outline in (self, other))
         return (paths ^ others) | {name for name, _ in set(self.beside) ^ set(other.beside)}
 
 
@@ -111,8 +113,8 @@ class Inventory:
         return len(self.labels)
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.classes, self.containers, self._beside)
+    def outline(self) -> Outline:
+        return Outline(self.classes, self.containers, self._beside)
 
     @cached_property
     def container_numbers(self) -> NDArray[np.int32]:
@@ -164,14 +166,14 @@ def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (a
     return Inventory(directory)
 
 
-def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) -> Inventory:
-    """Spills what the containers of `layout` list, in their order, into `directory`."""
+def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]) -> Inventory:
+    """Spills what the containers of `outline` list, in their order, into `directory`."""
     with atomic_directory(directory) as temporary:
-        digest, stamp = hashlib.sha256(canonical_json(layout.classes)), hashlib.sha256(canonical_json(layout.beside))
+        digest, stamp = hashlib.sha256(canonical_json(outline.classes)), hashlib.sha256(canonical_json(outline.beside))
         names_end = 0
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in [*_COLUMNS, "names"]}
-            for number, (container, entries) in enumerate(zip(layout.containers, listed, strict=True)):
+            for number, (container, entries) in enumerate(zip(outline.containers, listed, strict=True)):
                 columns, names = _sorted_columns(number, entries, names_end)
                 for name, column in columns.items():
                     files[name].write(column.tobytes())
@@ -181,7 +183,7 @@ def write_inventory(directory: Path, layout: Layout, listed: Iterable[Entries]) 
                 digest.update(columns["label"].tobytes() + columns["size"].tobytes())
                 stamp.update(container.stamp.encode() + columns["offset"].tobytes())
         hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest()}
-        head = {"classes": layout.classes, "containers": layout.containers, "beside": layout.beside, **hashes}
+        head = {"classes": outline.classes, "containers": outline.containers, "beside": outline.beside, **hashes}
         write_json(temporary / HEAD_NAME, head)
     return Inventory(directory)
 

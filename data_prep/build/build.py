@@ -25,7 +25,7 @@ from data_prep.build.merge import check_reject_share, publish, refuse_changed, w
 from data_prep.build.parts import forget_parts, own_place
 from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.build.workplan import ShardPlan, Workplan, prepare
-from data_prep.images import ImageSpec, Rejection, convert, naming
+from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.progress import progress
 from data_prep.sources import Source, open_source
@@ -42,7 +42,6 @@ class ShardJob:
     plan: ShardPlan
     work: Workplan
     source: Source
-    spec: ImageSpec
 
 
 def build(settings: BuildSettings) -> Manifest:
@@ -54,7 +53,7 @@ def build(settings: BuildSettings) -> Manifest:
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
         else:
-            records = write_shards(work, work.begun.shards, source, settings.image_spec, pool=pool, tally=tally)
+            records = write_shards(work, work.begun.shards, source, pool=pool, tally=tally)
             refuse_changed(settings, work, source, pool)
             manifest = publish(settings, source, work.begun, records)
         forget_parts(directory)
@@ -63,12 +62,12 @@ def build(settings: BuildSettings) -> Manifest:
 
 
 def write_shards(
-    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, spec: ImageSpec, *, pool: Executor, tally: Tally
+    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, *, pool: Executor, tally: Tally
 ) -> list[ShardRecord]:
     """The record of every shard of `plans`, in their order."""
     total = sum(plan.stop - plan.start for plan in plans)
     with progress("packing", total=total, unit="images") as line:
-        futures = [pool.submit(write_job, ShardJob(plan, work, source, spec)) for plan in plans]
+        futures = [pool.submit(write_job, ShardJob(plan, work, source)) for plan in plans]
         pending: set[Future[ShardRecord]] = set(futures)
         try:
             while pending:
@@ -89,11 +88,7 @@ def write_job(job: ShardJob) -> ShardRecord:
         return done
     rejected: list[Rejected] = []
     return write_shard(
-        job.work.directory,
-        job.plan.name,
-        _samples(job, rejected),
-        plan_hash=job.work.begun.parts_id,
-        rejected=rejected,
+        job.work.directory, job.plan.name, _samples(job, rejected), plan_hash=job.work.begun.parts_id, rejected=rejected
     )
 
 
@@ -110,7 +105,7 @@ def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
                 raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
             data = job.source.read(entry)
             with naming(path):
-                image = convert(data, job.spec)
+                image = convert(data, job.work.begun.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
             rejected.append(

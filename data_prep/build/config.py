@@ -6,37 +6,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.images import MAX_PIXELS, PIXEL_BUDGET, ImageSpec
-from data_prep.manifest import CropPolicy, Encoding, Filter
-from data_prep.settings import NumWorkers, Settings, read_lines
+from data_prep.images import ImageSpec
+from data_prep.settings import NumWorkers, read_lines
 from data_prep.sources import SourceSettings, SyntheticSettings
 
 
-class BuildSettings(Settings):
+class BuildSettings(ImageSpec):
     source: SourceSettings
     out: str
     """The dataset directory."""
     name: str | None = None
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
-    image_size: int = Field(64, ge=8, le=1024)
-    crop: CropPolicy = "center"
-    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: shrunk until the longer
-    side is `image_size` (never enlarged), then as center, which is what FFCV did for the public checkpoints."""
-    interpolation: Filter = "bicubic"
-    """area: OpenCV's INTER_AREA, as FFCV has it; it takes no drafts."""
-    encoding: Encoding = "raw"
-    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
-    jpeg_quality: int = Field(95, ge=1, le=100)
     classes: tuple[str, ...] | None = Field(None, min_length=1)
     """The classes to keep, by name; all by default."""
     classes_file: str | None = None
     """A text file with the class to keep on each line, instead of `classes`."""
     exclude: tuple[str, ...] = ()
     """Exclusion lists, as `data_prep dedup` writes them."""
-    draft: bool = True
-    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see data_prep/images)."""
-    max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """A picture of more is rejected; of a draft its own pixels count, unless encoding=keep. Up to 16 bytes of memory for each."""
     samples_per_shard: int = Field(8192, ge=1, le=1_000_000)
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
@@ -89,15 +75,3 @@ class BuildSettings(Settings):
         kept, out = self.kept_classes, str(Path(self.out).resolve())
         classes = {"classes": None if kept is None else tuple(sorted(kept)), "classes_file": None}
         return self.model_copy(update={"name": self.dataset_name, "out": out, "source": source, **classes})
-
-    @property
-    def image_spec(self) -> ImageSpec:
-        return ImageSpec(
-            image_size=self.image_size,
-            crop=self.crop,
-            interpolation=self.interpolation,
-            encoding=self.encoding,
-            jpeg_quality=self.jpeg_quality,
-            draft=self.draft,
-            max_pixels=self.max_pixels,
-        )

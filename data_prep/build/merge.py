@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,8 @@ from data_prep import __version__
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.parts import PARTS, forget_parts, sole_builder
-from data_prep.build.shards import ShardRecord, changed_files, load_record
-from data_prep.build.workplan import Begun, Workplan, layout_of, load_begun
+from data_prep.build.shards import ShardRecord, damaged_files, load_record
+from data_prep.build.workplan import Begun, Workplan, outline_of, load_begun
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,
@@ -43,7 +44,7 @@ from data_prep.workers import worker_pool
 NUM_COMPARISONS = 512
 """About as many jobs compare a source with its listing, however many containers it has."""
 NUM_NAMED = 3
-Changed = tuple[int, tuple[str, ...]]
+_Changes = tuple[int, tuple[str, ...]]
 """Of one container: how many of its files have changed, and the first of them."""
 
 
@@ -103,14 +104,14 @@ def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool
     compare = partial(_changed_source, source, work.inventory_directory, work.begun.stamp)
     step = max(1, count // NUM_COMPARISONS)
     parts = [range(start, min(start + step, count)) for start in range(0, count, step)]
-    found = set[Changed]()  # an archive of many containers is one of it
+    found = set[_Changes]()  # an archive of many containers is one of it
     with progress("comparing the source with its listing", total=count, unit="folders or archives") as line:
         for part, changed in zip(parts, pool.map(compare, parts), strict=True):
             found.update(changed)
             line.advance(len(part))
     number, what, names = sum(each[0] for each in found), "files", sorted(name for _, some in found for name in some)
     if not found:  # a class that has come meanwhile is in no container that was listed
-        names = sorted(inventory.layout.differs_from(layout_of(settings, source)))
+        names = sorted(inventory.outline.differs_from(outline_of(settings, source)))
         number, what = len(names), "folders, archives or lists of labels"
     if number:
         raise SourceError(
@@ -120,7 +121,7 @@ def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool
         )
 
 
-def _changed_source(source: Source, directory: Path, stamp: str, numbers: range) -> set[Changed]:
+def _changed_source(source: Source, directory: Path, stamp: str, numbers: range) -> set[_Changes]:
     inventory = open_inventory(directory, stamp)
     changed = (source.changed(inventory.containers[number], inventory.entries_of(number)) for number in numbers)
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
@@ -153,9 +154,9 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust:
             f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge"
         )
     if not faults:
-        changed = _changed(directory, records, num_workers=num_workers, trust=trust)
-        unfinished = {number % begun.num_tasks for number, files in enumerate(changed) if files}
-        faults = [f"{files[0]} is not as it was written" for files in changed if files]
+        damaged = _damaged(directory, records, num_workers=num_workers, trust=trust)
+        unfinished = {number % begun.num_tasks for number, files in enumerate(damaged) if files}
+        faults = [f"{files[0]} is not as it was written" for files in damaged if files]
     if faults:
         tasks = ", ".join(f"{number}/{begun.num_tasks}" for number in sorted(unfinished))
         raise IncompleteParts(
@@ -165,14 +166,14 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust:
     return records
 
 
-def _changed(directory: Path, records: list[ShardRecord], *, num_workers: int, trust: bool) -> list[list[str]]:
+def _damaged(directory: Path, records: list[ShardRecord], *, num_workers: int, trust: bool) -> list[list[str]]:
     shards = [record.shard for record in records]
     with (
         worker_pool(max(1, min(num_workers, len(shards)))) as pool,
         progress("verifying parts", total=len(shards), unit="shards") as line,
     ):
         found = []
-        for files in pool.map(partial(changed_files, directory, trust=trust), shards):
+        for files in pool.map(partial(damaged_files, directory, trust=trust), shards):
             found.append(files)
             line.advance()
     return found
@@ -181,14 +182,24 @@ def _changed(directory: Path, records: list[ShardRecord], *, num_workers: int, t
 def publish(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:
     """Writes what makes finished shards a dataset, the manifest last."""
     directory = Path(settings.out)
-    rejected_sha256 = write_rejected(directory, records)
-    manifest = summarise(settings, source, begun, records, rejected_sha256=rejected_sha256)
-    splits = {
-        name: split.model_copy(update={"annotations": _annotations(directory, source, name, split, begun.labels)})
-        if name in source.annotated_splits()
-        else split
-        for name, split in manifest.splits.items()
-    }
+    manifest = manifest_of(
+        settings,
+        records,
+        {plan.name: plan.split for plan in begun.shards},
+        directory=directory,
+        source=source.describe(),
+        decoder=begun.decoder,
+        encoding=settings.encoding,
+        classes=begun.classes,
+        num_left_out=begun.num_left_out,
+        plan_hash=begun.plan_hash,
+    )
+    splits = dict(manifest.splits)
+    for name in sorted(splits.keys() & set(source.annotated_splits())):
+        paths = [path for shard in splits[name].shards for path in load_paths(directory, shard)]
+        found = sorted(source.annotations(name, paths, begun.labels).items())
+        annotations = {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in found}
+        splits[name] = splits[name].model_copy(update={"annotations": annotations})
     manifest = manifest.model_copy(update={"splits": splits})
     save_manifest(directory, manifest)
     _say_mixed_formats({extension for record in records for extension in record.extensions})
@@ -214,48 +225,20 @@ def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def summarise(
-    settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord], *, rejected_sha256: str
+def manifest_of(
+    settings: Any,
+    records: list[ShardRecord],
+    split_of: dict[str, str],
+    *,
+    directory: Path,
+    classes: tuple[str, ...],
+    **more: Any,
 ) -> Manifest:
-    splits = split_records({plan.name: plan.split for plan in begun.shards}, begun.classes, records)
-    trained_on = [record for record in records if record.shard.name.startswith("train-")] or records
-    mean, std = channel_statistics([record.channels for record in trained_on])
-    num_read = sum(record.num_inputs for record in records)
-    num_rejected = sum(len(record.rejected) for record in records)
-    num_written = sum(split.num_samples for split in splits.values())
-    assert num_read == num_written + num_rejected, (num_read, num_written, num_rejected)
-    return Manifest(
-        tool_version=__version__,
-        decoder=begun.decoder,
-        name=settings.dataset_name,
-        source=source.describe(),
-        seed=settings.seed,
-        encoding=settings.encoding,
-        image_size=settings.image_size,
-        crop=settings.crop,
-        interpolation=settings.interpolation,
-        classes=begun.classes,
-        splits=splits,
-        channel_mean=mean,
-        channel_std=std,
-        num_read=num_read,
-        num_written=num_written,
-        num_rejected=num_rejected,
-        num_left_out=begun.num_left_out,
-        max_reject_share=settings.max_reject_share,
-        rejected_sha256=rejected_sha256,
-        plan_hash=begun.plan_hash,
-    )
-
-
-def split_records(
-    split_of: dict[str, str], classes: tuple[str, ...], records: Iterable[ShardRecord]
-) -> dict[str, Split]:
-    """The records gathered by split, with the class counts added up."""
+    """The manifest of shards whose splits `split_of` says; writes rejected.jsonl. `more` are further fields of it."""
     gathered: dict[str, list[ShardRecord]] = {split: [] for split in sorted(set(split_of.values()))}
     for record in records:
         gathered[split_of[record.shard.name]].append(record)
-    return {
+    splits = {
         split: Split(
             shards=tuple(record.shard for record in mine),
             class_counts=tuple(
@@ -264,14 +247,26 @@ def split_records(
         )
         for split, mine in gathered.items()
     }
-
-
-def _annotations(
-    directory: Path, source: Source, name: str, split: Split, labels: tuple[int, ...]
-) -> dict[str, Annotation]:
-    paths = [path for shard in split.shards for path in load_paths(directory, shard)]
-    found = source.annotations(name, paths, labels)
-    return {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in sorted(found.items())}
+    mean, std = channel_statistics([record.channels for record in gathered.get("train") or records])
+    num_read = sum(record.num_inputs for record in records)
+    num_rejected = sum(len(record.rejected) for record in records)
+    num_written = sum(split.num_samples for split in splits.values())
+    assert num_read == num_written + num_rejected, (num_read, num_written, num_rejected)
+    same = settings.model_dump(include={"seed", "image_size", "crop", "interpolation", "max_reject_share"})
+    return Manifest(
+        tool_version=__version__,
+        name=settings.dataset_name,
+        classes=classes,
+        splits=splits,
+        channel_mean=mean,
+        channel_std=std,
+        num_read=num_read,
+        num_written=num_written,
+        num_rejected=num_rejected,
+        rejected_sha256=write_rejected(directory, records),
+        **same,
+        **more,
+    )
 
 
 def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:

@@ -139,7 +139,7 @@ def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecor
         record = load_record(directory, name)
     except (OSError, ValueError):
         return None
-    return record if record.plan_hash == plan_hash and not changed_files(directory, record.shard) else None
+    return record if record.plan_hash == plan_hash and not damaged_files(directory, record.shard) else None
 
 
 def load_record(directory: Path, name: str) -> ShardRecord:
@@ -150,16 +150,16 @@ def load_record(directory: Path, name: str) -> ShardRecord:
     return record
 
 
-def changed_files(directory: Path, shard: Shard, *, trust: bool = False) -> list[str]:
+def damaged_files(directory: Path, shard: Shard, *, trust: bool = False) -> list[str]:
     """The files of a shard that are missing or not as they were written; with `trust`, by their sizes."""
     hashes = {shard.file: shard.sha256, shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
-    changed = []
+    damaged = []
     for file, sha256 in hashes.items():
         path = directory / file
         try:
             is_same = file != shard.file or path.stat().st_size == shard.num_bytes
             if not (is_same and path.is_file() and (trust or sha256_of(path) == sha256)):
-                changed.append(file)
+                damaged.append(file)
         except FileNotFoundError:
-            changed.append(file)
-    return changed
+            damaged.append(file)
+    return damaged

@@ -71,7 +71,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
                 work = _prepared(settings, source, pool, task, failure=failure, before=before)
             locks.enter_context(sole_writer(own / AT_WORK))
         plans = work.of_task(task.number)
-        write_shards(work, plans, source, settings.image_spec, pool=pool, tally=tally)
+        write_shards(work, plans, source, pool=pool, tally=tally)
     return len(plans)
 
 

@@ -15,7 +15,7 @@ lock of OUT:
 """
 
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -23,19 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Layout, write_inventory
+from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, write_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, PARTS, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import (
-    TEMPORARY_PREFIX,
-    atomic_file,
-    hash_of_json,
-    remove_leftovers,
-)
+from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers
 from data_prep.settings import Settings, UserError, printable
 from data_prep.sources import Arrangement, Source, SourceError
 
@@ -105,8 +100,16 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config_hash, inventory.digest])
     try:
-        _claim(directory, plan_hash=plan_hash, before=before)
-        inventory = _adopted(inventory)
+        if (directory / MANIFEST_NAME).exists():
+            if load_manifest(directory).plan_hash != plan_hash:
+                raise _foreign(directory, "a")
+        elif before is not None and before.plan_hash != plan_hash:
+            raise _foreign(directory, "an unfinished")
+        if inventory.directory.name == CANDIDATE_NAME:  # is known only now not to be another dataset's
+            place = inventory.directory.with_name(INVENTORY_NAME)
+            shutil.rmtree(place, ignore_errors=True)
+            inventory.directory.rename(place)
+            inventory = Inventory(place)
     finally:
         remove_leftovers(directory, directory / PARTS)
     if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
@@ -126,7 +129,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         raise UserError(
             f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
         )
-    if Inventory(directory / PARTS / INVENTORY_NAME).layout != layout_of(settings, source):
+    if Inventory(directory / PARTS / INVENTORY_NAME).outline != outline_of(settings, source):
         raise SourceError(
             "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
             f"stop the tasks, remove {directory} and begin again"
@@ -164,15 +167,6 @@ def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions
     return hash_of_json([*parts, exclusions.digest])
 
 
-def _claim(directory: Path, *, plan_hash: str, before: Begun | None) -> None:
-    """Refuses a directory that holds, or has begun to hold, another dataset."""
-    if (directory / MANIFEST_NAME).exists():
-        if load_manifest(directory).plan_hash != plan_hash:
-            raise _foreign(directory, "a")
-    elif before is not None and before.plan_hash != plan_hash:
-        raise _foreign(directory, "an unfinished")
-
-
 def _foreign(directory: Path, state: str) -> UserError:
     return UserError(
         f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory"
@@ -181,50 +175,40 @@ def _foreign(directory: Path, state: str) -> UserError:
 
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
-    layout = layout_of(settings, source)
+    outline = outline_of(settings, source)
     directory = Path(settings.out) / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
         inventory = Inventory(directory)
-        if inventory.layout == layout and all(container.stamp for container in layout.containers):
+        if inventory.outline == outline and all(container.stamp for container in outline.containers):
             return inventory
     directory.parent.mkdir(parents=True, exist_ok=True)
     return write_inventory(
-        directory.with_name(CANDIDATE_NAME), layout, _entries(source, layout, pool, ahead=8 * settings.num_workers)
+        directory.with_name(CANDIDATE_NAME), outline, _entries(source, outline, pool, ahead=8 * settings.num_workers)
     )
 
 
-def layout_of(settings: BuildSettings, source: Source) -> Layout:
+def outline_of(settings: BuildSettings, source: Source) -> Outline:
     """The containers that may hold what the config keeps, sorted."""
-    layout = source.layout()
-    layout = replace(layout, classes=tuple(map(printable, layout.classes)))
-    kept, containers = settings.kept_classes, layout.containers
+    outline = source.outline()
+    outline = replace(outline, classes=tuple(map(printable, outline.classes)))
+    kept, containers = settings.kept_classes, outline.containers
     if kept is not None:
-        unknown = sorted(kept - set(layout.classes))
+        unknown = sorted(kept - set(outline.classes))
         if unknown:
             raise UserError(f"classes: {len(unknown)} are not in the source ({', '.join(unknown[:3])})")
-        labels = {label for label, name in enumerate(layout.classes) if name in kept}
+        labels = {label for label, name in enumerate(outline.classes) if name in kept}
         containers = tuple(part for part in containers if part.label is None or part.label < 0 or part.label in labels)
-    return replace(layout, containers=tuple(sorted(containers)))
+    return replace(outline, containers=tuple(sorted(containers)))
 
 
-def _adopted(inventory: Inventory) -> Inventory:
-    """A candidate takes its place only now that it is known not to be another dataset's."""
-    if inventory.directory.name == INVENTORY_NAME:
-        return inventory
-    place = inventory.directory.with_name(INVENTORY_NAME)
-    shutil.rmtree(place, ignore_errors=True)
-    inventory.directory.rename(place)
-    return Inventory(place)
-
-
-def _entries(source: Source, layout: Layout, pool: Executor, *, ahead: int) -> Iterator[Entries]:
+def _entries(source: Source, outline: Outline, pool: Executor, *, ahead: int) -> Iterator[Entries]:
     """What the containers list, in their order; no more than `ahead` of them wait in memory."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[str] = []
-    with progress("listing", total=len(layout.containers), unit="folders or archives") as line:
-        for number, container in enumerate(layout.containers):
-            while number + len(waiting) < len(layout.containers) and len(waiting) < ahead:
-                waiting.append(pool.submit(source.entries, layout.containers[number + len(waiting)]))
+    with progress("listing", total=len(outline.containers), unit="folders or archives") as line:
+        for number, container in enumerate(outline.containers):
+            while number + len(waiting) < len(outline.containers) and len(waiting) < ahead:
+                waiting.append(pool.submit(source.entries, outline.containers[number + len(waiting)]))
             try:
                 yield waiting.popleft().result()
             except SourceError as error:  # all of them are named in one run
@@ -262,10 +246,10 @@ def _write_plan(
     for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
         stored = inventory.labels[chosen]
         rows = chosen[(stored < 0) | (labels[stored] >= 0)]
-        _count(left_out, "classes", len(chosen) - len(rows))
+        left_out["classes"] += len(chosen) - len(rows)
         if len(dropped):
             kept = rows[~np.isin(rows, dropped)]
-            _count(left_out, "excluded", len(rows) - len(kept))
+            left_out["excluded"] += len(rows) - len(kept)
             rows = kept
         if settings.order == "shuffled":
             generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
@@ -285,7 +269,7 @@ def _write_plan(
         decoder=decoder_version(),
         classes=classes,
         labels=tuple(labels.tolist()),
-        num_left_out=left_out,
+        num_left_out=dict(+left_out),
         shards=tuple(shards),
         num_tasks=num_tasks,
     )
@@ -316,7 +300,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
 
 def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], dict[str, int]]:
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], Counter[str]]:
     """The label in the dataset of each class of the inventory (-1: left out), the dataset's classes, what was left out so far."""
     kept = settings.kept_classes
     staying = set(range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels)
@@ -326,12 +310,7 @@ def _renumber(
         if label in staying and (kept is None or name in kept):
             labels[label] = len(classes)
             classes.append(name)
-    left_out = {reason: count for reason, count in (arrangement.left_out or {}).items() if count}
+    left_out = Counter(arrangement.left_out or {})
     if kept is not None:
         left_out["whole classes"] = len(staying) - len(classes)
-    return labels, tuple(classes), {reason: count for reason, count in left_out.items() if count}
-
-
-def _count(left_out: dict[str, int], reason: str, number: int) -> None:
-    if number:
-        left_out[reason] = left_out.get(reason, 0) + number
+    return labels, tuple(classes), left_out

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data_prep.check.stored import Storage, tar_content
 from data_prep.images import Rejection, decode, resize
-from data_prep.images.sheet import Cell, draw_sheet
+from data_prep.images.sheet import LabelledPicture, draw_sheet
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_manifest
 from data_prep.settings import UserError
 
@@ -42,11 +42,11 @@ def contact_sheet(
 
 def _cells(
     directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int, storage: Storage
-) -> list[Cell]:
+) -> list[LabelledPicture]:
     num_samples = sum(shard.num_samples for shard in shards)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     positions = np.sort(np.argsort(draws, kind="stable")[:count])
-    found: list[tuple[int, Cell]] = []
+    found: list[tuple[int, LabelledPicture]] = []
     start = 0
     for shard in shards:
         low, high = np.searchsorted(positions, (start, start + shard.num_samples))
@@ -54,19 +54,17 @@ def _cells(
             rows = load_index(directory, shard)[positions[low:high] - start].tolist()
             with tar_content(directory, shard, storage=storage) as content:
                 for offset, length, label in rows:
-                    picture = _seen(directory, manifest, shard, content[offset : offset + length])
+                    try:
+                        whole, _ = decode(content[offset : offset + length])
+                    except Rejection as rejection:
+                        raise DatasetError(
+                            f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
+                        ) from None
+                    # as training does
+                    picture = resize(
+                        whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation
+                    )
                     name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
-                    found.append((label, Cell(picture, name)))
+                    found.append((label, LabelledPicture(picture, name)))
         start += shard.num_samples
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
-
-
-def _seen(directory: Path, manifest: Manifest, shard: Shard, data: bytes) -> Image.Image:
-    try:
-        picture, _ = decode(data)
-    except Rejection as rejection:
-        raise DatasetError(
-            f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
-        ) from None
-    # as pretrain.data.reader does
-    return resize(picture, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)

@@ -105,28 +105,18 @@ def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Sh
     try:
         with (
             local_tar(directory, shard, storage=storage) as path,
-            tar_content(path.parent, _here(shard, path), storage={}) as content,
+            # as a local file, so that a remote one is fetched once
+            tar_content(path.parent, shard.model_copy(update={"file": path.name}), storage={}) as content,
         ):
-            _check_hash(content, shard, faults)
+            is_same = hashlib.sha256(content).hexdigest() == shard.sha256
+            if not is_same or len(content) != shard.num_bytes:
+                what = f"{'size' if is_same else 'sha256'} differs from the manifest"
+                faults.add(f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)")
             if index is not None:
                 _Walk(shard, expected, content, index, faults).check(path)
     except (DatasetError, MissingError, RemoteError) as error:
         faults.add(str(error))
     return findings
-
-
-def _here(shard: Shard, path: Path) -> Shard:
-    """The shard as a local file, so that a remote one is fetched once."""
-    return shard.model_copy(update={"file": path.name})
-
-
-def _check_hash(content: mmap.mmap | bytes, shard: Shard, faults: Faults) -> None:
-    is_same = hashlib.sha256(content).hexdigest() == shard.sha256
-    if not is_same or len(content) != shard.num_bytes:
-        what = "size" if is_same else "sha256"
-        faults.add(
-            f"{shard.file}: {what} differs from the manifest ({len(content):,} bytes, {shard.num_bytes:,} expected)"
-        )
 
 
 def _paths_faults(directory: Path, shard: Shard) -> Iterator[str]:
@@ -167,12 +157,7 @@ class _Walk:
     """One pass over a tar and its index, side by side."""
 
     def __init__(
-        self,
-        shard: Shard,
-        expected: Expected,
-        content: mmap.mmap | bytes,
-        index: NDArray[np.int64],
-        faults: Faults,
+        self, shard: Shard, expected: Expected, content: mmap.mmap | bytes, index: NDArray[np.int64], faults: Faults
     ):
         self.shard, self.expected, self.content, self.faults = shard, expected, content, faults
         self.rows: list[list[int]] = index.tolist()
@@ -209,8 +194,11 @@ class _Walk:
         self.row += 1
         Tally.add(1)
         name = f"{self.shard.file} {sample.key}"
-        says = self._label_in_tar(sample)
-        if picture is None or (self._is_comparable(says) and says != self._expected_label(label)):
+        found, stored = self._label_in_tar(sample), self.expected.stored_labels
+        # in tars of others, members that belong to no sample may stand between a picture and its `.cls`
+        is_comparable = stored is not None and not (found is None and self.expected.is_borrowed)
+        expected = stored[label] if stored is not None and 0 <= label < len(stored) else label
+        if picture is None or (is_comparable and found != expected):
             self.faults.add(f"{name}: the index points elsewhere")
         if not (0 <= label < self.expected.num_classes or (label == -1 and self.expected.is_unlabelled)):
             self.faults.add(f"{name}: label {label} of {self.expected.num_classes} classes")
@@ -230,14 +218,6 @@ class _Walk:
             return int(self.content[found.offset : found.offset + found.num_bytes]) if found else None
         except ValueError:
             return None
-
-    def _is_comparable(self, says: int | None) -> bool:
-        """In tars of others, members that belong to no sample may stand between a picture and its `.cls`."""
-        return self.expected.stored_labels is not None and not (says is None and self.expected.is_borrowed)
-
-    def _expected_label(self, label: int) -> int:
-        labels = self.expected.stored_labels
-        return labels[label] if labels is not None and 0 <= label < len(labels) else label
 
     def _picture_faults(self, name: str, picture: Member) -> Iterable[str]:
         try:

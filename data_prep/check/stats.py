@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_prep.check.stored import Storage, sweep, tar_content
 from data_prep.images import Rejection, decode, resize, size_of
@@ -37,7 +36,7 @@ def stats(
         "num_classes": len(manifest.classes),
         "read": manifest.num_read,
         "written": manifest.num_written,
-        "rejected": _rejected_by_reason(directory, manifest),
+        "rejected": dict(sorted(Counter(each["reason"] for each in load_rejected(directory, manifest)).items())),
         "left_out": manifest.num_left_out,
         "splits": {name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()},
         "channel_mean": list(manifest.channel_mean),
@@ -45,8 +44,10 @@ def stats(
         "sizes": _sizes(directory, manifest, num_workers=num_workers, storage=storage or {}),
     }
     if recompute:
-        mean, std = _channel_statistics(directory, manifest, num_workers=num_workers, storage=storage or {})
-        found |= {"recomputed_channel_mean": mean, "recomputed_channel_std": std}
+        shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
+        work = partial(_shard_totals, directory, manifest, storage or {})
+        mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
+        found |= {"recomputed_channel_mean": list(mean), "recomputed_channel_std": list(std)}
     return found
 
 
@@ -55,6 +56,7 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
     order = np.lexsort((np.arange(len(counts)), -counts))
     present = counts[counts > 0]
     ranked = [[manifest.classes[label], int(counts[label])] for label in order.tolist()]
+    spread = {"min": int(counts.min(initial=0)), "median": float(np.median(counts)), "max": int(counts.max(initial=0))}
     picture_bytes = sum(int(load_index(directory, shard)[:, 1].sum()) for shard in split.shards)
     return {
         "samples": split.num_samples,
@@ -63,20 +65,12 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
         "picture_bytes": picture_bytes,
         "tar_bytes": sum(shard.num_bytes for shard in split.shards),
         "classes": len(present),
-        "per_class": _spread(counts) if len(present) else None,
+        "per_class": spread if len(present) else None,
         "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
         "largest": ranked[:NUM_EXTREMES] if len(present) else [],
         "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
         "annotations": {key: annotation.num_columns for key, annotation in sorted(split.annotations.items())},
     }
-
-
-def _spread(counts: NDArray[np.int64]) -> dict[str, float]:
-    return {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
-
-
-def _rejected_by_reason(directory: Path, manifest: Manifest) -> dict[str, int]:
-    return dict(sorted(Counter(entry["reason"] for entry in load_rejected(directory, manifest)).items()))
 
 
 # ---- what takes a look at the pictures -----------------------------------------------------------------------------
@@ -105,15 +99,6 @@ def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tup
                 raise _damaged(directory, shard, rejection) from None
             Tally.add(1)
     return sizes
-
-
-def _channel_statistics(
-    directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
-) -> tuple[list[float], list[float]]:
-    shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
-    work = partial(_shard_totals, directory, manifest, storage)
-    mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
-    return list(mean), list(std)
 
 
 def _shard_totals(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ChannelTotals:

@@ -35,7 +35,8 @@ def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[
         try:
             file = open(path, "rb")
         except OSError as error:
-            raise DatasetError(f"{shard.file}: {_why(error)}; run data_prep verify {directory}") from None
+            why = "missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+            raise DatasetError(f"{shard.file}: {why}; run data_prep verify {directory}") from None
         with file:
             if os.fstat(file.fileno()).st_size == 0:
                 yield b""  # which cannot be mapped
@@ -55,12 +56,6 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
     os.close(descriptor)
     with copied(shard.file, Path(name), storage=dict(storage), num_attempts=NUM_ATTEMPTS):
         yield Path(name)
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def known_files(manifest: Manifest) -> set[str]:

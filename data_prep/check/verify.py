@@ -14,14 +14,7 @@ import numpy as np
 from data_prep.build.parts import PARTS
 from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard
 from data_prep.check.stored import Storage, known_files, sweep
-from data_prep.manifest import (
-    REJECTED_NAME,
-    DatasetError,
-    Manifest,
-    Split,
-    load_annotation,
-    load_manifest,
-)
+from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Split, load_annotation, load_manifest
 from data_prep.publish import TEMPORARY_PREFIX, sha256_of
 
 
@@ -40,7 +33,8 @@ def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = N
     faults = Faults()
     faults.add(*_manifest_faults(manifest), *_rejected_faults(directory, manifest))
     for name, split in manifest.splits.items():
-        check = partial(check_shard, directory, _expected(manifest, split), storage or {})
+        expected = Expected.of(manifest, is_unlabelled=sum(split.class_counts) == 0)
+        check = partial(check_shard, directory, expected, storage or {})
         found = sweep(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
         faults.extend(_split_faults(directory, name, split, found, num_classes=len(manifest.classes)))
     return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
@@ -66,10 +60,6 @@ def _rejected_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     lines = path.read_bytes().splitlines()
     if len(lines) != manifest.num_rejected:
         yield f"{path.name}: {len(lines)} lines, {manifest.num_rejected} expected"
-
-
-def _expected(manifest: Manifest, split: Split) -> Expected:
-    return Expected.of(manifest, is_unlabelled=sum(split.class_counts) == 0)
 
 
 def _split_faults(

@@ -11,31 +11,39 @@ Steps, under the lock of the new directory's parent:
 3. rename it (publish.py).
 """
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from data_prep import __version__
 from data_prep.build.exclusions import Exclusions, load_exclusions
+from data_prep.build.merge import write_annotation, write_rejected
+from data_prep.build.shards import write_index, write_paths
 from data_prep.check.shard_check import stored_labels
 from data_prep.check.stored import known_files
-from data_prep.choose.borrow import Chosen, write_dataset
 from data_prep.choose.selection import Ids, per_class, ranking
 from data_prep.manifest import (
     MANIFEST_NAME,
+    Annotation,
     Manifest,
+    Shard,
     Split,
+    load_annotation,
     load_index,
     load_manifest,
     load_paths,
+    save_manifest,
 )
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
+from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
 from data_prep.settings import Settings, UserError, nearest, read_lines
 
-KIND, LOCK_NAME = "subset", ".lock"
+KIND = "subset"
 
 
 class Selection(Settings):
@@ -62,6 +70,19 @@ class Selection(Settings):
         return self
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The samples of one split."""
+
+    positions: Ids
+    """In the parent's split, ascending."""
+    labels: NDArray[np.int64]
+    """Of every sample of the parent's split, numbered as in the subset; -2 for classes that it does not have."""
+    left_out: dict[str, int]
+    excluded: frozenset[str]
+    """The listed paths that the split has, of whatever class."""
+
+
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     """Publishes the dataset `out`; safe to call again."""
     parent = load_manifest(source)
@@ -84,7 +105,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
         if exclusions.paths:
             description["exclude_paths"] = _excluded_counts(source, selection, exclusions, chosen)
         with atomic_directory(out) as fresh:
-            return write_dataset(source, out, fresh, parent, chosen, classes, description, plan_hash)
+            return _write_dataset(source, out, fresh, parent, chosen, classes, description, plan_hash)
 
 
 def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
@@ -141,18 +162,16 @@ def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
     tars = [shard for split in manifest.splits.values() for shard in split.shards]
     if all(shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars):
         return manifest
-    known = known_files(manifest) | {LOCK_NAME}
-    strange = [path for path in sorted(out.iterdir()) if path.name not in known and not _is_temporary(path)]
+    known = known_files(manifest) | {LOCK}
+    strange = [
+        path for path in sorted(out.iterdir()) if path.name not in known and not path.name.startswith(TEMPORARY_PREFIX)
+    ]
     if strange:
         raise UserError(
             f"{out}: its tars have moved, so it would be made anew, but {strange[0].name} is no part of it; move that elsewhere, "
             "then run the same command again"
         )
     return None
-
-
-def _is_temporary(path: Path) -> bool:
-    return path.name.startswith(TEMPORARY_PREFIX)
 
 
 def _excluded_counts(
@@ -219,3 +238,94 @@ def _excluded(source: Path, split: Split, exclusions: Exclusions, found: set[str
                     found.add(path)
                 yield is_listed
             line.advance(shard.num_samples)
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+def _write_dataset(
+    source: Path,
+    out: Path,
+    fresh: Path,
+    parent: Manifest,
+    chosen: dict[str, Chosen],
+    classes: tuple[str, ...],
+    description: dict[str, object],
+    plan_hash: str,
+) -> Manifest:
+    splits = {
+        name: _write_split(source, out, fresh, split, chosen[name], num_classes=len(classes), name=name)
+        for name, split in parent.splits.items()
+    }
+    num_written = sum(split.num_samples for split in splits.values())
+    left_out: dict[str, int] = {}
+    for part in chosen.values():
+        for reason, count in part.left_out.items():
+            left_out[reason] = left_out.get(reason, 0) + count
+    manifest = parent.model_copy(
+        update={
+            "tool_version": __version__,
+            "name": out.name,
+            "source": description,
+            "classes": classes,
+            "splits": splits,
+            "num_read": num_written,
+            "num_written": num_written,
+            "num_rejected": 0,
+            "num_left_out": {reason: count for reason, count in left_out.items() if count},
+            "rejected_sha256": write_rejected(fresh, ()),
+            "plan_hash": plan_hash,
+        }
+    )
+    save_manifest(fresh, manifest)
+    return load_manifest(fresh)
+
+
+def _write_split(
+    source: Path, out: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str
+) -> Split:
+    shards, start = [], 0
+    with progress(f"writing {name}", total=split.num_samples, unit="rows") as line:
+        for shard in split.shards:
+            first, last = np.searchsorted(chosen.positions, (start, start + shard.num_samples))
+            rows = chosen.positions[first:last] - start
+            if len(rows):
+                shards.append(_write_shard(source, out, fresh, shard, rows, chosen.labels[start + rows]))
+            start += shard.num_samples
+            line.advance(shard.num_samples)
+    labels = chosen.labels[chosen.positions]
+    return Split(
+        shards=tuple(shards),
+        class_counts=tuple(np.bincount(labels[labels >= 0], minlength=num_classes).tolist()),
+        annotations=_write_annotations(source, fresh, split, chosen, num_classes=num_classes, name=name),
+    )
+
+
+def _write_shard(source: Path, out: Path, fresh: Path, shard: Shard, rows: Ids, labels: Ids) -> Shard:
+    index = np.array(load_index(source, shard)[rows])
+    index[:, 2] = labels
+    paths = load_paths(source, shard)
+    file = shard.file
+    if not shard.is_remote:
+        file = os.path.relpath((source / file).resolve(), out.resolve())
+    return shard.model_copy(
+        update={
+            "file": file,
+            "num_samples": len(rows),
+            "index_sha256": write_index(fresh, shard.name, index),
+            "paths_sha256": write_paths(fresh, shard.name, [paths[row] for row in rows.tolist()]),
+        }
+    )
+
+
+def _write_annotations(
+    source: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str
+) -> dict[str, Annotation]:
+    """The chosen rows. With fewer classes, annotations as wide as the parent's class list go: their columns are its classes."""
+    num_before = len(split.class_counts)
+    kept = {
+        key: load_annotation(source, split, key)[chosen.positions]
+        for key, annotation in split.annotations.items()
+        if num_classes == num_before or annotation.num_columns != num_before
+    }
+    return {key: write_annotation(fresh, f"{name}-{key}", bits) for key, bits in kept.items()}

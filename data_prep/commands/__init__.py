@@ -19,10 +19,9 @@ OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 def add_verbs(verbs: "Verbs") -> None:
     """Where every verb is registered, in the order of the help."""
-    from data_prep.commands import building, checking, choosing, indexing
+    from data_prep.commands import building, checking, choosing
 
     building.add_verbs(verbs)
-    indexing.add_verbs(verbs)
     checking.add_verbs(verbs)
     choosing.add_verbs(verbs)
 

@@ -1,4 +1,4 @@
-"""`data_prep build` and `data_prep merge`."""
+"""`data_prep build`, `merge` and `index`: what makes a dataset."""
 
 import argparse
 import json
@@ -61,6 +61,23 @@ def add_verbs(verbs: "Verbs") -> None:
     )
     merge.add_argument("--json", action="store_true", help="print the summary as JSON")
     merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
+    index = verbs.add_parser(
+        "index", help="make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
+    )
+    index.add_argument("config", nargs="?", help="a YAML file with the settings")
+    index.add_argument("overrides", nargs="*", help="key.path=value, such as label=json:class image_size=224")
+    for split in ("train", "val"):
+        index.add_argument(
+            f"--{split}",
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help=f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])",
+        )
+    index.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
+    index.add_argument("--show", action="store_true", help="print the resolved settings and stop")
+    index.add_argument("--json", action="store_true", help="print the summary as JSON")
+    index.set_defaults(run=_index, after_a_stop=GOES_ON)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -83,7 +100,7 @@ def _build(options: argparse.Namespace) -> int:
         return OK
     from data_prep.build.build import build
 
-    return published(lambda: build(settings), settings.out, as_json=options.json)
+    return _published(lambda: build(settings), settings.out, as_json=options.json)
 
 
 def _what_is_next(out: str) -> str:
@@ -95,11 +112,27 @@ def _what_is_next(out: str) -> str:
 def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
-    return published(
+    return _published(
         lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust),
         str(options.dataset),
         as_json=options.json,
     )
+
+
+def _index(options: argparse.Namespace) -> int:
+    from data_prep.index.config import IndexSettings
+
+    patterns = {split: getattr(options, split) for split in ("train", "val")}
+    splits = [f"splits.{split}={json.dumps(given)}" for split, given in patterns.items() if given]
+    settings = settings_of(IndexSettings, options, splits)
+    if options.show:
+        shown = settings.model_copy(update={"storage": dict.fromkeys(settings.storage, "...")})
+        print(dump(shown), end="")
+        return OK
+
+    from data_prep.index.index import index
+
+    return _published(lambda: index(settings), settings.out, as_json=options.json)
 
 
 def _most_frequent(directory: Path, manifest: Manifest) -> str:
@@ -111,7 +144,7 @@ def _most_frequent(directory: Path, manifest: Manifest) -> str:
     return f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}"
 
 
-def published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
+def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
     from data_prep.build.merge import TooManyRejected
 
     code = OK

@@ -3,7 +3,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_prep.commands import FAULTY, OK, add_storage, add_workers, at_least, print_table
 
@@ -66,19 +66,33 @@ def _stats(options: argparse.Namespace) -> int:
         print(json.dumps(found))
         return OK
     counts = f"{found['num_classes']:,} classes, {found['image_size']} px {found['encoding']}"
-    print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {_rejects(found)}")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found["rejected"].items())
+    rejected = f"rejected {sum(found['rejected'].values()):,}" + (f" ({reasons})" if reasons else "")
+    print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {rejected}")
     if found["left_out"]:
         print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in found["left_out"].items()))
     heads = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
-    print_table(heads, [_split_row(name, split) for name, split in found["splits"].items()])
+    columns = ("samples", "unlabelled", "shards")
+    rows = [
+        (
+            name,
+            *(split[key] for key in columns),
+            *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")),
+        )
+        for name, split in found["splits"].items()
+    ]
+    print_table(heads, rows)
     heads = ("per class", "classes", "min", "median", "max", "max/min")
-    print_table(heads, [_class_row(name, split) for name, split in found["splits"].items() if split["classes"]])
-    for name, split in found["splits"].items():
-        if split["classes"]:
-            extremes = [
-                ", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest")
-            ]
-            print(f"{name}: largest {extremes[0]}; smallest {extremes[1]}")
+    labelled = {name: split for name, split in found["splits"].items() if split["classes"]}
+    print_table(
+        heads,
+        [(name, each["classes"], *each["per_class"].values(), each["imbalance"]) for name, each in labelled.items()],
+    )
+    for name, split in labelled.items():
+        most, least = (
+            ", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest")
+        )
+        print(f"{name}: largest {most}; smallest {least}")
     rows = [_channel_row("manifest", found["channel_mean"], found["channel_std"])]
     if options.recompute:
         rows.append(_channel_row("recomputed", found["recomputed_channel_mean"], found["recomputed_channel_std"]))
@@ -90,20 +104,6 @@ def _stats(options: argparse.Namespace) -> int:
         ("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else [])
     )
     return OK
-
-
-def _rejects(found: dict[str, Any]) -> str:
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found["rejected"].items())
-    return f"rejected {sum(found['rejected'].values()):,}" + (f" ({reasons})" if reasons else "")
-
-
-def _split_row(name: str, split: dict[str, Any]) -> tuple[object, ...]:
-    megabytes = [round(split[kind] / 1e6, 1) for kind in ("picture_bytes", "tar_bytes")]
-    return name, split["samples"], split["unlabelled"], split["shards"], *megabytes
-
-
-def _class_row(name: str, split: dict[str, Any]) -> tuple[object, ...]:
-    return name, split["classes"], *split["per_class"].values(), split["imbalance"]
 
 
 def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, str, str]:

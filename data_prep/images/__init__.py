@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, read_picture, size_of
 from data_prep.images.jpeg import decode_plain_into
@@ -43,13 +44,19 @@ _PIL_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resamplin
 class ImageSpec(Settings):
     """What `build` makes of every picture."""
 
-    image_size: int
-    crop: CropPolicy
-    interpolation: Filter
-    encoding: Encoding
-    jpeg_quality: int
-    draft: bool
-    max_pixels: int
+    image_size: int = Field(64, ge=8, le=1024)
+    crop: CropPolicy = "center"
+    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: shrunk until the longer
+    side is `image_size` (never enlarged), then as center, which is what FFCV did for the public checkpoints."""
+    interpolation: Filter = "bicubic"
+    """area: OpenCV's INTER_AREA, as FFCV has it; it takes no drafts."""
+    encoding: Encoding = "raw"
+    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
+    jpeg_quality: int = Field(95, ge=1, le=100)
+    draft: bool = True
+    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see above)."""
+    max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
+    """A picture of more is rejected; of a draft its own pixels count, unless encoding=keep. Up to 16 bytes of memory for each."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,7 @@ def decode_square(data: bytes, out_HW3: NDArray[np.uint8], *, crop: CropPolicy, 
 
 
 def resize(
-    image: Image.Image,
-    *,
-    size: int,
-    crop: CropPolicy,
-    interpolation: Filter,
-    extent: tuple[float, float] | None = None,
+    image: Image.Image, *, size: int, crop: CropPolicy, interpolation: Filter, extent: tuple[float, float] | None = None
 ) -> Image.Image:
     """A square of `size` pixels: the central square of the picture; all of it squashed; or the central square of the picture
     once its longer side has been shrunk to `size` (never enlarged), which is FFCV's way. `extent` is its width and height, where

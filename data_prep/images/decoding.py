@@ -30,14 +30,7 @@ MAX_PIXELS: Final = 178_956_970
 """Of a picture as its header says: Pillow's own limit for a decompression bomb, which no budget exceeds."""
 PIXEL_BUDGET: Final = 64_000_000
 """Of what is decoded of one picture, unless `max_pixels` says otherwise: up to 1 GB of memory, at 4 bytes a pixel and copies."""
-EXTENSIONS: Final = {
-    "JPEG": "jpg",
-    "PNG": "png",
-    "GIF": "gif",
-    "BMP": "bmp",
-    "TIFF": "tif",
-    "PPM": "ppm",
-}
+EXTENSIONS: Final = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm"}
 """Those that Pillow opens here. Of its others some take any bytes for a picture (TGA) or start programs (EPS)."""
 
 _ORIENTATION = 0x0112

@@ -5,49 +5,73 @@ Steps, under the sole lock of OUT and after it was marked as ours (`claim`):
 1. the patterns become a list of shards; another list or config has begun or finished here: refuse;
 2. ask for the version of every shard (size and time of change, or what the server says), so that a missing one is found at once;
 3. the manifest stands: a shard of another version must still have the content it had, or it is refused; nothing else to do;
-4. every shard without a record of this version is read (stock.py; a remote one is copied into OUT/PARTS meanwhile), and leaves
+4. every shard without a record of this version is read (samples.py; a remote one is copied into OUT/PARTS meanwhile), and leaves
    OUT/PARTS/NAME.npy, OUT/NAME.paths, then its record OUT/PARTS/NAME.json;
-5. the classes are known now: OUT/NAME.npy of every shard, rejected.jsonl, versions.json, then manifest.json; the parts go.
+5. the classes are known now (until then the labels of a shard are numbers of its own; words are numbered by the sorted set of all
+   words): OUT/NAME.npy of every shard, rejected.jsonl, versions.json, then manifest.json; the parts go.
 
 Shards are named SPLIT-NUMBER in their sorted order. The plan's hash in the manifest is of config and contents, not of places: the
 same shards on disk, behind http or in s3 make the same dataset, but for `file`.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.build.merge import check_reject_share, with_limit
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.build.merge import check_reject_share, manifest_of, with_limit
 from data_prep.build.parts import BEGUN, PARTS, forget_parts, own_place, read_record, write_record
+from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
+from data_prep.images.decoding import decoder_version
 from data_prep.index.config import IndexSettings
-from data_prep.index.places import StockShard, list_shards, versions_of
-from data_prep.index.publishing import VERSIONS_NAME, described, finished_plan_hash, publish
-from data_prep.index.reading import DamagedShard, Plan, hash_of, read_or_known
-from data_prep.index.stock import Rule
-from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_prep.index.locate import StockShard, list_shards, opened, version_of, versions_of
+from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
+from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, Manifest, Shard, load_manifest, save_manifest
 from data_prep.progress import progress
-from data_prep.publish import hash_of_json, remove_leftovers, write_json
-from data_prep.settings import Settings, UserError
+from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
+from data_prep.settings import Settings, UserError, printable
+from data_prep.tar import TarError
 from data_prep.workers import Tally, worker_pool
 
 T = TypeVar("T")
+VERSIONS_NAME = "versions.json"
 
 
-class Begun(Settings):
+class UnfinishedIndex(Settings):
     """Whose unfinished index this is."""
 
     kind: str = "index"
     plan_hash: str
 
 
+class DamagedShard(UserError):  # noqa: N818
+    """A tar that is cut or damaged."""
+
+
+class StockRecord(Settings):
+    """What is known of a shard before the classes are: its labels are still numbered as in samples.py."""
+
+    plan_hash: str
+    stamp: str | None
+    rows_sha256: str
+    names: tuple[str, ...]
+    has_numbers: bool
+    raw_size: int | None
+    num_without_key: int
+    goes_on_at: int | None
+    record: ShardRecord
+
+
 def index(settings: IndexSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
-    directory, names = Path(settings.out), settings.class_names()
-    shards = list_shards(settings)
-    plan = _plan(settings, shards, names)
+    directory, shards = Path(settings.out), list_shards(settings)
+    plan = _plan(settings, shards)
     with own_place(directory):
         _claim(plan)
         remove_leftovers(directory, directory / PARTS)
@@ -58,39 +82,28 @@ def index(settings: IndexSettings) -> Manifest:
             manifest = with_limit(directory, manifest, settings.max_reject_share)
         else:
             versions_of(shards, settings)
-            write_record(directory, BEGUN, Begun(plan_hash=plan.hash))
+            write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash))
             records = _in_workers("indexing", read_or_known, [(shard, plan) for shard in shards], settings)
-            manifest = publish(plan, shards, records, names)
+            manifest = publish(plan, shards, records)
         forget_parts(directory)
     check_reject_share(directory, manifest)
     return manifest
 
 
-def _plan(settings: IndexSettings, shards: list[StockShard], names: tuple[str, ...] | None) -> Plan:
-    rule = Rule(
-        image_size=settings.image_size,
-        crop=settings.crop,
-        interpolation=settings.interpolation,
-        label=settings.label,
-        image_member=settings.image_member,
-        ignore_zeros=settings.ignore_zeros,
-        check=settings.check,
-        max_pixels=settings.max_pixels,
-        classes=None if names is None else {name: number for number, name in enumerate(names)},
-        seed=settings.seed,
-    )
+def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
+    names = settings.class_names()
     made = settings.model_dump(mode="json", include={"image_size", "crop", "interpolation", "max_pixels", "seed"})
     config_hash = hash_of_json([settings.dataset_name, described(settings), made, names])
     plan_hash = hash_of_json([config_hash, [[shard.name, shard.file] for shard in shards]])
-    return Plan(Path(settings.out), settings, rule, config_hash, plan_hash)
+    return IndexPlan(settings, names, plan_hash, config_hash)
 
 
 # ---- whose directory --------------------------------------------------------------------------------------------
 
 
-def _claim(plan: Plan) -> None:
+def _claim(plan: IndexPlan) -> None:
     try:
-        begun = read_record(plan.directory, BEGUN, Begun)
+        begun = read_record(plan.directory, BEGUN, UnfinishedIndex)
     except FileNotFoundError:
         return
     except ValueError:
@@ -99,7 +112,7 @@ def _claim(plan: Plan) -> None:
         raise _foreign(plan.directory, "an unfinished")
 
 
-def _refuse_another(plan: Plan, shards: list[StockShard], manifest: Manifest) -> None:
+def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
     same = [(shard.name, shard.file) for shard in stored] == [(shard.name, shard.file) for shard in shards]
     if not same or finished_plan_hash(plan, shards, stored) != manifest.plan_hash:
@@ -112,7 +125,7 @@ def _foreign(directory: Path, state: str) -> UserError:
     )
 
 
-def _refuse_changed(plan: Plan, shards: list[StockShard], manifest: Manifest) -> None:
+def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     """A shard of another version than it was may still be the same (a copy, a touch): then its content says so."""
     path = plan.directory / VERSIONS_NAME
     try:
@@ -159,3 +172,186 @@ def _in_workers(title: str, action: Callable[..., T], jobs: list[tuple[Any, ...]
     if damaged:
         raise DamagedShard(all_in_one(sorted(damaged)))
     return [future.result() for future in futures]
+
+
+# ---- one shard, in a worker process -------------------------------------------------------------------------------
+
+
+def hash_of(shard: StockShard, plan: IndexPlan) -> str:
+    with opened(shard, plan.directory, plan.settings) as (path, _):
+        return sha256_of(path)
+
+
+def read_or_known(shard: StockShard, plan: IndexPlan) -> StockRecord:
+    return _known(shard, plan) or _read(shard, plan)
+
+
+def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
+    """What an interrupted index has found out about a shard that is still the same."""
+    parts = plan.directory / PARTS
+    try:
+        found = read_record(plan.directory, shard.name, StockRecord)
+        whole = (
+            sha256_of(parts / f"{shard.name}.npy") == found.rows_sha256
+            and sha256_of(plan.directory / found.record.shard.paths_file) == found.record.shard.paths_sha256
+        )
+    except (OSError, ValueError):
+        return None
+    if not whole or found.record.shard.name != shard.name or found.plan_hash != plan.hash or found.stamp is None:
+        return None
+    return found if version_of(shard, plan.settings).stamp == found.stamp else None
+
+
+def _read(shard: StockShard, plan: IndexPlan) -> StockRecord:
+    with opened(shard, plan.directory, plan.settings) as (path, version):
+        try:
+            contents = read_shard(path, plan, name=shard.title)
+        except TarError as error:
+            remedy = "" if ";" in str(error) else "; fetch or write it again"
+            raise DamagedShard(f"{shard.place}: {error}{remedy}") from None
+        num_bytes, sha256 = path.stat().st_size, sha256_of(path)
+    rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
+    rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)
+    paths = [f"{shard.title}/{printable(row.key)}" for row in contents.rows]
+    stored = Shard(
+        name=shard.name,
+        file=shard.file,
+        num_samples=len(rows),
+        num_bytes=num_bytes,
+        sha256=sha256,
+        index_sha256="",
+        paths_sha256=write_paths(plan.directory, shard.name, paths),
+    )
+    sums, square_sums, num_pixels = contents.channels.totals
+    record = ShardRecord(
+        plan_hash=plan.hash,
+        num_inputs=len(contents.rows) + len(contents.rejected),
+        shard=stored,
+        class_counts={},
+        channel_sums=sums,
+        channel_square_sums=square_sums,
+        num_pixels=num_pixels,
+        rejected=tuple(contents.rejected),
+    )
+    found = StockRecord(
+        plan_hash=plan.hash,
+        stamp=version.stamp,
+        rows_sha256=rows_sha256,
+        names=tuple(contents.names),
+        has_numbers=contents.has_numbers,
+        raw_size=contents.raw_size,
+        num_without_key=contents.num_without_key,
+        goes_on_at=contents.goes_on_at,
+        record=record,
+    )
+    write_record(plan.directory, shard.name, found)
+    return found
+
+
+# ---- the dataset -------------------------------------------------------------------------------------------------
+
+
+def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> Manifest:
+    _refuse_empty(shards, found)
+    classes, records = _with_classes(plan, shards, found)
+    manifest = _manifest(plan, shards, found, classes, records)
+    write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
+    save_manifest(plan.directory, manifest)
+    _say_what_was_not_read(shards, found)
+    return manifest
+
+
+def described(settings: IndexSettings) -> dict[str, Any]:
+    """For the manifest: how the shards were read."""
+    return {
+        "kind": "index",
+        **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"}),
+    }
+
+
+def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
+    """Of the config and of what is in the shards, wherever they lie."""
+    contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
+    return hash_of_json([plan.config_hash, contents])
+
+
+def _refuse_empty(shards: list[StockShard], found: list[StockRecord]) -> None:
+    for split in sorted({shard.split for shard in shards}):
+        if not sum(part.record.num_inputs for shard, part in zip(shards, found, strict=True) if shard.split == split):
+            raise UserError(f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or KEY.json")
+
+
+def _with_classes(
+    plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]
+) -> tuple[tuple[str, ...], list[ShardRecord]]:
+    """The classes of the dataset, and the records with the index written in their numbers."""
+    words = sorted({word for part in found for word in part.names})
+    if len(words) > MAX_CLASSES:
+        raise UserError(f"label: {plan.settings.label} has {len(words):,} different values; is that the class?")
+    _refuse_mixed(plan, shards, found)
+    number_of = {word: number for number, word in enumerate(words)}
+    top, records = -1, []
+    for part in found:
+        record = part.record
+        rows: NDArray[np.int64] = np.load(plan.directory / PARTS / f"{record.shard.name}.npy", allow_pickle=False)
+        if part.names and len(rows):
+            rows[:, 2] = np.array([number_of[word] for word in part.names], np.int64)[rows[:, 2]]
+        top = max(top, int(rows[:, 2].max(initial=-1)))
+        shard = record.shard.model_copy(update={"index_sha256": write_index(plan.directory, record.shard.name, rows)})
+        records.append(record.model_copy(update={"shard": shard, "class_counts": count_labels(rows[:, 2])}))
+    if plan.names is not None:
+        return plan.names, records
+    return tuple(words) or tuple(str(number) for number in range(top + 1)), records
+
+
+def _refuse_mixed(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> None:
+    pairs = list(zip(shards, found, strict=True))
+    with_words = next((shard.place for shard, part in pairs if part.names), None)
+    with_numbers = next((shard.place for shard, part in pairs if part.has_numbers), None)
+    if with_words is not None and with_numbers is not None:
+        raise UserError(
+            f"label: {plan.settings.label} is a word in {with_words} and a number in {with_numbers}; "
+            "give the words in classes_file, in the order of their numbers"
+        )
+
+
+def _say_what_was_not_read(shards: list[StockShard], found: list[StockRecord]) -> None:
+    cut = [(shard.place, part.goes_on_at) for shard, part in zip(shards, found, strict=True) if part.goes_on_at]
+    if cut:
+        place, at = cut[0]
+        print(
+            f"data_prep: {len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte {at:,}), as tars put "
+            "together with cat do; nothing behind it was read. ignore_zeros=true reads on",
+            file=sys.stderr,
+        )
+
+
+def _manifest(
+    plan: IndexPlan,
+    shards: list[StockShard],
+    found: list[StockRecord],
+    classes: tuple[str, ...],
+    records: list[ShardRecord],
+) -> Manifest:
+    settings = plan.settings
+    raw_sizes = {part.raw_size for part in found if part.record.shard.num_samples}
+    is_raw = raw_sizes == {settings.image_size}
+    if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
+        size = raw_sizes.pop()
+        print(
+            f"data_prep: all pictures are raw ones of {size} px; with image_size={size} they would be read at memory speed",
+            file=sys.stderr,
+        )
+    num_without_key = sum(part.num_without_key for part in found)
+    return manifest_of(
+        settings,
+        records,
+        {shard.name: shard.split for shard in shards},
+        directory=plan.directory,
+        source=described(settings),
+        decoder=decoder_version(),
+        encoding="raw" if is_raw else "keep",
+        classes=classes,
+        num_left_out={"without_key": num_without_key} if num_without_key else {},
+        plan_hash=finished_plan_hash(plan, shards, [record.shard for record in records]),
+    )

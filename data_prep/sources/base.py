@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 
 UNLABELLED = -1
@@ -48,7 +48,7 @@ class Source(ABC):
         return self.settings.model_dump(mode="json", exclude={"path", "md5"})
 
     @abstractmethod
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         """The containers, each path once; raises `SourceError` when the archive is not what it should be."""
 
     @abstractmethod

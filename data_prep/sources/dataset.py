@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.guard import SourceError
-from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings
@@ -52,7 +52,7 @@ class DatasetSource(Source):
         arguments = {name: hash_of_json(given) for name, given in self.settings.splits.items()}
         return self.settings.model_dump(mode="json", exclude={"splits"}) | {"arguments_sha256": arguments}
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         counts = {split: self._len(split) for split in self.settings.splits}
         containers = [
             Container(
@@ -61,7 +61,7 @@ class DatasetSource(Source):
             for split, count in counts.items()
             for start in range(0, count, CHUNK)
         ]
-        return Layout(classes=self._classes(), containers=tuple(containers))
+        return Outline(classes=self._classes(), containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         """The size of a picture is not known before it is fetched, so it is listed as 0."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from data_prep.archives.files import changed_files, list_files, only_folders, read_file
+from data_prep.archives.files import changed_in_folder, list_files, only_folders, read_file
 from data_prep.archives.guard import SourceError
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, Source, by_container, hold_out
 
@@ -32,7 +32,7 @@ class FolderSource(Source):
         super().__init__(settings)
         self.root = Path(settings.path)
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         if not self.root.is_dir():
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds the classes")
         top = only_folders(self.root, of="class")
@@ -58,7 +58,7 @@ class FolderSource(Source):
             for split, found in names.items()
             for name in found
         ]
-        return Layout(classes=classes, containers=tuple(containers))
+        return Outline(classes=classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         assert container.label is not None
@@ -74,4 +74,4 @@ class FolderSource(Source):
         return read_file(self.root, entry)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return changed_files(self.root, container, listed)
+        return changed_in_folder(self.root, container, listed)

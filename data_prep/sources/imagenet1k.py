@@ -25,7 +25,7 @@ from pydantic import Field
 from data_prep.archives.files import kind_of, list_files, read_file
 from data_prep.archives.guard import SourceError, check_md5, stamp_of
 from data_prep.archives.gzipped import read_members
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, Source, by_container
 from data_prep.sources.synsets import (
@@ -82,7 +82,7 @@ class ImageNet1kSource(Source):
             described["real"] = hashlib.sha256(self._real_file().read_bytes()).hexdigest()
         return described
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         if not self.root.is_dir():
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds {TRAIN_TAR}")
         classes: tuple[str, ...] | None = None
@@ -124,7 +124,7 @@ class ImageNet1kSource(Source):
                     )
                 containers += labelled(synsets, classes)
         assert classes is not None
-        return Layout(classes=classes, containers=tuple(containers), beside=tuple(beside))
+        return Outline(classes=classes, containers=tuple(containers), beside=tuple(beside))
 
     def entries(self, container: Container) -> Entries:
         if container.label is not None:

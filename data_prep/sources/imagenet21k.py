@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from data_prep.archives.guard import SourceError
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, Source, by_container, move_to_val
 from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, read_synset
@@ -54,14 +54,14 @@ class ImageNet21kSource(Source):
         excluded = {"path"} if self.settings.processing == "ridnik" else {"path", "min_images", "val_per_class", "seed"}
         return self.settings.model_dump(mode="json", exclude=excluded)
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         if not (self.root / self.place).exists():
             raise SourceError(
                 f"source.path: no {self.settings.path}; give the whole tar, the folder of synset tars, or of synset folders"
             )
         synsets = find_synsets(self.root, self.place, split="train")
         classes = tuple(sorted(synsets))
-        return Layout(classes=classes, containers=tuple(labelled(synsets, classes)))
+        return Outline(classes=classes, containers=tuple(labelled(synsets, classes)))
 
     def entries(self, container: Container) -> Entries:
         return list_synset(self.root, container)

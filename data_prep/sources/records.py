@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, stamp_of
-from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
 from data_prep.sources.base import Source
 
@@ -50,11 +50,11 @@ class RecordSource(Source):
     def load(self) -> Records:
         """The whole archive, checked against its published sums."""
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         stamp = stamp_of(self.files())
         records = _loaded(type(self), self.settings, stamp)
         containers = (Container(path=name, split=batch.split, stamp=stamp) for name, batch in records.batches.items())
-        return Layout(classes=records.classes, containers=tuple(containers))
+        return Outline(classes=records.classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         labels = self._batch(container).labels.tolist()

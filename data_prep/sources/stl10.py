@@ -24,7 +24,7 @@ from data_prep.archives.guard import (
     stamp_of,
 )
 from data_prep.archives.gzipped import open_gzipped_tar
-from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import ppm
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Md5Policy, Source
@@ -70,7 +70,7 @@ class Stl10Source(Source):
         self.path = Path(settings.path)
         self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         stamp = self._stamp()
         self._check_sums()
         files = self._files(stamp)
@@ -87,7 +87,7 @@ class Stl10Source(Source):
         if len(set(classes)) != len(classes) or not classes:
             raise SourceError(f"source.path: {_CLASSES} names no classes, or one twice; download it again")
         self._folds(stamp)  # refused now rather than after all pictures are packed
-        return Layout(classes=classes, containers=tuple(containers))
+        return Outline(classes=classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         count = container.num_bytes // _STRIDE

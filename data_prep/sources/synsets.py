@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.archives.files import changed_files, list_files, read_file, refuse_loose, sort_out
+from data_prep.archives.files import changed_in_folder, list_files, read_file, refuse_loose, sort_out
 from data_prep.archives.guard import SourceError, changed_since, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry
 from data_prep.tar import Member, TarError, members, read_checked
@@ -84,7 +84,7 @@ def read_synset(root: Path, entry: Entry) -> bytes:
 
 def changed_synset(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
     if _is_folder(container):
-        return changed_files(root, container, listed)
+        return changed_in_folder(root, container, listed)
     return changed_since([_file_of(root, container)], container.stamp)
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from pydantic import Field
 
 from data_prep.archives.guard import SourceError
-from data_prep.archives.inventory import Layout
+from data_prep.archives.inventory import Outline
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings
@@ -94,10 +94,10 @@ class SyntheticSource(FolderSource):
     def describe(self) -> dict[str, Any]:
         return self.drawn.model_dump(mode="json", exclude={"images_dir"})
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         with sole_writer(self.root, wait=True):
             self._write_images()
-        return super().layout()
+        return super().outline()
 
     def _write_images(self) -> None:
         begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME

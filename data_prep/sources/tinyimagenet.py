@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from data_prep.archives.files import changed_files, read_file
+from data_prep.archives.files import changed_in_folder, read_file
 from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, refusing, stamp_of
-from data_prep.archives.inventory import Container, Entries, Entry, Layout
+from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.archives.trees import FolderTree, Tree, open_zip_tree
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
@@ -43,7 +43,7 @@ class TinyImageNetSource(Source):
         super().__init__(settings)
         self.path = Path(settings.path)
 
-    def layout(self) -> Layout:
+    def outline(self) -> Outline:
         stamp, tree = self._stamp, self._tree()
         lists = (_WNIDS, _ANNOTATIONS) if self.path.is_dir() else ()
         beside = tuple((name, stamp_of([self.path / name])) for name in lists)
@@ -62,7 +62,7 @@ class TinyImageNetSource(Source):
         containers.append(Container(path="val/images", split="val", stamp=stamp))
         if self.settings.unlabelled_test:
             containers.append(Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp))
-        return Layout(classes=classes, containers=tuple(containers), beside=beside)
+        return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
         tree = self._tree()
@@ -95,7 +95,7 @@ class TinyImageNetSource(Source):
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
         if self.path.is_dir():
-            return changed_files(self.path, container, listed)
+            return changed_in_folder(self.path, container, listed)
         return changed_since([self.path], container.stamp)
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_prep.images.sheet import PAPER, Cell, draw_sheet
+from data_prep.images.sheet import PAPER, LabelledPicture, draw_sheet
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.config import AugmentSettings
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
@@ -69,7 +69,7 @@ def fed_sheet(
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
     levels = ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
     pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
-    cells = [Cell(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
+    cells = [LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
     return draw_sheet(cells, title=title, facts=facts)
 
 

@@ -404,59 +404,28 @@ def test_the_manifest_knows_every_file_by_its_hash(shapes: Path) -> None:
 # ---- mistakes ---------------------------------------------------------------------------------------------------
 
 
-def _no_source(root: Path) -> None:
-    pass
-
-
-def _empty_folder(root: Path) -> None:
-    root.mkdir()
-
-
-def _empty_class(root: Path) -> None:
-    write_classes(root, {"ant": 2})
-    (root / "bee").mkdir()
-
-
-def _class_of_dangling_links(root: Path) -> None:
-    write_classes(root, {"ant": 2})
-    (root / "bee").mkdir()
-    (root / "bee" / "0.jpg").symlink_to("elsewhere")
-    os.mkfifo(root / "bee" / "1.jpg")
-
-
-def _empty_class_of_val(root: Path) -> None:
-    write_classes(
-        root, {"train/ant": 2, "train/bee": 2, "train/cat": 2, "val/ant": 1}
-    )  # a val without cats may be meant
-    (root / "val" / "bee").mkdir()
-
-
-def _empty_classes(root: Path) -> None:
-    (root / "train" / "ant").mkdir(parents=True)
-
-
-def _empty_split(root: Path) -> None:
-    write_classes(root, {"train/ant": 2})
-    (root / "val").mkdir()
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("counts", "folders", "message"),
     [
-        (_no_source, "is not a directory; give the folder that holds the classes"),
-        (_empty_folder, "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
-        (_empty_class, "1 classes of this folder source hold no pictures (bee); remove them, or complete the archive"),
-        (_class_of_dangling_links, "1 classes of this folder source hold no pictures (bee); remove them"),
-        (_empty_class_of_val, "1 classes of this folder source hold no pictures (val/bee); remove them"),
-        (_empty_classes, "split train of this folder source holds no pictures"),
-        (_empty_split, "{source}/val holds no class folders"),
+        ({}, [], "is not a directory; give the folder that holds the classes"),
+        ({}, ["."], "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
+        ({"ant": 2}, ["bee"], "1 classes of this folder source hold no pictures (bee); remove them, or complete the archive"),
+        ({"ant": 2}, ["links"], "1 classes of this folder source hold no pictures (links); remove them"),
+        # a val without cats may be meant
+        ({"train/ant": 2, "train/bee": 2, "train/cat": 2, "val/ant": 1}, ["val/bee"], "hold no pictures (val/bee); remove them"),
+        ({}, ["train/ant"], "split train of this folder source holds no pictures"),
+        ({"train/ant": 2}, ["val"], "{source}/val holds no class folders"),
     ],
-)
+)  # fmt: skip
 def test_a_source_without_pictures_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], counts: dict[str, int], folders: list[str], message: str
 ) -> None:
-    source = tmp_path / "source"
-    make(source)
+    source = write_classes(tmp_path / "source", counts)
+    for folder in folders:
+        (source / folder).mkdir(parents=True)
+    if "links" in folders:
+        (source / "links" / "0.jpg").symlink_to("elsewhere")
+        os.mkfifo(source / "links" / "1.jpg")
     assert build(source, tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert said.startswith("data_prep: source.path: ")

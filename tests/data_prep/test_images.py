@@ -43,14 +43,10 @@ def reason_of(data: bytes) -> str:
 # ---- orientation ------------------------------------------------------------------------------------------------
 
 
-def _as_stored(pixels: Pixels) -> Pixels:
-    return pixels
-
-
 @pytest.mark.parametrize(
     ("orientation", "upright"),
     [
-        (1, _as_stored),
+        (1, lambda pixels: pixels),
         (2, np.fliplr),
         (3, lambda stored: np.rot90(stored, 2)),
         (4, np.flipud),

@@ -154,19 +154,11 @@ def test_what_does_no_harm_is_taken_with_the_same_pixels_and_hides_no_damage(cha
         (0, before_end(b"\xff\xf7"), "Unsupported marker type 0xf7"),
         (0, lambda data, _: data[:-2], "Premature end of JPEG file"),
         (0, lambda data, _: data[:-90] + b"\xff\xd9", "premature end of data segment"),
-        (
-            2,
-            lambda data, _: data.replace(b"\xff\xd1", b"junk" * 9 + b"\xff\xd1", 1),
-            "extraneous bytes before marker 0xd1",
-        ),
+        (2, lambda data, _: data.replace(b"\xff\xd1", b"junk" * 9 + b"\xff\xd1", 1), "extraneous bytes before marker 0xd1"),
         (2, lambda data, _: data.replace(b"\xff\xd1", b"\xff\xd4", 1), "found marker 0xd4 instead of RST1"),
-        (
-            1,
-            lambda data, _: (b"junk" * 9 + b"\xff\xda").join(data.rsplit(b"\xff\xda", 1)),
-            "before marker 0xda",
-        ),
+        (1, lambda data, _: (b"junk" * 9 + b"\xff\xda").join(data.rsplit(b"\xff\xda", 1)), "before marker 0xda"),
     ],
-)
+)  # fmt: skip
 def test_damage_by_its_words(number: int, change: Change, words: str) -> None:
     with pytest.raises(Rejection, match=words):
         decode(change(original(number), np.random.default_rng(3)))

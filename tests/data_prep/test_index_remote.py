@@ -109,12 +109,7 @@ def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: 
     ],
 )
 def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
-    tmp_path: Path,
-    server: tuple[str, Web],
-    fault: str | int,
-    code: int,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, server: tuple[str, Web], fault: str | int, code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, state = server
     state.faults = {NAMES[2]: [fault] * 20}

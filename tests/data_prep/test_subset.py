@@ -251,10 +251,7 @@ def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_pict
     rows = np.load(path)
     rows[3, 0] += 512
     np.save(path, rows)
-    change_manifest(
-        tmp_path / "half",
-        lambda m: m["splits"]["train"]["shards"][1].update(index_sha256=sha256_of(path)),
-    )
+    change_manifest(tmp_path / "half", lambda m: m["splits"]["train"]["shards"][1].update(index_sha256=sha256_of(path)))
     faults = verify(tmp_path / "half").faults
     assert faults == [f"{shard.file}: row 3 of {shard.index_file} points at no picture"]
 

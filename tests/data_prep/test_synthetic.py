@@ -24,7 +24,7 @@ def draw(root: Path, *, num_workers: int = 1, **changes: Any) -> dict[str, bytes
     """The pictures that are drawn into `root`."""
     fields = {"num_classes": 4, "num_train_per_class": 5, "num_val_per_class": 2, "image_size": 16}
     settings = SyntheticSettings(kind="synthetic", images_dir=str(root), **(fields | changes))
-    open_source(settings, num_workers=num_workers).layout()
+    open_source(settings, num_workers=num_workers).outline()
     return pictures(root)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.inventory import Entries, Entry, Layout
+from data_prep.archives.inventory import Entries, Entry, Outline
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
 from data_prep.sources import Source, SourceError
@@ -142,9 +142,9 @@ def written(out: Path, split: str) -> dict[str, Written]:
 
 def listed(source: Source) -> list[Entry]:
     """Every input of a source, in order, without a build."""
-    layout: Layout = source.layout()
+    outline: Outline = source.outline()
     found = []
-    for container in sorted(layout.containers):
+    for container in sorted(outline.containers):
         entries: Entries = source.entries(container)
         columns = (entries.names, entries.offsets.tolist(), entries.sizes.tolist(), entries.labels.tolist())
         found += [Entry(container, *row) for row in sorted(zip(*columns, strict=True))]

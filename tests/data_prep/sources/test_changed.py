@@ -41,11 +41,7 @@ CASES: dict[str, Case] = {
     "cifar": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True), "data_batch_3"),
     "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=True), "fold_indices.txt"),
 }
-WORDS = {
-    "imagenet21k": ["source.processing=raw"],
-    "tinyimagenet": [],
-    "folder": [],
-}
+WORDS = {"imagenet21k": ["source.processing=raw"], "tinyimagenet": [], "folder": []}
 
 
 def build_and(alter: Callable[[], Any], case: Case, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:

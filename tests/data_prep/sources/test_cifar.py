@@ -123,8 +123,8 @@ def test_every_version_gives_the_pictures_and_labels_as_they_were(tmp_path: Path
     ten = version.startswith("cifar-10-")
     of_file, labels = (TEN_PIXELS, TEN_LABELS) if ten else (HUNDRED_PIXELS, FINE_LABELS)
     end = ".bin" if version.endswith("binary") else ""
-    assert source.layout().classes == tuple(TEN if ten else FINE)
-    assert {part.path: part.split for part in source.layout().containers} == {
+    assert source.outline().classes == tuple(TEN if ten else FINE)
+    assert {part.path: part.split for part in source.outline().containers} == {
         f"{name}{end}": "test" if name.startswith("test") else "train" for name in of_file
     }
     entries = listed(source)
@@ -162,7 +162,7 @@ def test_a_build_of_either_version_holds_the_pictures_as_published(tmp_path: Pat
 @pytest.mark.parametrize("version", ["cifar-100-python", "cifar-100-binary"])
 def test_coarse_labels_are_those_of_the_twenty_classes(tmp_path: Path, version: str) -> None:
     source = source_of(archive(tmp_path, version), labels="coarse")
-    assert source.layout().classes == tuple(COARSE)
+    assert source.outline().classes == tuple(COARSE)
     assert [entry.label for entry in listed(source)] == COARSE_LABELS["test"] + COARSE_LABELS["train"]
 
 
@@ -172,7 +172,7 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
     with pytest.raises(
         SourceError, match=f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
     ):
-        source_of(path, md5="published").layout()
+        source_of(path, md5="published").outline()
     monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
     assert len(listed(source_of(path, md5="published"))) == 6 * NUM
 
@@ -182,7 +182,7 @@ def test_an_archive_with_another_sum_is_not_even_opened(tmp_path: Path, monkeypa
     path.write_bytes(b"whatever it is")
     monkeypatch.setattr(cifar, "read_members", None)
     with pytest.raises(SourceError, match=r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off"):
-        source_of(path, md5="published").layout()
+        source_of(path, md5="published").outline()
 
 
 def test_files_of_an_unpacked_python_version_have_sums_of_their_own(
@@ -190,7 +190,7 @@ def test_files_of_an_unpacked_python_version_have_sums_of_their_own(
 ) -> None:
     folder = archive(tmp_path, "cifar-100-python", unpacked=True)
     with pytest.raises(SourceError, match="published is 16019d7e3df5f24257cddd939b257f8d"):
-        source_of(folder, md5="published").layout()
+        source_of(folder, md5="published").outline()
     sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("train", "test", "meta")}
     monkeypatch.setitem(cifar.CIFAR_FILES, "cifar-100-python", sums)
     assert len(listed(source_of(folder, md5="published"))) == 2 * NUM
@@ -226,30 +226,15 @@ def a_batch(**fields: object) -> bytes:
         ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, 2]), "data_batch_1 holds 4 pictures and 3 labels"),
         ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, -2, 3]), "record 2 has the label -2"),
         ("cifar-10-python", "data_batch_1", a_batch(labels="abcd"), "labels is no list of integers"),
-        (
-            "cifar-10-python",
-            "data_batch_1",
-            a_batch(data=pixels(4, 3071)),
-            r"data is uint8 of the shape \(4, 3071\), not",
-        ),
-        (
-            "cifar-10-python",
-            "data_batch_1",
-            a_batch(data=np.zeros((4, 3072), np.int64)),
-            r"data is int64 of the shape \(4, 3072\)",
-        ),
+        ("cifar-10-python", "data_batch_1", a_batch(data=pixels(4, 3071)), r"data is uint8 of the shape \(4, 3071\), not"),
+        ("cifar-10-python", "data_batch_1", a_batch(data=np.zeros((4, 3072), np.int64)), r"data is int64 of the shape \(4, 3072\)"),
         ("cifar-10-python", "data_batch_1", a_batch(data=[1, 2]), "data is no array, not uint8"),
-        (
-            "cifar-10-python",
-            "data_batch_1",
-            python2_pickle({"data": 1}),
-            r"data_batch_1 is cut or damaged \(has no labels\)",
-        ),
+        ("cifar-10-python", "data_batch_1", python2_pickle({"data": 1}), r"data_batch_1 is cut or damaged \(has no labels\)"),
         ("cifar-10-python", "data_batch_1", python2_pickle([1]), r"data_batch_1 is cut or damaged \(is no dict\)"),
         ("cifar-10-python", "batches.meta", python2_pickle({"label_names": [1]}), "label_names is no list of names"),
         ("cifar-10-python", "batches.meta", b"", "batches.meta is cut or damaged"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("unpacked", [False, True])
 def test_a_wrong_file_is_one_clear_line(
     tmp_path: Path, version: str, name: str, data: bytes | None, message: str, unpacked: bool
@@ -261,21 +246,21 @@ def test_a_wrong_file_is_one_clear_line(
         path = tmp_path / "archive.tar.gz"
         path.write_bytes(tar_gz_of(files))
     with pytest.raises(SourceError, match=message) as raised:
-        source_of(path).layout()
+        source_of(path).outline()
     assert str(raised.value).startswith("source.path: ")
     assert "\n" not in str(raised.value)
 
 
 def test_what_is_not_cifar_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"is not there; give the \.tar\.gz as downloaded"):
-        source_of(tmp_path / "nothing").layout()
+        source_of(tmp_path / "nothing").outline()
     with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
-        source_of(tmp_path).layout()
+        source_of(tmp_path).outline()
     (tmp_path / "other.tar.gz").write_bytes(tar_gz_of({"folder/file": b""}))
     with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
-        source_of(tmp_path / "other.tar.gz").layout()
+        source_of(tmp_path / "other.tar.gz").outline()
     with pytest.raises(SourceError, match=r"source\.labels: .* has no coarse labels"):
-        source_of(archive(tmp_path, "cifar-10-binary"), labels="coarse").layout()
+        source_of(archive(tmp_path, "cifar-10-binary"), labels="coarse").outline()
 
 
 def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -284,7 +269,7 @@ def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "cut.tar.gz"
         path.write_bytes(whole[:length])
         with pytest.raises(SourceError, match="download it again"):
-            source_of(path).layout()
+            source_of(path).outline()
 
 
 def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(tmp_path: Path) -> None:
@@ -292,7 +277,7 @@ def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(
     files = ten_binary()
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../../data_batch_1.bin": b""})})
     with pytest.raises(SourceError, match=r"holds data_batch_1\.bin twice"):
-        source_of(path).layout()
+        source_of(path).outline()
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})})
     assert len(listed(source_of(path))) == 6 * NUM
     assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
@@ -301,8 +286,8 @@ def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(
 def test_an_archive_that_changes_or_vanishes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
     path = archive(tmp_path, "cifar-10-binary")
     source = source_of(path)
-    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
-    assert source.layout() == source_of(path).layout()
+    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
+    assert source.outline() == source_of(path).outline()
     entries = listed(source)
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(SourceError, match=r"data_batch_1\.bin/00000: the source has changed since it was listed"):
@@ -335,7 +320,7 @@ def test_nothing_in_a_pickle_is_ever_run(tmp_path: Path, hostile: str) -> None:
     folder = archive(tmp_path, "cifar-10-python", unpacked=True)
     (folder / "test_batch").write_bytes(HOSTILE[hostile].replace(b"{place}", str(place).encode()))
     with pytest.raises(SourceError, match="test_batch is cut or damaged"):
-        source_of(folder).layout()
+        source_of(folder).outline()
     assert not place.exists()
 
 

@@ -153,7 +153,7 @@ def test_an_item_that_cannot_be_used_is_named(items: str, message: str) -> None:
 )
 def test_a_factory_that_fails_is_one_clear_line(factory: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message) as raised:
-        source_of(factory, {"train": arguments}).layout()
+        source_of(factory, {"train": arguments}).outline()
     assert "\n" not in str(raised.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_manifest, load_paths
-from tests.data_prep.samples import read_samples
+from tests.data_prep.samples import read_samples, write_files
 from tests.data_prep.sources.archives import (
     FIRST,
     devkit_files,
@@ -41,8 +41,8 @@ def downloaded(root: Path) -> Path:
 def unpacked(root: Path) -> Path:
     """train as folders, val flat, the development kit unpacked."""
     write_synset_folders(root / "train", COUNTS)
-    _write(root / "val", val_files(5))
-    _write(root, devkit_files(NUMBERS, TRUTH))
+    write_files(root / "val", val_files(5))
+    write_files(root, devkit_files(NUMBERS, TRUTH))
     return root
 
 
@@ -50,17 +50,11 @@ def sorted_by_hand(root: Path) -> Path:
     """What the usual shell script makes: val in synset folders; no development kit needed."""
     write_synset_tars(root / "train", COUNTS)
     for (name, data), label in zip(val_files(5).items(), WANTED, strict=True):
-        _write(root / "val" / FIRST[label], {name: data})
+        write_files(root / "val" / FIRST[label], {name: data})
     return root
 
 
 FORMS = {"downloaded": downloaded, "unpacked": unpacked, "sorted": sorted_by_hand}
-
-
-def _write(root: Path, files: dict[str, bytes]) -> None:
-    for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
 
 
 def build(path: Path, out: Path, *overrides: str) -> int:
@@ -118,77 +112,43 @@ def test_splits_may_be_asked_for_alone(tmp_path: Path) -> None:
     assert load_manifest(tmp_path / "val").classes == FIRST
 
 
-def _without_devkit(root: Path) -> None:
-    (root / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+KIT, VAL, GONE, DANGLING = "ILSVRC2012_devkit_t12.tar.gz", "ILSVRC2012_img_val.tar", None, "a link"
+CUT_META = {"ILSVRC2012_devkit_t12/data/meta.mat": b"MATLAB 5"}
 
 
-def _without_val(root: Path) -> None:
-    (root / "ILSVRC2012_img_val.tar").unlink()
-
-
-def _other_year(root: Path) -> None:
-    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(6)))
-
-
-def _few_pictures(root: Path) -> None:
-    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(4)))
-
-
-def _dangling_val(root: Path) -> None:
-    (root / "ILSVRC2012_img_val.tar").unlink()
-    (root / "ILSVRC2012_img_val.tar").symlink_to("elsewhere")
-
-
-def _dangling_devkit(root: Path) -> None:
-    (root / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-    (root / "ILSVRC2012_devkit_t12.tar.gz").symlink_to("elsewhere")
-
-
-def _odd_name(root: Path) -> None:
-    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of({"picture.JPEG": b"x"}))
-
-
-def _lost_synset(root: Path) -> None:
-    write_whole_tar(root / "ILSVRC2012_img_train.tar", {FIRST[0]: 2, FIRST[1]: 2})
-
-
-def _damaged_devkit(root: Path) -> None:
-    path = root / "ILSVRC2012_devkit_t12.tar.gz"
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def _bad_truth(root: Path) -> None:
-    write_devkit(root, devkit_files(NUMBERS, [1, 2, 3, 1, 77]))
-
-
-def _bad_meta(root: Path) -> None:
-    files = devkit_files(NUMBERS, TRUTH)
-    name = "ILSVRC2012_devkit_t12/data/meta.mat"
-    write_devkit(root, files | {name: files[name][:300]})
+def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
+    """The downloaded archives, one of which is another, or gone, or a link to nowhere."""
+    path = downloaded(root) / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.unlink()
+        if content == DANGLING:
+            path.symlink_to("elsewhere")
+    return root
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("make", "message"),
     [
-        (_without_devkit, "its labels are in ILSVRC2012_devkit_t12.tar.gz; download it into"),
-        (_without_val, "holds neither ILSVRC2012_img_val.tar nor val/"),
-        (_other_year, "is beyond the 5 labels of the development kit"),
-        (_few_pictures, "val has 4 pictures, but labels are known of 5; complete the archive"),
-        (_dangling_val, "ILSVRC2012_img_val.tar is a link to nowhere; mend or remove it"),
-        (_dangling_devkit, "ILSVRC2012_devkit_t12.tar.gz is a link to nowhere; mend or remove it"),
-        (_odd_name, "is not named like a validation picture"),
-        (_lost_synset, f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
-        (_damaged_devkit, "devkit_t12.tar.gz is cut or damaged"),
-        (_bad_truth, "its ground truth is damaged"),
-        (_bad_meta, "its meta.mat cannot be read"),
+        (lambda root: harmed(root, KIT, GONE), f"its labels are in {KIT}; download it into"),
+        (lambda root: harmed(root, VAL, GONE), f"holds neither {VAL} nor val/"),
+        (lambda root: harmed(root, VAL, tar_of(val_files(6))), "is beyond the 5 labels of the development kit"),
+        (lambda root: harmed(root, VAL, tar_of(val_files(4))), "val has 4 pictures, but labels are known of 5; complete"),
+        (lambda root: harmed(root, VAL, DANGLING), f"{VAL} is a link to nowhere; mend or remove it"),
+        (lambda root: harmed(root, KIT, DANGLING), f"{KIT} is a link to nowhere; mend or remove it"),
+        (lambda root: harmed(root, VAL, tar_of({"picture.JPEG": b"x"})), "is not named like a validation picture"),
+        (lambda root: harmed(root, KIT, b"\x1f\x8b\x08" + bytes(99)), f"{KIT} is cut or damaged"),
+        (lambda root: write_whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {FIRST[0]: 2, FIRST[1]: 2}).parent,
+            f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
+        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "its ground truth is damaged"),
+        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "its meta.mat cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_or_damaged_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], message: str
 ) -> None:
-    source = downloaded(tmp_path / "in")
-    harm(source)
-    assert build(source, tmp_path / "out") == 2
+    assert build(make(tmp_path / "in"), tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.startswith("data_prep: source.path: ")
@@ -203,7 +163,7 @@ def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_lin
     (tmp_path / "real.json").write_text(json.dumps([[0]] * 5))
     for words in ([f"source.real={tmp_path / 'real.json'}"], []):
         if not words:
-            _write(source, devkit_files(NUMBERS, TRUTH))
+            write_files(source, devkit_files(NUMBERS, TRUTH))
         assert build(source, tmp_path / "out", *words) == 2
         assert "val has 4 pictures, but labels are known of 5; complete the archive" in capsys.readouterr().err
     shutil.rmtree(source / "val" / FIRST[2])

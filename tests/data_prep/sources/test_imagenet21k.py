@@ -216,7 +216,7 @@ def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> Non
 
     source_path = FORMS["whole tar"](tmp_path)
     source = ImageNet21kSource(ImageNet21kSettings(kind="imagenet21k", path=str(source_path), processing="raw"))
-    container = source.layout().containers[0]
+    container = source.outline().containers[0]
     entries = source.entries(container)
     from data_prep.archives.inventory import Entry
 

@@ -59,10 +59,10 @@ def test_kept_pictures_are_the_same_pixels_in_one_channel(tmp_path: Path) -> Non
 
 def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
     path = write_files(tmp_path / "fashion", files())
-    assert source_of(path, variant="fashion").layout().classes[0] == "T-shirt/top"
+    assert source_of(path, variant="fashion").outline().classes[0] == "T-shirt/top"
     emnist = write_files(tmp_path / "emnist", files(prefix="emnist-letters-", test="test"))
     source = source_of(emnist, variant="other", prefix="emnist-letters-", transposed=True, md5="published")
-    assert source.layout().classes == tuple("0123456789")
+    assert source.outline().classes == tuple("0123456789")
     entries = listed(source)
     assert [entry.label for entry in entries] == [*LABELS["test"], *LABELS["train"]]
     assert source.read(entries[0]) == b"P5\n28 28\n255\n" + PICTURES["test"][0].T.tobytes()
@@ -72,9 +72,9 @@ def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     found = files()
     path = write_files(tmp_path / "mnist", found)
     with pytest.raises(SourceError, match="published is f68b3c2dcbeaaa9fbdd348bbdeb94873"):
-        source_of(path, md5="published").layout()
+        source_of(path, md5="published").outline()
     with pytest.raises(SourceError, match="published is 8d4fb7e6c68d591d4c3dfef9ec88bf0d"):
-        source_of(path, md5="published", variant="fashion").layout()
+        source_of(path, md5="published", variant="fashion").outline()
     sums = {name: hashlib.md5(data).hexdigest() for name, data in found.items()}
     monkeypatch.setitem(mnist.MNIST_FILES, "mnist", sums)
     assert len(listed(source_of(path, md5="published"))) == 10
@@ -83,37 +83,29 @@ def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        (
-            "t10k-labels-idx1-ubyte",
-            None,
-            r"holds no t10k-labels-idx1-ubyte\.gz; give the folder with the four idx files",
-        ),
+        ("t10k-labels-idx1-ubyte", None, r"holds no t10k-labels-idx1-ubyte\.gz; give the folder with the four idx files"),
         ("train-images-idx3-ubyte", idx_of(PICTURES["train"])[:-1], "5,487 values, its header says 7 x 28 x 28"),
         ("train-images-idx3-ubyte", b"\x89PNG" + bytes(20), "begins with 89 50 4e 47, not with 00 00 08 03"),
         ("train-images-idx3-ubyte", idx_of(LABELS["train"]), "begins with 00 00 08 01, not with 00 00 08 03"),
         ("train-images-idx3-ubyte", b"", "begins with , not with 00 00 08 03"),
         ("train-labels-idx1-ubyte", idx_of(LABELS["train"][:6]), "train holds 7 pictures and 6 labels"),
-        (
-            "train-labels-idx1-ubyte",
-            idx_of(LABELS["train"] + 2),
-            "train: record 4 has the label 11, but there are 10 classes",
-        ),
+        ("train-labels-idx1-ubyte", idx_of(LABELS["train"] + 2), "train: record 4 has the label 11, but there are 10 classes"),
         ("train-images-idx3-ubyte", idx_of(pixels(7, 0, 28)), "its header says 7 x 0 x 28"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
     found = {other: body for other, body in files(compressed=False).items() if other != name}
     path = write_files(tmp_path / "mnist", found | ({name: data} if data is not None else {}))
     with pytest.raises(SourceError, match=message) as raised:
-        source_of(path).layout()
+        source_of(path).outline()
     assert str(raised.value).startswith("source.path: ")
 
 
 def test_a_file_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
     path = write_files(tmp_path / "mnist", files())
     source = source_of(path)
-    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
-    assert source.layout() == source_of(path).layout()
+    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
+    assert source.outline() == source_of(path).outline()
     entries = listed(source)
     write_files(path, {"train-labels-idx1-ubyte.gz": b""})
     with pytest.raises(SourceError, match="test/00000: the source has changed since it was listed"):

@@ -95,16 +95,16 @@ def test_the_unlabelled_pictures_can_be_left_out(tmp_path: Path, whole: dict[str
     found = {name: data for name, data in whole.items() if "unlabeled" not in name}
     path = place(tmp_path, found, unpacked=False)
     with pytest.raises(SourceError, match=r"lacks unlabeled_X\.bin; give stl10_binary\.tar\.gz as downloaded"):
-        source_of(path).layout()
+        source_of(path).outline()
     assert {entry.container.split for entry in listed(source_of(path, unlabelled=False))} == {"train", "test"}
 
 
 def test_published_sums_are_asked_for(tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     archive, folder = (place(tmp_path, whole, unpacked=unpacked) for unpacked in (False, True))
     with pytest.raises(SourceError, match="published is 91f7769df0f17e558f3565bffb0c7dfb"):
-        source_of(archive, md5="published").layout()
+        source_of(archive, md5="published").outline()
     with pytest.raises(SourceError, match="published is 918c2871b30a85fa023e0c44e0bee87f"):
-        source_of(folder, md5="published").layout()
+        source_of(folder, md5="published").outline()
     monkeypatch.setattr(stl10, "STL10_ARCHIVE", hashlib.md5(archive.read_bytes()).hexdigest())
     sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in stl10.STL10_FILES}
     monkeypatch.setattr(stl10, "STL10_FILES", sums)
@@ -144,8 +144,8 @@ def test_a_source_that_changes_after_it_was_listed_is_noticed(
 ) -> None:
     path = place(tmp_path, whole, unpacked=unpacked)
     source = source_of(path)
-    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
-    assert source.layout() == source_of(path).layout()
+    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
+    assert source.outline() == source_of(path).outline()
     entry = listed(source)[0]
     changed = path / "test_X.bin" if unpacked else path
     changed.write_bytes(changed.read_bytes() + b"\0")

@@ -130,22 +130,16 @@ LINES = WHOLE[f"{TOP}/{ANNOTATIONS}"]
         (without("val/images"), "val/images"),
         (without("val/images/val_3.JPEG"), r"names pictures that are not there \(val_3\.JPEG\)"),
         (altered("val/images/val_9.JPEG", jpeg(1)), r"lacks pictures that are there \(val_9\.JPEG\)"),
-        (
-            altered(ANNOTATIONS, LINES.replace(b"n01641577", b"n99999999")),
-            "val_3.JPEG has the class 'n99999999', which is not",
-        ),
+        (altered(ANNOTATIONS, LINES.replace(b"n01641577", b"n99999999")), "val_3.JPEG has the class 'n99999999', which is not"),
         (altered(ANNOTATIONS, LINES + LINES.splitlines(keepends=True)[0]), r"names val_0\.JPEG twice"),
         (altered(ANNOTATIONS, b"\xff\xfe"), r"val_annotations\.txt is cut or damaged"),
         (without("train/n01629819"), r"names classes without a folder in train \(n01629819\)"),
         (altered("train/n00000001/images/a.JPEG", jpeg(1)), r"that wnids\.txt does not name \(n00000001\)"),
-        (
-            altered("train/n01629819/images/more/a.JPEG", jpeg(1)),
-            "images/more is a folder where only pictures are published",
-        ),
+        (altered("train/n01629819/images/more/a.JPEG", jpeg(1)), "images/more is a folder where only pictures are published"),
         (altered("wnids.txt", b""), r"wnids\.txt names no classes"),
         (altered("wnids.txt", b"../../etc\n"), r"wnids\.txt names no classes, one twice, or a path"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("unpacked", [False, True])
 def test_what_is_missing_or_too_much_is_named(
     tmp_path: Path, found: dict[str, bytes], message: str, unpacked: bool
@@ -172,7 +166,7 @@ def test_a_sorted_out_val_folder_is_not_taken_for_the_published_one(
 def test_paths_out_of_the_zip_are_refused(tmp_path: Path, name: str) -> None:
     path = place(tmp_path / "deep" / "er", WHOLE | {name: b"x"}, unpacked=False)
     with pytest.raises(SourceError, match="holds the path"):
-        source_of(path).layout()
+        source_of(path).outline()
     assert not [found for found in tmp_path.rglob("*") if found.name.endswith("escaped")]
 
 
@@ -190,7 +184,7 @@ def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "a") as archive:
         archive.writestr(f"{TOP}/wnids.txt", b"other")
     with pytest.raises(SourceError, match=r"holds wnids\.txt twice"):
-        source_of(path).layout()
+        source_of(path).outline()
 
 
 def patched(data: bytes, name: str, *, local: int, central: int, value: int) -> bytes:
@@ -228,16 +222,16 @@ def test_a_cut_zip_and_something_else_are_refused(tmp_path: Path) -> None:
     for mutant in (data[: len(data) // 2], data[:-10], b"", b"no zip", zip_of({"other/file": b""})):
         path.write_bytes(mutant)
         with pytest.raises(SourceError, match=r"download it again|give tiny-imagenet-200\.zip as downloaded"):
-            source_of(path).layout()
+            source_of(path).outline()
     with pytest.raises(SourceError, match=r"is not there; give tiny-imagenet-200\.zip as downloaded"):
-        source_of(tmp_path / "nothing").layout()
+        source_of(tmp_path / "nothing").outline()
 
 
 def test_a_zip_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
     path = place(tmp_path, WHOLE, unpacked=False)
     source = source_of(path)
-    assert all(part.stamp for part in source.layout().containers)  # so that a resume need not list again
-    assert source.layout() == source_of(path).layout()
+    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
+    assert source.outline() == source_of(path).outline()
     entry = listed(source)[0]
     path.write_bytes(zip_of(altered("words.txt", b"")))
     with pytest.raises(SourceError, match="the source has changed since it was listed"):

@@ -6,20 +6,21 @@ and nothing else is opened (stock webdataset would unpickle `.pyd`). Invariant: 
 """
 
 import hashlib
+import json
 import os
 import re
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from data_prep.build.shards import Rejected
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
-from data_prep.index.labels import UNLABELLED, BadSample, label_of
-from data_prep.manifest import CropPolicy, Filter
+from data_prep.index.config import IndexSettings
 from data_prep.settings import printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
@@ -27,6 +28,9 @@ from data_prep.workers import Tally
 PICTURES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")
 )
+MAX_CLASSES = 1 << 20
+UNLABELLED = -1
+_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
 """Of a shard, where not every picture is decoded."""
@@ -34,22 +38,30 @@ _META = re.compile(r"__[^/]*__($|/)")
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How samples are read; picklable."""
+class BadSample(Exception):  # noqa: N818 (expected, like images.Rejection)
+    def __init__(self, reason: str, detail: str):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
-    image_size: int
-    crop: CropPolicy
-    interpolation: Filter
-    label: str
-    """cls, json:FIELD.SUBFIELD or none."""
-    image_member: str | None
-    ignore_zeros: bool
-    check: Literal["decode", "header"]
-    max_pixels: int
-    classes: dict[str, int] | None
-    """The numbers of the names, where a file gives them."""
-    seed: int
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """What a worker needs to know, but for the shard; picklable."""
+
+    settings: IndexSettings
+    names: tuple[str, ...] | None
+    """Of the classes, where a file gives them."""
+    hash: str = ""
+    """Of the config and of the list of shards."""
+    config_hash: str = ""
+
+    @cached_property
+    def numbers(self) -> dict[str, int] | None:
+        return None if self.names is None else {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.settings.out)
 
 
 @dataclass
@@ -60,7 +72,7 @@ class StockSample:
     """More than 1: other keys stand between its members, and a stock reader takes it for several samples."""
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     key: str
     offset: int
     num_bytes: int
@@ -69,7 +81,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Contents:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[IndexRow] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
@@ -98,27 +110,27 @@ def damaged_by(path: Path) -> str | None:
     )
 
 
-def read_shard(path: Path, rule: Rule, *, name: str) -> Contents:
+def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     """Everything that an index says of the shard; `name` stands for it in the paths. Raises TarError."""
     found = Contents()
-    samples = gather(path, found, ignore_zeros=rule.ignore_zeros)
-    chosen = _for_statistics(len(samples), rule, name)
+    samples = gather(path, found, ignore_zeros=plan.settings.ignore_zeros)
+    chosen = _for_statistics(len(samples), plan, name)
     sizes: set[int | None] = set()
     descriptor = os.open(path, os.O_RDONLY)
     try:
         for number, sample in enumerate(samples):
             Tally.add(1)
             try:
-                picture = _picture(sample, rule)
+                picture = _picture(sample, plan)
                 data = _read(descriptor, picture)
-                label = _label(descriptor, sample, rule)
+                label = _label(descriptor, sample, plan)
                 with naming(f"{name}/{printable(sample.key)}"):
-                    size = _look(data, rule, found, decoded=number in chosen)
+                    size = _look(data, plan, found, decoded=number in chosen)
             except (BadSample, Rejection) as bad:
-                found.rejected.append(_rejected(descriptor, sample, rule, bad, name))
+                found.rejected.append(_rejected(descriptor, sample, plan, bad, name))
             else:
                 sizes.add(size)
-                found.rows.append(Row(sample.key, picture.offset, picture.num_bytes, found.number(label)))
+                found.rows.append(IndexRow(sample.key, picture.offset, picture.num_bytes, found.number(label)))
     finally:
         os.close(descriptor)
     found.raw_size = _raw_size(found.rows, sizes)
@@ -146,14 +158,14 @@ def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSamp
     return list(samples.values())
 
 
-def _picture(sample: StockSample, rule: Rule) -> Member:
+def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     suffixes = [suffix for suffix, _ in sample.members]
     double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if double is not None:
         raise BadSample("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
     if sample.num_runs > 1:
         raise BadSample("interleaved", f"its members stand in {sample.num_runs} places with others between them")
-    pictures, listed = _pictures(sample, rule), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
+    pictures, listed = _pictures(sample, plan), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
         raise BadSample("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
     if not pictures:
@@ -163,30 +175,32 @@ def _picture(sample: StockSample, rule: Rule) -> Member:
     return pictures[0]
 
 
-def _pictures(sample: StockSample, rule: Rule) -> list[Member]:
-    wanted = PICTURES if rule.image_member is None else {rule.image_member.lower().lstrip(".")}
+def _pictures(sample: StockSample, plan: IndexPlan) -> list[Member]:
+    wanted = PICTURES if plan.settings.image_member is None else {plan.settings.image_member.lower().lstrip(".")}
     return [member for suffix, member in sample.members if suffix in wanted]
 
 
-def _label(descriptor: int, sample: StockSample, rule: Rule) -> int | str:
-    if rule.label == "none":
+def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
+    if plan.settings.label == "none":
         return UNLABELLED
-    wanted = rule.label.partition(":")[0]
+    wanted = plan.settings.label.partition(":")[0]
     member = next((member for suffix, member in sample.members if suffix == wanted), None)
     if member is None:
         raise BadSample("no_label", f"no member ends in .{wanted}")
     if member.num_bytes > MAX_LABEL_BYTES:
         raise BadSample("bad_label", f"{member.num_bytes:,} bytes")
-    return label_of(_read(descriptor, member), rule.label, classes=rule.classes)
+    return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
 
 
-def _look(data: bytes, rule: Rule, found: Contents, *, decoded: bool) -> int | None:
+def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
     """The size of the picture where it is a raw one; raises Rejection."""
     if not decoded:
-        size_of(data, max_pixels=rule.max_pixels)
+        size_of(data, max_pixels=plan.settings.max_pixels)
         return _raw(data[:32], len(data))
-    image, _ = decode(data, max_pixels=rule.max_pixels)
-    small = resize(image, size=rule.image_size, crop=rule.crop, interpolation=rule.interpolation)
+    image, _ = decode(data, max_pixels=plan.settings.max_pixels)
+    small = resize(
+        image, size=plan.settings.image_size, crop=plan.settings.crop, interpolation=plan.settings.interpolation
+    )
     found.channels.add(small)
     return _raw(data[:32], len(data))
 
@@ -198,7 +212,7 @@ def _raw(head: bytes, num_bytes: int) -> int | None:
     return int(header[1]) if num_bytes == len(header[0]) + 3 * int(header[1]) ** 2 else None
 
 
-def _raw_size(rows: list[Row], sizes: set[int | None]) -> int | None:
+def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
     """A raw shard is an array: pictures of one size, at one distance from each other."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None
@@ -206,10 +220,10 @@ def _raw_size(rows: list[Row], sizes: set[int | None]) -> int | None:
     return sizes.pop() if all((row.offset - BLOCK) % stride == 0 for row in rows) else None
 
 
-def _for_statistics(num_samples: int, rule: Rule, name: str) -> frozenset[int] | range:
-    if rule.check == "decode" or num_samples <= NUM_FOR_STATISTICS:
+def _for_statistics(num_samples: int, plan: IndexPlan, name: str) -> frozenset[int] | range:
+    if plan.settings.check == "decode" or num_samples <= NUM_FOR_STATISTICS:
         return range(num_samples)
-    seed = np.random.SeedSequence([rule.seed, zlib.crc32(name.encode())])
+    seed = np.random.SeedSequence([plan.settings.seed, zlib.crc32(name.encode())])
     chosen = np.random.Generator(np.random.Philox(seed)).choice(num_samples, NUM_FOR_STATISTICS, replace=False)
     return frozenset(chosen.tolist())
 
@@ -221,10 +235,53 @@ def _read(descriptor: int, member: Member) -> bytes:
     return data
 
 
-def _rejected(descriptor: int, sample: StockSample, rule: Rule, bad: BadSample | Rejection, name: str) -> Rejected:
+def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: BadSample | Rejection, name: str) -> Rejected:
     """The hash is that of the picture, or of the first member where there is none."""
-    member = (_pictures(sample, rule) or [sample.members[0][1]])[0]
+    member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
     return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest)
+
+
+# ---- labels: the digits of KEY.cls, or an integer or a word in KEY.json --------------------------------------------
+
+
+def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
+    """A number, or a word where `classes` does not number the words; `kind` is cls or json:FIELD.SUBFIELD. Raises BadSample."""
+    if kind == "cls":
+        if not _NUMBER.fullmatch(data):
+            raise BadSample("bad_label", f"{data[:40]!r} is not an integer")
+        return _number(int(data), classes)
+    value = _field(data, kind.partition(":")[2])
+    return _word(value, classes) if isinstance(value, str) else _number(value, classes)
+
+
+def _field(data: bytes, path: str) -> int | str:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadSample("bad_label", "is not JSON") from None
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise BadSample("no_label", f"its JSON has no {path}")
+        value = value[key]
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise BadSample("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")
+    return value
+
+
+def _number(value: int, classes: dict[str, int] | None) -> int:
+    top = MAX_CLASSES if classes is None else len(classes)
+    if not 0 <= value < top:
+        raise BadSample("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
+    return value
+
+
+def _word(value: str, classes: dict[str, int] | None) -> int | str:
+    name = value.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
+    if classes is None:
+        return name
+    if name not in classes:
+        raise BadSample("unknown_class", f"{name[:100]!r} is not in classes_file")
+    return classes[name]
