@@ -56,7 +56,6 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
     order = np.lexsort((np.arange(len(counts)), -counts))
     present = counts[counts > 0]
     ranked = [[manifest.classes[label], int(counts[label])] for label in order.tolist()]
-    spread = {"min": int(counts.min(initial=0)), "median": float(np.median(counts)), "max": int(counts.max(initial=0))}
     picture_bytes = sum(int(load_index(directory, shard)[:, 1].sum()) for shard in split.shards)
     return {
         "samples": split.num_samples,
@@ -65,7 +64,9 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
         "picture_bytes": picture_bytes,
         "tar_bytes": sum(shard.num_bytes for shard in split.shards),
         "classes": len(present),
-        "per_class": spread if len(present) else None,
+        "per_class": {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
+        if len(present)
+        else None,
         "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
         "largest": ranked[:NUM_EXTREMES] if len(present) else [],
         "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
