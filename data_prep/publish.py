@@ -255,7 +255,7 @@ LOCK = ".lock"
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
     """Holds `directory` against a second writer, and says who holds it; the kernel lets go of the lock however this process ends.
 
-    `notice` is said before a wait.
+    `notice` is printed before a wait.
     """
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
@@ -273,7 +273,7 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _no_locks(directory, error) from None
-        with suppress(OSError):  # a full disk is told by whoever needs it
+        with suppress(OSError):  # whoever needs the disk reports that it is full
             file.truncate(0)
             file.write(json.dumps(asdict(Holder())))
             file.flush()

@@ -1,8 +1,8 @@
 """Shards behind http(s) and in s3, through fsspec: which version stands there, a copy of it for as long as it is read, its bytes.
 
 Invariants: a copy is whole (as long as the server says) or there is none; what may pass is tried again, with a growing pause; what
-will not pass (no such file, no right to it) is said at once. Storage options hold secrets: they go to fsspec alone. Query strings
-may hold secrets, too, not least those that a server redirects to: no error shows one.
+will not pass (no such file, no right to it) is reported at once. Storage options hold secrets: they go to fsspec alone. Query
+strings may hold secrets, too, not least those that a server redirects to: no error shows one.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class RemoteError(OSError):
 
 
 class ContentError(OSError):
-    """A server that delivers other bytes than it should; what it was is told to whoever can say what should be done."""
+    """A server that delivers other bytes than it should; the message goes to whoever knows the remedy."""
 
 
 class StoppedError(Exception):
@@ -49,7 +49,7 @@ class MissingError(UserError):
 
 
 class Version(NamedTuple):
-    """What tells one content of a file from another without reading it."""
+    """What distinguishes one content of a file from another without reading it."""
 
     num_bytes: int | None
     mark: str | None
@@ -168,7 +168,7 @@ def tried(
 ) -> T:
     """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
 
-    `tell` hears what goes wrong: of the first failure, which passes as a rule, only if it took long.
+    `tell` receives what goes wrong: of the first failure, which passes as a rule, only if it took long.
     """
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()

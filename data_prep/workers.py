@@ -1,4 +1,4 @@
-"""The workers of a build: as many processes as asked for, and none outlives the process that started them. A single worker is a
+"""Worker processes of every verb: as many as asked for, and none outlives the process that started them. A single worker is a
 thread of this process, which spares small builds the start of another one.
 
 Without the watch below, workers of a builder that is killed would finish what is queued, into the files of the builder that

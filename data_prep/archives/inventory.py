@@ -39,7 +39,7 @@ class Container(NamedTuple):
     num_bytes: int = 0
     """Where it lies, when it is a part of a larger file."""
     stamp: str = ""
-    """Changes when the container does (size and time of its file); empty where that cannot be told without listing it."""
+    """Changes when the container does (size and time of its file); empty where only listing it can show that."""
 
 
 @dataclass(frozen=True)

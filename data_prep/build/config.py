@@ -34,7 +34,7 @@ class BuildSettings(ImageSpec):
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
-        """Synthetic pictures are written beside the dataset unless told otherwise."""
+        """Synthetic pictures are written beside the dataset unless `images_dir` names another place."""
         if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
             return self
         out = Path(self.out)

@@ -23,7 +23,7 @@ from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.parts import PARTS, forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
-from data_prep.build.workplan import Begun, Workplan, outline_of, load_begun
+from data_prep.build.workplan import Begun, Workplan, load_begun, outline_of
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,

@@ -17,7 +17,7 @@ Ids = NDArray[np.int64]
 def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
     """The positions in `keep`, in the order in which they are chosen.
 
-    The order within a class hangs on the position in the split alone, so what is left out moves nothing else.
+    The order within a class depends on the position in the split alone, so what is left out moves nothing else.
     """
     positions = np.flatnonzero(keep)
     ranks, sizes, classes = _ranks(labels, positions, seed=seed)

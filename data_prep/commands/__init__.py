@@ -1,7 +1,7 @@
 """The verbs of `data_prep`: their options, what they print and their exit codes. What they do is in modules of their own, imported
 when a verb runs, so that help and mistakes cost nothing.
 
-Every verb sets `run` (options -> exit code) and `after_a_stop`, what is said after an interruption or a failing disk.
+Every verb sets `run` (options -> exit code) and `after_a_stop`, what is printed after an interruption or a failing disk.
 """
 
 import argparse

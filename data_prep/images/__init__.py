@@ -1,7 +1,8 @@
 """Pure bytes -> bytes: decode, to RGB, resize, stand upright, encode; a picture that cannot be used is a typed rejection.
 
 Downscaling is antialiased: PIL's bicubic or bilinear with support scaled to the ratio, or OpenCV's INTER_AREA, with which FFCV
-made the pictures of the public checkpoints. What formats, modes and metadata come to is said in `decoding.py` and `colour.py`.
+made the pictures of the public checkpoints. `decoding.py` and `colour.py` define what formats, modes and
+metadata become.
 
 Drafts (`ImageSpec.draft`) save a quarter of the time of a JPEG of 400 pixels. What they cost, held by tests, in levels of 255
 against the picture of a full decode: photographs (made of noise with their spectrum) a mean of at most 1, and nowhere more than 6;

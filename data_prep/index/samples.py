@@ -138,7 +138,7 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
 
 
 def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSample]:
-    """The samples in the order of their first members; `found` hears of what belongs to none."""
+    """The samples in the order of their first members; `found` counts what belongs to none."""
     reason = damaged_by(path)
     if reason is not None:
         raise TarError(reason)

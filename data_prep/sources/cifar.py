@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100, python and binary versions: the .tar.gz as it is downloaded, or the folder that it unpacks to.
 
-Which of the four it is is told by the names of its files. MD5: of the whole .tar.gz, or of each file of a folder of the python
+The names of its files show which of the four it is. MD5: of the whole .tar.gz, or of each file of a folder of the python
 version; no sums are published of the files of the binary version. The sums are checked before an archive is opened or a pickle
 looked at, and of a pickle nothing is imported or called, whatever it names (`_Unpickler`).
 """
@@ -105,7 +105,7 @@ _ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
 
 
 class CifarSettings(Settings):
-    """CIFAR-10 or CIFAR-100, python or binary version; which of them is told by the content."""
+    """CIFAR-10 or CIFAR-100, python or binary version; the content shows which."""
 
     kind: Literal["cifar"]
     path: str

@@ -91,7 +91,7 @@ class ImageNet1kSource(Source):
         kit = self._devkit()
         self._val_labels = kit.val_labels if kit is not None else ()
         if self.settings.real is not None:
-            self._real_labels()  # a mistake in it is told now, not after the packing
+            self._real_labels()  # reports a mistake in it now, not after the packing
         if "train" in self.settings.splits:
             synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
             classes = tuple(sorted(synsets))

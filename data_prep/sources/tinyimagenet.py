@@ -100,7 +100,7 @@ class TinyImageNetSource(Source):
 
     @property
     def _stamp(self) -> str:
-        """Of the zip; a folder cannot be told to be unchanged without listing it."""
+        """Of the zip; only listing shows whether a folder is unchanged."""
         if self.path.is_dir():
             return ""
         if not self.path.is_file():
