@@ -69,7 +69,9 @@ def fed_sheet(
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
     levels = ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
     pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
-    cells = [LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
+    cells = [
+        LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)
+    ]
     return draw_sheet(cells, title=title, facts=facts)
 
 
