@@ -9,14 +9,19 @@ os.environ["CUDA_VISIBLE_DEVICES"] = (
 # Two processes of tests share two cores, and threads that spin while they wait take a third of both.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_prep.cli import main as data_prep
+from tests import soak
 from tests.training import end_commands
 
 REPOSITORY = Path(__file__).parent.parent
@@ -24,12 +29,32 @@ REPOSITORY = Path(__file__).parent.parent
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+STARTS = re.compile(
+    r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|torchrun)\(|--ranks"
+)
+"""Words of a test module, or of a fixture, that starts processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """What starts real runs comes first, or one of the two processes would be left alone with it at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that starts processes, by itself or in its fixtures, gets the mark `processes`: `make check` leaves it out."""
     items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+        ours = [each for each in fixtures if each.__module__.startswith("tests.")]
+        if any(_starts(each) for each in (item.module, *ours)):
+            item.add_marker("processes")
+
+
+@cache
+def _starts(code: Any) -> bool:
+    return STARTS.search(inspect.getsource(code)) is not None
+
+
+def pytest_report_header() -> str:
+    return f"soak: SOAK={soak.FACTOR} SOAK_SEED={soak.FIRST}"
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from PIL import Image
 from data_prep.images import Rejection, decode, decode_square
 from data_prep.images.decoding import decoder_version
 from tests.data_prep.samples import encoded, picture
+from tests.soak import soaked
 
 Change = Callable[[bytes, np.random.Generator], bytes]
 
@@ -67,10 +68,11 @@ def warning_of(data: bytes) -> str | None:
     return None
 
 
+@soaked
 @pytest.mark.parametrize(("damage", "least"), [(cut, 160), (scrambled, 96), (flipped, 24)])
-def test_damage_that_the_decoder_notices_is_rejected_in_its_words(damage: Change, least: int) -> None:
+def test_damage_that_the_decoder_notices_is_rejected_in_its_words(damage: Change, least: int, salt: int) -> None:
     """And in those of no other: the fallback that took it silently is gone."""
-    generator, num_rejected = np.random.default_rng(1), 0
+    generator, num_rejected = np.random.default_rng(1 + salt), 0
     for number in range(160):
         data = damage(original(number), generator)
         warning = warning_of(data)

@@ -14,6 +14,7 @@ from PIL import Image, features
 
 from data_prep.images import ImageSpec, Rejection, convert
 from tests.data_prep.samples import encoded, picture, webp
+from tests.soak import soaked
 
 SIZE = 8
 NUM_PER_SEED = 130
@@ -93,9 +94,10 @@ def outcome(data: bytes) -> tuple[str, str] | bytes:
         return rejection.reason, rejection.detail
 
 
+@soaked
 @pytest.mark.parametrize("mutation", [flip_bits, cut, splice, edit_header])
-def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(mutation: Mutation) -> None:
-    generator = np.random.default_rng(sum(mutation.__name__.encode()))
+def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(mutation: Mutation, salt: int) -> None:
+    generator = np.random.default_rng(salt + sum(mutation.__name__.encode()))
     outcomes: Counter[str] = Counter()
     for whole in seeds().values():
         for _ in range(NUM_PER_SEED):

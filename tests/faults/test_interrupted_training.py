@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from pretrain.checkpoints.checkpoint import fault_of
 from pretrain.checkpoints.run import list_checkpoints
 from tests.moments import Strike, wait_until
+from tests.soak import soaked
 from tests.training import (
     Run,
     final_state,
@@ -63,13 +64,14 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(process.pid).children() if "train" in child.cmdline()]
 
 
+@soaked
 @pytest.mark.parametrize(("precision", "num_kills", "num_steps"), [("fp32", 8, 80), ("bf16", 5, 48)])
 def test_killed_at_any_moment_it_ends_at_the_same_bits(
-    config: Path, undisturbed: Path, tmp_path: Path, precision: str, num_kills: int, num_steps: int
+    config: Path, undisturbed: Path, tmp_path: Path, precision: str, num_kills: int, num_steps: int, salt: int
 ) -> None:
     """Every third kill may come while it starts, each of the others eight steps further; one rank is killed, or both. Checkpoints
     are so frequent that many a kill comes while one is written."""
-    run_dir, generator, words = tmp_path / "run", random.Random(num_kills), ["checkpoint.every=2 steps"]
+    run_dir, generator, words = tmp_path / "run", random.Random(salt or num_kills), ["checkpoint.every=2 steps"]
     if precision == "bf16":
         words += [*BF16, f"train.duration={num_steps} steps"]
         undisturbed = tmp_path / "undisturbed"

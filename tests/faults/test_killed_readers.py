@@ -10,12 +10,14 @@ from data_prep.manifest import load_manifest
 from pretrain.data.reader import open_split
 from tests.faults.reading import GLOBAL_BATCH, WORLDS
 from tests.ranks import REPOSITORY
+from tests.soak import soaked
 
 NUM_KILLS, NUM_STEPS = 20, 250
 
 
-def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path) -> None:
-    words = [str(shapes), str(tmp_path), str(NUM_KILLS), str(NUM_STEPS), "block", "3"]
+@soaked
+def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path, salt: int) -> None:
+    words = [str(shapes), str(tmp_path), str(NUM_KILLS), str(NUM_STEPS), "block", str(salt or 3)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.reading", *words],
         cwd=REPOSITORY,

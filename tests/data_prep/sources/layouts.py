@@ -19,6 +19,7 @@ from data_prep.archives.inventory import Entries, Entry, Outline
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
 from data_prep.sources import Source, SourceError
+from tests.soak import FACTOR, FIRST
 
 Pixels = NDArray[np.uint8]
 
@@ -152,9 +153,9 @@ def listed(source: Source) -> list[Entry]:
 
 
 def mutants(data: bytes, *, count: int, seed: int) -> Iterable[bytes]:
-    """Copies of `data` with flipped, doubled, removed or overwritten bytes, or cut short."""
-    numbers = random.Random(seed)
-    for _ in range(count):
+    """Copies of `data` with flipped, doubled, removed or overwritten bytes, or cut short; more of them under `make soak`."""
+    numbers = random.Random(seed + FIRST)
+    for _ in range(count * FACTOR):
         mutant = bytearray(data)
         for _ in range(numbers.choice([1, 1, 2, 4, 16])):
             place = numbers.randrange(max(1, len(mutant)))

@@ -357,6 +357,7 @@ def test_the_pickles_of_these_tests_are_what_python_reads() -> None:
 # ---- fuzz -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
     folder = archive(tmp_path, "cifar-10-python", unpacked=True)
     rows = pixels(1, 3072)
@@ -380,6 +381,7 @@ def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
     assert sum(1 for _, error in outcomes if error) > 300
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("version", ["cifar-10-python", "cifar-100-binary"])
 def test_mutated_archives_are_read_or_refused(tmp_path: Path, version: str) -> None:
     path = archive(tmp_path, version)

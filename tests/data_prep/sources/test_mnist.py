@@ -112,6 +112,7 @@ def test_a_file_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> N
         source.read(entries[0])
 
 
+@pytest.mark.soak
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
     path = write_files(tmp_path / "mnist", files(compressed=False))
     outcomes = []

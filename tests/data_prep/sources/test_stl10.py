@@ -189,6 +189,7 @@ def test_the_index_of_a_large_archive_stays_within_its_bound(tmp_path: Path) -> 
     assert archive.read(archive.files["body"].offset + 5_000_001, 1000) == body[5_000_001:5_001_001]
 
 
+@pytest.mark.soak
 def test_mutated_archives_and_files_are_read_or_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = place(tmp_path, whole, unpacked=True)
     outcomes = []

@@ -22,6 +22,7 @@ from tests.data_prep.sources.test_tars import (
     with_checksum,
     written,
 )
+from tests.soak import soaked
 
 HANDMADE = {"records": pax(b"12 path=a/b\n", b"10 size=3\n") + packed({"old": b"abc"}, "ustar")[BLOCK:]}
 VALID = {
@@ -70,9 +71,10 @@ def damaged(content: bytes, numbers: random.Random) -> bytes:
     return bytes(data)
 
 
+@soaked
 @pytest.mark.parametrize("kind", VALID)
-def test_a_damaged_tar_is_an_error_or_read_as_tarfile_reads_it(tmp_path: Path, kind: str) -> None:
-    numbers, path = random.Random(f"tars {kind}"), tmp_path / "t.tar"
+def test_a_damaged_tar_is_an_error_or_read_as_tarfile_reads_it(tmp_path: Path, kind: str, salt: int) -> None:
+    numbers, path = random.Random(f"tars {kind} {salt}"), tmp_path / "t.tar"
     num_refused, num_read, num_alike = 0, 0, 0
     assert list(members(written(path, VALID[kind]))) == by_tarfile(path) != []
     for number in range(NUM_EACH):
@@ -106,8 +108,9 @@ def tarfile_stops_before(content: bytes, member: Member) -> bool:
     return False
 
 
-def test_noise_is_an_error_that_costs_no_memory(tmp_path: Path) -> None:
-    numbers, path = random.Random(3), tmp_path / "t.tar"
+@soaked
+def test_noise_is_an_error_that_costs_no_memory(tmp_path: Path, salt: int) -> None:
+    numbers, path = random.Random(3 + salt), tmp_path / "t.tar"
     for _ in range(200):
         huge = with_checksum(numbers.randbytes(124) + b"\x80" + numbers.randbytes(11) + numbers.randbytes(376))
         tracemalloc.start()

@@ -238,6 +238,7 @@ def test_a_zip_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> No
         source.read(entry)
 
 
+@pytest.mark.soak
 def test_mutated_zips_are_read_or_refused(tmp_path: Path) -> None:
     small = {name: data if not name.endswith(".JPEG") else data[:40] for name, data in WHOLE.items()}
     path = place(tmp_path, small, unpacked=False)
