@@ -24,7 +24,7 @@ from finetune.config import ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.run import CONFIG_FILE, Patience, claim, flatten, stacks_dir
+from pretrain.checkpoints.run import CONFIG_FILE, claim, flatten, stacks_dir
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.loop.supervision import watched
@@ -33,6 +33,7 @@ from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
 from pretrain.tracking.tracker import RunIdentity, Tracker
@@ -61,7 +62,7 @@ def session(
     """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named."""
     ranks = settings.ranks
     device = start_accelerator(world, timeout_s=ranks.timeout_s).device
-    with watched(world, timeout_s=ranks.heartbeat_timeout_s, device=device) as heartbeat:
+    with watched(world, ranks, device=device) as heartbeat:
         if checkpoint and not same_on_all_ranks(int(checkpoint.sha256[:15], 16), device=device):
             raise UserError(
                 f"{checkpoint.directory}: the ranks found different weights there (is it still being trained?); "
@@ -70,7 +71,7 @@ def session(
         record = recorded(
             settings,
             run_dir=run_dir,
-            patience=ranks,
+            ranks=ranks,
             tracking=tracking or settings.tracking,
             world=world,
             used=used,
@@ -78,7 +79,7 @@ def session(
             tags={"task": task},
         )
         with record as tracker:
-            heartbeat.watch(stacks_dir(run_dir), hang_timeout_s=ranks.hang_timeout_s)
+            heartbeat.watch(stacks_dir(run_dir))
             try:
                 yield Session(device, tracker)
             except BaseException as error:
@@ -185,7 +186,7 @@ def recorded(
     settings: Settings,
     *,
     run_dir: Path,
-    patience: Patience,
+    ranks: RanksSettings,
     tracking: TrackingSettings,
     world: World,
     used: Sequence[tuple[Part, str]],
@@ -198,7 +199,7 @@ def recorded(
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    with claim(run_dir, settings, is_first=True, patience=patience, stop=stop):
+    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop):
         tracker = _open_tracker(settings, run_dir, tracking, used, checkpoint, tags)
         try:
             yield tracker

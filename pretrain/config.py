@@ -14,6 +14,7 @@ from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import expand_preset
 from pretrain.models.spec import ModelSpec
+from pretrain.ranks.settings import RanksSettings
 
 Interpolation = Literal["bilinear", "bicubic", "area", "random"]
 PaddingMode = Literal["constant", "reflect"]
@@ -280,7 +281,7 @@ class TrainSettings(Settings):
     """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
 
 
-class EngineSettings(Settings):
+class EngineSettings(RanksSettings):
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """fp16 scales its loss dynamically and skips the steps that overflow."""
@@ -292,19 +293,6 @@ class EngineSettings(Settings):
     activation_checkpointing: bool = False
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    timeout_s: float = Field(600.0, gt=0)
-    """A collective that waits longer than this ends the run: a rank is stuck or gone."""
-    heartbeat_timeout_s: float = Field(60.0, ge=1)
-    """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it. (One that has died
-    is noticed within a second.) Longer than any call that keeps Python from running its threads."""
-    lock_wait_s: float = Field(180.0, ge=0)
-    """A start that finds the run held by another waits so long for it, at most half of timeout_s. The lock of a node that is lost
-    goes with its lease: an NFSv4 server of Linux may drop it after 90 s without a word, and does so within another 90; Lustre
-    evicts a client that it has not heard of for 150 s (one and a half times obd_timeout, 100 s by default)."""
-    hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any progress (a step, a batch of the evaluation, a piece of a checkpoint, ...) after which the run counts as
-    hung: all ranks leave their stacks in RUN/stacks and end, and the one that is behind is named. Longer than the longest of these,
-    the first step with its compilation too; shorter than timeout_s, which leaves no stacks. 0 or null: never."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":

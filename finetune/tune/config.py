@@ -21,9 +21,10 @@ from pretrain.config import (
     check_best,
     check_schedule,
 )
+from pretrain.ranks.settings import RanksSettings
 
 
-class TuneEngineSettings(Settings):
+class TuneEngineSettings(RanksSettings):
     """accelerate's data parallelism."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -33,14 +34,6 @@ class TuneEngineSettings(Settings):
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
     """torch.compile the model: minutes at the first step, faster steps afterwards."""
-    timeout_s: float = Field(600.0, gt=0)
-    """A collective that waits longer than this ends the run: a rank is stuck or gone."""
-    heartbeat_timeout_s: float = Field(60.0, ge=1)
-    """A rank that says nothing for so long is frozen, or its node is lost: the others end at once and name it."""
-    lock_wait_s: float = Field(180.0, ge=0)
-    """A start that finds the run held by another waits so long for it, as in pretraining; at most half of timeout_s."""
-    hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any progress after which the run counts as hung, as in pretraining. 0 or null: never."""
 
 
 class TuneSettings(Settings):

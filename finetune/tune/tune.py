@@ -35,13 +35,12 @@ from pretrain.tracking.run_tags import target_of
 def tune(settings: TuneSettings, world: World, *, group: Path | None = None) -> Outcome:
     """Runs, or goes on with, one run; `group`: the run directory of what it is a repetition of."""
     stop, engine = StopFlag().install(), settings.engine
-    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, patience=engine, stop=stop)):
+    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, ranks=engine, stop=stop)):
         weights = Checkpoint.open(settings.pretrained)
         training = settings.as_training(weights.card)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
-        timeout_s = training.engine.heartbeat_timeout_s
-        with watched(world, timeout_s=timeout_s, device=accelerator.device) as heartbeat:
+        with watched(world, engine, device=accelerator.device) as heartbeat:
             if any_rank(stop.raised_by is not None, device=accelerator.device):
                 return Outcome(0, False, None, 0.0)
             task = prepare(settings, training, world, weights=weights, accelerator=accelerator, stop=stop, group=group)
@@ -64,7 +63,7 @@ def tune_repeatedly(settings: TuneSettings, world: World) -> bool:
         place = recorded(
             settings,
             run_dir=run_dir,
-            patience=settings.engine,
+            ranks=settings.engine,
             tracking=settings.tracking,
             world=world,
             used=used,

@@ -18,12 +18,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.publish import write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
 from pretrain.ranks.preemption import StopFlag
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
@@ -184,16 +185,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-class Patience(Protocol):
-    @property
-    def lock_wait_s(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
-
-
 @contextmanager
 def claim(
-    run_dir: Path, settings: Settings, *, is_first: bool, patience: Patience, stop: StopFlag | None = None
+    run_dir: Path, settings: Settings, *, is_first: bool, ranks: RanksSettings, stop: StopFlag | None = None
 ) -> Iterator[None]:
     """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
     another start and `stop` is raised."""
@@ -201,7 +195,7 @@ def claim(
         yield
         return
     with started(
-        run_dir, lock_wait_s=min(patience.lock_wait_s, patience.timeout_s / 2), stop=stop
+        run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop
     ):  # the other ranks wait meanwhile
         check_settings(run_dir, settings)
         write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())

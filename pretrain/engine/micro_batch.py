@@ -256,9 +256,9 @@ class Trial:
         return found
 
     def _clean_up(self) -> None:
-        """So that neither the next size nor the driver meets what is left of this one."""
-        gc.collect()
+        """So that neither the next size nor the driver meets what is left of this one on a GPU."""
         if self.on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _copy_of(self, model: nn.Module) -> nn.Module:

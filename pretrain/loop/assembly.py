@@ -95,7 +95,6 @@ class Task:
             show_filters=self.show_filters,
             title=run_dir.name,
             seed=settings.train.seed,
-            hang_timeout_s=settings.engine.hang_timeout_s,
         )
 
     @cached_property

@@ -23,6 +23,7 @@ from pretrain.ranks.collectives import all_sum, any_rank, highest, same_on_all_r
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import Heartbeat
 from pretrain.ranks.preemption import LAST_WRITE_S
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World
 from pretrain.tracking.node import node_report
 from pretrain.tracking.tracker import Status
@@ -31,9 +32,9 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def watched(world: World, *, timeout_s: float, device: torch.device) -> Iterator[Heartbeat]:
+def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> Iterator[Heartbeat]:
     """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
-    heartbeat = Heartbeat(world, timeout_s=timeout_s)
+    heartbeat = Heartbeat(world, ranks)
     heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     try:
         yield heartbeat
@@ -54,7 +55,7 @@ def supervise(
         if stopped:
             trainer.tracker.close("KILLED")
 
-    heartbeat.watch(stacks_dir(trainer.run_dir), hang_timeout_s=trainer.hang_timeout_s)
+    heartbeat.watch(stacks_dir(trainer.run_dir))
     heartbeat.attend(
         at_end=at_end,
         stuck_wait_s=trainer.stop.stuck_wait_s,

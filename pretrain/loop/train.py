@@ -27,12 +27,12 @@ from pretrain.ranks.world import World
 def train(settings: PretrainSettings, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
     stop = StopFlag().install()
-    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, patience=settings.engine, stop=stop)):
+    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, ranks=settings.engine, stop=stop)):
         data = load_training_data(settings.data)
         log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
         device = start_distributed(world, timeout_s=settings.engine.timeout_s)
-        with watched(world, timeout_s=settings.engine.heartbeat_timeout_s, device=device) as heartbeat:
-            heartbeat.watch(stacks_dir(settings.run_dir), hang_timeout_s=settings.engine.hang_timeout_s)
+        with watched(world, settings.engine, device=device) as heartbeat:
+            heartbeat.watch(stacks_dir(settings.run_dir))
             if any_rank(stop.raised_by is not None, device=device):
                 return Outcome(0, False, None, 0.0)
             return supervise(prepare(settings, data, world, device=device, stop=stop).trainer(), heartbeat)

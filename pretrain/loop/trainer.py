@@ -82,8 +82,6 @@ class Trainer:
     """What the first layer looks at, at the start and at each evaluation; called by every rank."""
     title: str
     seed: int
-    hang_timeout_s: float | None
-    """Without any progress; see hangs.py for what counts."""
 
     def fit(self, start: TrainerState) -> Outcome:
         step, scores, began_s = start.step, None, time.monotonic()

@@ -2,8 +2,8 @@
 
 A thread of each rank holds a TCP connection to the first rank's, whichever launcher started them; it carries JSON objects, one per
 line, never pickle. Messages without the token of this run are ignored.
-1. Each end beats. A connection that closes without a goodbye is a dead rank; one that is silent for `timeout_s` is a frozen rank or
-   a lost node; a rank that fails by itself reports that before it goes.
+1. Each end beats. A connection that closes without a goodbye is a dead rank; one that is silent for `heartbeat_timeout_s` is a
+   frozen rank or a lost node; a rank that fails by itself reports that before it goes.
 2. The first rank sends the verdict to all, and prints the line; every rank ends with exit code 1, wherever its main thread hangs.
    If the first rank itself is gone, all see it by themselves, and the first survivor of each node prints the line.
 3. A rank that was told to stop, but waits for data that does not come, ends all with exit code 0.
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.ranks.hangs import ARMED_SHARE, PROGRESS, HangWatch, Verdict
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
@@ -110,9 +111,10 @@ def listen(address: str, *, is_one_node: bool) -> socket.socket:
 class Heartbeat:
     """Call `start` on all ranks together, and `stop` when this rank's work is done. A single rank has nothing but `watch`."""
 
-    def __init__(self, world: World, *, timeout_s: float):
-        self._world, self._timeout_s = world, timeout_s
-        self._interval_s = min(2.0, timeout_s / 4)
+    def __init__(self, world: World, ranks: RanksSettings):
+        self._world, self._timeout_s = world, ranks.heartbeat_timeout_s
+        self._hang_timeout_s = ranks.hang_timeout_s or 0.0
+        self._interval_s = min(2.0, self._timeout_s / 4)
         self._me = Peer.myself(world.rank)
         self._token = ""
         self._listener: socket.socket | None = None
@@ -160,11 +162,11 @@ class Heartbeat:
         self._begin()
         return self
 
-    def watch(self, directory: Path, *, hang_timeout_s: float | None) -> None:
-        """From now on this rank has to progress, unless the timeout is 0 or None; stacks go to `directory`. Once is enough."""
-        if self._watch is None and (self._thread is not None or (self._is_alone and hang_timeout_s)):
-            armed_s = (hang_timeout_s or 0.0) if self._is_alone else ARMED_SHARE * self._timeout_s
-            self._watch = HangWatch(directory, self._world, self._me, timeout_s=hang_timeout_s or 0.0, armed_s=armed_s)
+    def watch(self, directory: Path) -> None:
+        """From now on this rank has to progress, unless hang_timeout_s is 0 or None; stacks go to `directory`. Once is enough."""
+        if self._watch is None and (self._thread is not None or (self._is_alone and self._hang_timeout_s)):
+            armed_s = self._hang_timeout_s if self._is_alone else ARMED_SHARE * self._timeout_s
+            self._watch = HangWatch(directory, self._world, self._me, timeout_s=self._hang_timeout_s, armed_s=armed_s)
             if self._thread is None:
                 self._begin()
 

@@ -62,7 +62,7 @@ def test_the_status_is_how_it_ended(
         with recorded(
             settings,
             run_dir=run_dir,
-            patience=settings.ranks,
+            ranks=settings.ranks,
             tracking=settings.tracking,
             world=World(0, 0, 1),
             used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],

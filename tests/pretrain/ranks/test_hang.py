@@ -15,6 +15,7 @@ import pytest
 from pretrain.augment.feed import Fed, Feed
 from pretrain.ranks.hangs import PROGRESS, Progress, Standing, Standings, Verdict
 from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import Peer, read_world
 from tests import training
 from tests.forked import begin, environments, wait
@@ -84,8 +85,9 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
             time.sleep(0.01)
         return [int(word) for word in (place / "facts").read_text().split()]
 
-    heartbeat = Heartbeat(world, timeout_s=silence_timeout_s).start(announce)
-    heartbeat.watch(place / "stacks", hang_timeout_s=hang_timeout_s)
+    settings = RanksSettings(heartbeat_timeout_s=silence_timeout_s, hang_timeout_s=hang_timeout_s)
+    heartbeat = Heartbeat(world, settings).start(announce)
+    heartbeat.watch(place / "stacks")
     PROGRESS.mark("waiting for data", step=1234)
     (place / f"ready-{world.rank}").touch()
     while len(list(place.glob("ready-*"))) < world.num_ranks:

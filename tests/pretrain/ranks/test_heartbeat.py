@@ -19,6 +19,7 @@ import pytest
 
 from pretrain.ranks.heartbeat import LONGEST_LINE, Heartbeat, Message, Wire, encoded, listen
 from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import Peer, World, read_world
 from tests.forked import begin, environments, wait
 
@@ -39,7 +40,7 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
 
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(str(world.rank)) == "waits"
-    heartbeat = Heartbeat(world, timeout_s=timeout_s)
+    heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=timeout_s))
     heartbeat.attend(
         at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
         stuck_wait_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
@@ -226,7 +227,7 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
     """Only who has sent something is read; and who comes after a goodbye may get the same descriptor."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
-    heartbeat = Heartbeat(World(0, 0, 21), timeout_s=60)
+    heartbeat = Heartbeat(World(0, 0, 21), RanksSettings())
     heartbeat.attend(received=lambda rank, report: heard.append(rank))
 
     def announce(numbers: list[int]) -> list[int]:
@@ -284,7 +285,7 @@ def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None
 
 def test_a_world_of_one_starts_nothing() -> None:
     before = threading.active_count()
-    heartbeat = Heartbeat(read_world({}), timeout_s=60).start(lambda numbers: numbers)
+    heartbeat = Heartbeat(read_world({}), RanksSettings()).start(lambda numbers: numbers)
     assert threading.active_count() == before
     heartbeat.blame(ValueError("x"))
     heartbeat.stop()
