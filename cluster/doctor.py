@@ -1,39 +1,55 @@
-"""Whether jobs can run here as cluster/site.env has it: every check in turn, as a table. Started by the script cluster/doctor.
+"""Whether jobs can run here as cluster/site.env has it: Python, what sbatch says, partition, time limit; and of one submission its
+config, data and batch. Started by the script cluster/doctor, which reads site.env.
 
-Reads, and asks SLURM; all that is written are small files in runs/ and jobs/, which are removed again. Nothing is submitted, unless
-`--on-nodes` asks for it.
+Asks `sbatch --test-only` and `scontrol show`; nothing is submitted or changed. Imports nothing that must be installed: that may be
+what is missing. Account and QOS are checked where SLURM's accounting is: in `sbatch --test-only`.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from cluster.checks.files import check_files, check_interfaces, check_python, check_repository
-from cluster.checks.finding import Finding, summary, table
-from cluster.checks.job import check_job
-from cluster.checks.nodes import check_nodes
-from cluster.checks.site import read_site
-from cluster.checks.slurm import check_slurm
-from cluster.slurm import read_submission
+from cluster.slurm import SlurmError, Submission, facts, read_submission, slurm
 
 USAGE = """\
-cluster/doctor [--on-nodes] [sbatch options] [cluster/NAME.slurm CONFIG key=value ...]
+cluster/doctor [sbatch options] [cluster/NAME.slurm CONFIG key=value ...]
 
-Says whether jobs can run here as cluster/site.env has it. Nothing is submitted or changed.
+Checks whether jobs can run here as cluster/site.env has it. Nothing is submitted or changed.
 With the words of a submission (what would follow cluster/submit) it checks that submission.
-  --on-nodes   also runs a job of a minute on one node (with --nodes N on N), and looks from there
 Ends with 1 when there is a FAULT, otherwise with 0."""
+SIGNAL_LEAD_MIN = 5.0
+"""How long before the time limit a job is told to save (--signal=...@300)."""
+REMEDIES = {
+    "partition name": "SBATCH_PARTITION in site.env, or --partition: sinfo -o '%P' lists them",
+    "account": "SBATCH_ACCOUNT in site.env: yours are in sacctmgr show assoc user=$USER format=account,partition,qos",
+    "qos": "SBATCH_QOS in site.env: yours are in sacctmgr show assoc user=$USER format=account,qos",
+    "time limit": "SBATCH_TIMELIMIT in site.env: sinfo -o '%P %l' lists the longest",
+    "node configuration": "fewer or other nodes, CPUs (--cpus-per-task), GPUs or memory: see sinfo -o '%P %D %c %m %G'",
+    "node count": "--nodes: sinfo -o '%P %D' lists how many there are",
+    "gres": "--gpus-per-node or --gres: sinfo -o '%P %G' lists what there is",
+}
+"""What mends SLURM's best known complaints."""
+
+
+class Finding(NamedTuple):
+    check: str
+    verdict: str
+    """ok, warning, or FAULT: it stops jobs or spoils them."""
+    found: str
+    remedy: str = ""
 
 
 def main(arguments: list[str]) -> int:
-    submission = read_submission([word for word in arguments if word != "--on-nodes"])
-    if "-h" in submission.options or "--help" in submission.options:
+    submission = read_submission(arguments)
+    if {"-h", "--help"} & set(submission.options):
         print(USAGE)
         return 0
-    if submission.option("--nodes", "-N") == "":
-        print("cluster/doctor: --nodes needs a number of nodes; a look from a node is --on-nodes", file=sys.stderr)
-        return 1
     stray = [word for word in submission.options if Path(word).suffix in (".yaml", ".yml")]
     if stray and submission.script is None:
         print(
@@ -43,32 +59,193 @@ def main(arguments: list[str]) -> int:
         return 1
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     findings: list[Finding] = []
+    for check in (check_python, check_slurm, check_job):
+        for finding in check(submission, os.environ):
+            findings.append(finding)
+            print(in_lines(finding, width=width), flush=True)  # at once, for some checks take seconds
+    faults, warnings = (sum(each.verdict == verdict for each in findings) for verdict in ("FAULT", "warning"))
+    print(
+        f"\nfaults: {faults}, warnings: {warnings}{'; jobs will not run well until the faults are mended' if faults else ''}"
+    )
+    return 1 if faults else 0
 
-    def show(found: list[Finding]) -> list[Finding]:
-        """At once, for some checks take seconds."""
-        findings.extend(found)
-        if found:
-            print(table(found, width=width), flush=True)
-        return found
 
-    show(check_repository())
-    site = read_site()
-    show(list(site.findings))
-    show(check_python(site.environment))
-    show(check_files())
-    show(check_interfaces(site.environment))
-    slurm = show(check_slurm(submission, site.environment))
-    show(check_job(submission, site.environment))
-    if "--on-nodes" in arguments and not any(
-        finding.check == "SLURM" and finding.verdict == "FAULT" for finding in slurm
+def in_lines(finding: Finding, *, width: int) -> str:
+    indent = " " * 21
+    parts = [(f"{finding.verdict:<8} {finding.check:<11} ", indent, finding.found)]
+    parts += [(f"{indent}-> ", f"{indent}   ", finding.remedy)] if finding.remedy else []
+    lines = []
+    for first, later, text in parts:
+        wrapper = textwrap.TextWrapper(width, first, later, break_long_words=False, break_on_hyphens=False)
+        lines += wrapper.wrap(" ".join(text.split()))
+    return "\n".join(lines)
+
+
+# ---- Python -----------------------------------------------------------------------------------------------------------
+
+
+def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]:
+    """The container if one is set, otherwise .venv."""
+    apptainer, pyxis = environment.get("APPTAINER_IMAGE", ""), environment.get("PYXIS_IMAGE", "")
+    if apptainer and pyxis:
+        text = "both APPTAINER_IMAGE and PYXIS_IMAGE are set"
+        return [Finding("python", "FAULT", text, "keep one of them in cluster/site.env")]
+    image = apptainer or pyxis
+    if (
+        image
+        and (apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh"))
+        and not os.access(image, os.R_OK)
     ):
-        show(check_nodes(submission, site.environment))
-    print("\n" + in_width(summary(findings), width))
-    return 1 if any(finding.verdict == "FAULT" for finding in findings) else 0
+        return [Finding("python", "FAULT", f"{image}: no such readable image", "docs/cluster.md says how to make one")]
+    if apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
+        remedy = "it may be a module: write module load apptainer into cluster/site.env"
+        return [Finding("python", "FAULT", "neither apptainer nor singularity is in PATH", remedy)]
+    if image:
+        return [Finding("python", "ok", f"in the container {image}")]
+    stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
+    if not os.access(".venv/bin/python", os.X_OK):
+        return [Finding("python", "FAULT", "no .venv, and no container image is set", "sh install.sh")]
+    if not stamp.exists():
+        return [Finding("python", "FAULT", ".venv is half installed: its last step is missing", "sh install.sh")]
+    if lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime and not _installed_from(lock):
+        return [
+            Finding("python", "FAULT", ".venv is older than requirements.lock", "sh install.sh brings it up to date")
+        ]
+    return [Finding("python", "ok", ".venv is whole and as new as requirements.lock")]
 
 
-def in_width(text: str, width: int) -> str:
-    return text if len(text) <= width else text.replace(": ", ":\n", 1)
+def _installed_from(lock: Path) -> bool:
+    """Whether install.sh took these very lines: a checkout gives files new dates without changing them."""
+    taken = Path(".venv/all.lock")
+    without_pillow = re.sub(r"^pillow(?:.*\\\n)*.*\n", "", lock.read_text(), flags=re.MULTILINE)
+    return taken.exists() and taken.read_text() == without_pillow
+
+
+# ---- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def check_slurm(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
+    missing = [program for program in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(program) is None]
+    if missing:
+        remedy = "module load slurm, or ask the site; for this machine alone: make study"
+        return [Finding("SLURM", "FAULT", f"no {', '.join(missing)} in PATH", remedy)]
+    try:
+        lines = slurm("scontrol", "-o", "show", "partition").splitlines()
+    except SlurmError as error:
+        remedy = "wait, or ask the site; SLURM_CONF must lead to its slurm.conf"
+        return [Finding("SLURM", "FAULT", f"the controller does not answer: {error}", remedy)]
+    partitions = {each["PartitionName"]: each for each in map(facts, lines)}
+    if submission.script and not Path(submission.script).is_file():
+        scripts = ", ".join(sorted(str(path) for path in Path("cluster").glob("*.slurm")))
+        return [Finding("submission", "FAULT", f"{submission.script}: no such file", f"there are {scripts}")]
+    scripts_checked = [Path(submission.script)] if submission.script else sorted(Path("cluster").glob("*.slurm"))
+    findings = []
+    for script in scripts_checked:
+        words = ["sbatch", "--test-only", *submission.options, str(script), *submission.arguments]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        answer = (done.stderr.strip().splitlines() or ["no answer"])[-1]  # SLURM's own words, as they are
+        remedy = next(
+            (each for key, each in REMEDIES.items() if key in answer.lower()),
+            "mend SBATCH_... in site.env, or the options",
+        )
+        if done.returncode:
+            findings.append(Finding("submission", "FAULT", f"sbatch refuses {script.name}: {answer}", remedy))
+        elif submission.script:
+            findings.append(Finding("submission", "ok", answer.removeprefix("sbatch: ")))
+    if not findings:
+        findings.append(Finding("submission", "ok", "sbatch would take every job script"))
+    default = next((name for name, each in partitions.items() if each.get("Default") == "YES"), "")
+    chosen = submission.option("--partition", "-p") or environment.get("SBATCH_PARTITION") or default
+    for name in [name for name in chosen.split(",") if name in partitions]:
+        state = partitions[name].get("State", "UP")
+        if state != "UP":
+            text = f"partition {name} is {state}: nothing starts there"
+            findings.append(Finding("partition", "FAULT", text, "another partition, or wait: sinfo"))
+        asked = submission.option("--time", "-t") or environment.get("SBATCH_TIMELIMIT")
+        findings.append(judge_time_limit(name, partitions[name], asked=asked))
+    return findings
+
+
+def judge_time_limit(name: str, partition: Mapping[str, str], *, asked: str | None) -> Finding:
+    longest = minutes_of(partition.get("MaxTime", "UNLIMITED")) or float("inf")
+    limit = minutes_of(asked) if asked else minutes_of(partition.get("DefaultTime", "NONE")) or longest
+    if limit is None:
+        return Finding("time limit", "FAULT", f"{asked} is no time", "minutes, hours:minutes:seconds, or days-hours")
+    text = f"partition {name}: a start of a job lasts {in_words(limit)}"
+    if limit > longest:
+        return Finding("time limit", "FAULT", text, f"--time or SBATCH_TIMELIMIT: at most {in_words(longest)}")
+    if limit <= 2 * SIGNAL_LEAD_MIN:
+        remedy = f"--time or SBATCH_TIMELIMIT: longer; jobs save and end {SIGNAL_LEAD_MIN:.0f} min before it"
+        return Finding("time limit", "FAULT", text, remedy)
+    if limit < 60 and not asked:
+        remedy = f"that is the site's default; SBATCH_TIMELIMIT may be up to {in_words(longest)}"
+        return Finding("time limit", "warning", text, remedy)
+    if limit == float("inf"):
+        return Finding("time limit", "ok", f"partition {name} has none")
+    return Finding(
+        "time limit", "ok", f"{text}, saves {SIGNAL_LEAD_MIN:.0f} min before its end, and goes on in a new start"
+    )
+
+
+def minutes_of(text: str) -> float | None:
+    """Of `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m` or `d-h:m:s`; inf without a limit; None if it is none of these."""
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return float("inf")
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if match is None:
+        return None
+    days, first, second, third = (int(part) if part else None for part in match.groups())
+    if days is not None or third is not None:  # hours come first
+        return (days or 0) * 1440 + (first or 0) * 60 + (second or 0) + (third or 0) / 60
+    return (first or 0) + (second or 0) / 60
+
+
+def in_words(minutes: float) -> str:
+    for unit, size in (("d", 1440), ("h", 60)):
+        if 2 * size <= minutes < float("inf"):
+            return f"{minutes / size:.3g} {unit}"
+    return "no limit" if minutes == float("inf") else f"{minutes:.3g} min"
+
+
+# ---- one submission ---------------------------------------------------------------------------------------------------
+
+
+def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
+    """`cluster.submit --check` answers, with the Python that jobs use: config, data, and what is in the queue already."""
+    if submission.script is None or not Path(submission.script).is_file():
+        return []
+    if not os.access(".venv/bin/python", os.X_OK):
+        return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
+    words = [".venv/bin/python", "-m", "cluster.submit", "--check", *submission.options, submission.script]
+    findings = [
+        _answer(
+            "config",
+            [*words, *submission.arguments],
+            f"{' '.join(submission.arguments[:1])} resolves, its data are there",
+        )
+    ]
+    ranks = num_ranks(submission, environment)
+    if findings[0].verdict == "ok" and submission.name == "pretrain.slurm" and ranks:
+        words[3] = f"--check={ranks}"
+        findings.append(_answer("batch", [*words, *submission.arguments], f"it splits over {ranks} ranks"))
+    return findings
+
+
+def _answer(check: str, words: Sequence[str], found: str) -> Finding:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    text = "; ".join(line.removeprefix("cluster/submit: ") for line in done.stderr.strip().splitlines()[-5:])
+    if done.returncode:
+        return Finding(check, "FAULT", text, "mend that; nothing was submitted")
+    return Finding(check, "ok", text or found)
+
+
+def num_ranks(submission: Submission, environment: Mapping[str, str]) -> int | None:
+    """As the job will have them, where the submission tells: RANKS_PER_NODE, or the GPUs that it asks for on each node."""
+    nodes = submission.option("--nodes", "-N") or "1"
+    gres = submission.option("--gres") or environment.get("SBATCH_GRES", "")
+    asked = submission.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres
+    of_node = environment.get("RANKS_PER_NODE") or asked.rpartition(":")[2] or "1"
+    return int(nodes) * int(of_node) if nodes.isdigit() and of_node.isdigit() else None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 ends=$1 cache=$2 node=${SLURMD_NODENAME:-$(hostname)}
 shift 2
 end() {
-    [ "$1" -eq 0 ] || echo "$(date +%s.%N) $SLURM_PROCID $node $1" >"$ends/$SLURM_PROCID"
+    [ "$1" -eq 0 ] || printf '{"time": %s, "rank": %s, "node": "%s", "code": %s}\n' "$(date +%s.%N)" "$SLURM_PROCID" "$node" "$1" >"$ends/$SLURM_PROCID"
     exit "$1"
 }
 trap : USR2 TERM # they reach this shell as well as the rank, which answers them

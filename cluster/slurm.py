@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ALL_TASKS = "-"
+KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
 class SlurmError(ValueError):
@@ -106,6 +107,19 @@ class Submission:
                 elif not name.startswith("--") and word.startswith(name) and not word.startswith("--"):
                     value = word[len(name) :]
         return value
+
+
+def new_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job takes along. What site.env sets for jobs, the job reads itself, on its own node (cluster/environment.sh); which
+    job,
+    array and start this may be, is not the new job's business."""
+    ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONSAFEPATH"}
+    ours -= set(environment.get("JOB_SETTINGS_GIVEN", "").split())
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ours and (not name.startswith("SLURM_") or name in KEPT_OF_SLURM)
+    }
 
 
 def read_submission(words: Sequence[str]) -> Submission:

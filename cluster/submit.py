@@ -7,7 +7,6 @@ refused it.
 """
 
 import contextlib
-import io
 import os
 import re
 import subprocess
@@ -15,8 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import yaml
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
 from cluster.slurm import (
@@ -26,15 +23,14 @@ from cluster.slurm import (
     Writer,
     jobs_of,
     lines_of,
+    new_job,
     read_submission,
     slurm,
     writers_of,
 )
-from cluster.work import Kind, Work, refuse_options
-from data_prep.cli import main as data_prep
+from cluster.work import Kind, Work, built_at, refuse_options
 from data_prep.settings import SettingsError
-
-_KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
+from pretrain.config import PretrainSettings, check_against_ranks
 
 
 class NothingLeft(Exception):  # noqa: N818
@@ -102,13 +98,8 @@ def _data(submission: Submission) -> Order:
     tasks = indices(array) if array else [0]
     if tasks != list(range(tasks[0], tasks[0] + len(tasks))):
         raise SettingsError(f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7")
-    if any(word.startswith("-") for word in submission.arguments):  # such as --source KIND: its own command reads them
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown):
-            code = data_prep(["build", *submission.arguments, "--show"])
-        if code:
-            raise SettingsError("data_prep build: see above")
-        return _of_place(submission, str(yaml.safe_load(shown.getvalue())["out"]))
+    if any(word.startswith("-") for word in submission.arguments):
+        return _of_place(submission, built_at(submission.arguments))
     config, *words = submission.arguments
     work = Work("build", config, tuple(words))
     if work.is_finished():
@@ -247,17 +238,13 @@ def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
     return job
 
 
-def new_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job takes along. What site.env sets for jobs, the job reads itself, on its own node (cluster/environment.sh); which
-    job,
-    array and start this may be, is not the new job's business."""
-    ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONSAFEPATH"}
-    ours -= set(environment.get("JOB_SETTINGS_GIVEN", "").split())
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ours and (not name.startswith("SLURM_") or name in _KEPT_OF_SLURM)
-    }
+def _check(order: Order, ranks: str) -> None:
+    """What `cluster/doctor` asks: whether it would be taken, and the batch splits over so many ranks."""
+    submission = order.submission
+    if ranks and submission.name == "pretrain.slurm":
+        settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
+        assert isinstance(settings, PretrainSettings)
+        check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))
 
 
 def main(words: list[str]) -> int:
@@ -268,6 +255,9 @@ def main(words: list[str]) -> int:
             from cluster.plan import queue  # it submits with this file
 
             return queue(words[-1], [word for word in words[:-1] if word != "--dry-run"], dry_run="--dry-run" in words)
+        if words and words[0].startswith("--check"):
+            _check(examine(read_submission(words[1:])), words[0].partition("=")[2])
+            return 0
         jobs = submit(read_submission(words))
     except NothingLeft as left:
         print(f"{left}, nothing is submitted", file=sys.stderr)

@@ -1,22 +1,37 @@
 """One command of ours as a value: what it reads, what it writes, and how far it has come. No torch here.
 
-Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is
-told before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
+Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is told
+before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
 from the settings that it has now: the same directory with other settings is a mistake, not a finished piece of work.
+
+    python -m cluster.work [--starting] PROGRAM VERB CONFIG [key=value ...]        or: [--starting] grid PLAN STAGE INDEX
+
+is what a job asks (cluster/job.py). The answer is JSON: `words` after python -m; `state`: finished, unfinished, with --starting
+also taken (`about`: by which job) or blind (`about`: which path of another file system is not there: a job is sent to many
+nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data. A mistake
+in the config: exit code 2, and the command's own words.
 """
 
+import contextlib
 import copy
+import io
 import json
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
+from data_prep.cli import main as data_prep
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.settings import Settings, SettingsError, apply_override, read_yaml, validate
+from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, validate
 from finetune.probe.config import ProbeSettings
 from finetune.tune import repeats
 from finetune.tune.config import TuneSettings
@@ -227,3 +242,79 @@ def _last_end(run_dir: Path) -> str | None:
             if event["event"] in ("start", "end"):
                 return str(event.get("status"))
     return None
+
+
+def built_at(arguments: Sequence[str]) -> str:
+    """The dataset that `data_prep build ARGUMENTS` writes; options such as --source KIND its own command reads."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        code = data_prep(["build", *arguments, "--show"])
+    if code:
+        raise SettingsError("data_prep build: see above")
+    return str(yaml.safe_load(shown.getvalue())["out"])
+
+
+# ---- what a job asks --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    is_starting = arguments[:1] == ["--starting"]
+    words = arguments[1:] if is_starting else arguments
+    try:
+        answer = (
+            _of_dataset(words[2:]) if words[:2] == ["data_prep", "build"] else _of_run(words, is_starting=is_starting)
+        )
+    except UserError as error:
+        config = words[1] if words[0] == "grid" else words[2]
+        print(f"{words[0]}: {as_submitted(str(error), config)}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer))
+    return 0
+
+
+def _of_dataset(arguments: list[str]) -> dict[str, object]:
+    out = built_at(arguments)
+    state = "finished" if (Path(out) / MANIFEST_NAME).exists() else "unfinished"
+    return {"state": state, "writes": out, "words": ["data_prep", "build", *arguments]}
+
+
+def _of_run(words: list[str], *, is_starting: bool) -> dict[str, object]:
+    if words[0] == "grid":
+        from cluster.plan_file import load_plan  # it is made of works
+
+        members = load_plan(words[1]).stage(words[2]).members
+        if int(words[3]) >= len(members):
+            raise SettingsError(
+                f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}"
+            )
+        work = members[int(words[3])].work
+    else:
+        refuse_options(words[3:])
+        kind = next(kind for kind, command in COMMANDS.items() if list(command.words) == words[:2])
+        work = Work(kind, words[2], tuple(words[3:]))
+    state, about = "finished" if work.is_finished() else "unfinished", ""
+    if is_starting and state == "unfinished":
+        unseen = [path for path in work.absent if _file_system(Path(path)) != _file_system(Path())]
+        writer = None if unseen else taken_by(work.writes, os.environ)
+        if unseen or writer:
+            state, about = ("blind", unseen[0]) if unseen else ("taken", str(writer))
+    settings = work.settings
+    can_stage = isinstance(settings, PretrainSettings | TuneSettings) and settings.data.stage_dir is None
+    found = {"state": state, "about": about, "writes": work.writes, "reads": work.reads}
+    return {**found, "words": work.words, "can_stage": can_stage}
+
+
+def _file_system(path: Path) -> int:
+    """Of the path, or of what is there of it."""
+    whole = path.absolute()
+    return next(parent.stat().st_dev for parent in (whole, *whole.parents) if parent.exists())
+
+
+def as_submitted(message: str, config: str) -> str:
+    """With the user's own path of the config, not that of the copy which the snapshot keeps of it."""
+    kept = re.match(r"(?:.*/)?jobs/snapshots/[^/]+/", config)
+    return message.replace(f"{kept[0]}given/", "/").replace(kept[0], "") if kept else message
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,15 +1,16 @@
 """What `cluster/submit` refuses before it asks sbatch, so that nobody waits in the queue for a typing mistake."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from cluster.job import main as job
 from cluster.plan_file import load_plan
 from cluster.slurm import lines_of, read_submission
 from cluster.submit import NothingLeft, Order, examine, indices, main
 from cluster.work import Work
+from cluster.work import main as ask
 from data_prep.settings import SettingsError
 from tests.cluster.checkouts import run, stand_in
 from tests.cluster.finished import finish
@@ -140,9 +141,9 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(queue: Path) -> None:
     [
         ("", "unfinished"),
         ("4 N/A PENDING N/A", "unfinished"),
-        ("4 N/A RUNNING 2026-01-01T09:00:00", "taken by job 4 (RUNNING)"),
+        ("4 N/A RUNNING 2026-01-01T09:00:00", "taken job 4 (RUNNING)"),
         ("4 N/A RUNNING 2026-01-01T11:00:00", "unfinished"),
-        ("4 N/A RUNNING 2026-01-01T10:00:00", "taken by job 4 (RUNNING)"),
+        ("4 N/A RUNNING 2026-01-01T10:00:00", "taken job 4 (RUNNING)"),
         ("6 N/A RUNNING 2026-01-01T10:00:00", "unfinished"),
     ],
 )
@@ -153,8 +154,9 @@ def test_of_two_jobs_for_one_run_the_one_that_was_started_first_has_it(
     queue.write_text(f"5 N/A RUNNING 2026-01-01T10:00:00\n{others}\n")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     for _ in range(2):  # as at a second start
-        assert job(["pretrain", "train", MLP, "run_dir=runs/mine", "--starting"]) == 0
-        assert capsys.readouterr().out.splitlines()[0] == answer
+        assert ask(["--starting", "pretrain", "train", MLP, "run_dir=runs/mine"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert f"{found['state']} {found['about']}".strip() == answer
     assert Path("jobs/5/writes").read_text() == f"-\t{Path('runs/mine').resolve()}\n"
 
 
@@ -177,18 +179,31 @@ def test_a_job_names_the_users_own_file(checkout: Path, where: str, capsys: pyte
     kept = checkout / "jobs/snapshots/0123abc" / where / "mine.yaml"
     kept.parent.mkdir(parents=True)
     kept.write_text("modle: {}\n")
-    assert job(["pretrain", "train", str(kept)]) == 2
+    assert ask(["pretrain", "train", str(kept)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"pretrain: {where.removeprefix('given')}/mine.yaml: ") and "snapshots" not in said
 
 
-def test_a_job_says_what_it_reads_and_what_another_file_system_lacks(
+def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["pretrain", "train", MLP, "run_dir=runs/mine", "data.dataset={}", "--starting"]
-    for dataset, state in (("/proc/nowhere/set", "blind: /proc/nowhere/set/manifest.json"), ("data/set", "unfinished")):
-        assert job([word.format(dataset) for word in words]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert (lines[0], lines[3:]) == (state, [f"{dataset}/manifest.json"])
-    assert job(words[:-2]) == 0  # what is asked at the end
-    assert capsys.readouterr().out.startswith("unfinished\n")
+    words = ["pretrain", "train", MLP, "run_dir=runs/mine", "data.dataset={}"]
+    cases = (("/proc/nowhere/set", "blind", "/proc/nowhere/set/manifest.json"), ("data/set", "unfinished", ""))
+    for dataset, state, about in cases:
+        given = [word.format(dataset) for word in words]
+        assert ask(["--starting", *given]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["state"], found["about"], found["reads"]) == (state, about, [f"{dataset}/manifest.json"])
+        assert (found["words"], found["writes"], found["can_stage"]) == (given, "runs/mine", True)
+    assert ask(words[:4]) == 0  # what is asked at the end
+    assert json.loads(capsys.readouterr().out)["state"] == "unfinished"
+
+
+def test_a_task_of_a_grid_is_told_its_member_and_other_numbers_are_refused(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    works = load_plan(GRID).stages[0].works
+    assert ask(["grid", GRID, "pretrain", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["words"] == works[1].words
+    assert ask(["grid", GRID, "pretrain", "4"]) == 2
+    assert "has no member 4; its members are 0 to 3" in capsys.readouterr().err

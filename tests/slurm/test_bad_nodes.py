@@ -1,5 +1,6 @@
 """The pre-flight and the heartbeat on a real SLURM: a bad node is named and avoided, a frozen rank ends the start, not the job."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.starts import read_starts
 from tests.slurm.conftest import Cluster
 
 CONFIG = """
@@ -69,10 +71,11 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
     said = "its process is stopped, by SIGSTOP"
     assert said in stacks[3] and said in slurm.rank_logs(job)[2] and "    rank 3 (node n3, pid" in log, stacks[3]
 
-    starts = [line.split() for line in (slurm.root / "jobs" / job / "starts").read_text().splitlines()]
-    nodes, ends = ([words[3] for words in starts if words[0] == word] for word in ("begin", "end"))
-    assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, starts
+    path = slurm.root / "jobs" / job / "starts.jsonl"
+    nodes = [each["nodes"] for each in map(json.loads, path.read_text().splitlines()) if each["event"] == "begin"]
+    ends = [each["how"] for each in read_starts(path)]
+    assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, nodes
     # on a machine that is too busy a rank may fall silent by itself
-    assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), starts
+    assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), ends
     assert (run_dir / "result.json").exists()
     assert slurm.mlflow("select name, status from runs", runs="runs/hurt") == [("run", "FINISHED")]

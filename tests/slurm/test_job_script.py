@@ -1,6 +1,7 @@
 """What cluster/pretrain.slurm does with its ranks, seen with ranks that only pretend: no import of torch, a second a test."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,28 +9,36 @@ from pathlib import Path
 
 import pytest
 
+from cluster.starts import read_starts
 from tests.slurm.conftest import Cluster, need_slurm
 
 PYTHON = r"""#!/bin/bash
-# stands in for .venv/bin/python: -m pretrain show|train CONFIG, where CONFIG says what the ranks do
+# stands in for .venv/bin/python: -m pretrain train CONFIG, where CONFIG tells what the ranks do
+case $1 in
+    */cluster/job.py) exec REAL "$@" ;;
+    -c) [ "$(hostname)" != n1 ] || [ -z "${NO_PYTHON_ON_N1:-}" ] || exit 127; exit ;;
+esac
 case $2 in
+    cluster.submit) exec REAL "$@" ;;
     cluster.preflight)
         [ -z "${SLOW:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch measuring; sleep 60; }
         [ "$(hostname)" = n2 ] || exit 0
         echo "n2	slow" >>"$3/bad-nodes"
         exit 3 ;;
-    cluster.job)
-        [ "$3" != --member ] || { printf '%s\n' pretrain train "second-time-$6"; exit; }
-        name=$(basename "$5")
+    cluster.work)
+        [ "$3" != --starting ] || shift
+        config=$5
+        [ "$3" != grid ] || config=second-time-$6
+        name=$(basename "$config") state=unfinished
         [ ! -e "runs/$name/result.json" ] || state=finished
-        [[ $name != blind* ]] || [[ $name = blind-quick* && $(hostname) != n1 ]] || state="blind: /data/x"
-        printf '%s\n' "${state:-unfinished}" "runs/$name" "as it is"
+        [[ $name != blind* ]] || [[ $name = blind-quick* && $(hostname) != n1 ]] || state=blind
+        printf '{"state": "%s", "about": "/data/x", "writes": "runs/%s", "reads": [], "can_stage": false, ' "$state" "$name"
+        printf '"words": ["pretrain", "train", "%s"]}\n' "$config"
         [[ $name != no-python* ]] || [ "$(hostname)" != n1 ] || exit 127
         [[ $name != odd* ]] || exit 1
         [[ $name != *slowly* ]] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch checking; sleep 60; }
         exit ;;
     pretrain) ;;
-    "") [ "$(hostname)" != n1 ] || [ -z "${NO_PYTHON_ON_N1:-}" ] || exit 127; exit ;;
     *) exit ;;
 esac
 name=$(basename "$4")
@@ -63,7 +72,7 @@ pytestmark = pytest.mark.timeout(400)  # they wait for SLURM
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_slurm()
     path = tmp_path_factory.mktemp("bin") / "python"
-    path.write_text(PYTHON)
+    path.write_text(PYTHON.replace("REAL", sys.executable))
     path.chmod(0o755)
     return path
 
@@ -158,8 +167,11 @@ def test_a_start_that_waits_in_vain_for_anothers_lock_has_not_failed(lab: Cluste
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
     assert log.count("runs/busy is held by another start (see above)") == 2 and "process 5 on n9 holds it" in log, log
-    starts = [line.split() for line in (lab.root / "jobs" / job / "starts").read_text().splitlines()]
-    assert [words[3] for words in starts if words[0] == "end"] == ["busy", "busy", "finished"]
+    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == [
+        "busy",
+        "busy",
+        "finished",
+    ]
 
 
 def test_restarts_that_lead_nowhere_have_an_end(lab: Cluster) -> None:
@@ -200,15 +212,19 @@ def test_a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
 
 def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
     config = lab.root / "configs/mine.yaml"
-    for place in (config, lab.root / "outside.yaml"):  # their names are their runs'
-        place.write_text("as submitted")
+    settings = (lab.root / "configs/pretrain/demo_mlp.yaml").read_text()
+    for place in (config, lab.root / "outside.yaml"):
+        place.write_text(f"# as submitted\n{settings}")
     names = ("configs/mine.yaml", "outside.yaml")
     # as if from within a task of another array, at its third start
     within = ("env", "SLURM_RESTART_COUNT=2", "SLURM_ARRAY_JOB_ID=77", "SLURM_ARRAY_TASK_ID=5")
-    kept = [lab(*within, "cluster/submit", "--hold", "--parsable", SCRIPT, name) for name in names]
+    kept = [
+        lab(*within, "cluster/submit", "--hold", "--parsable", SCRIPT, name, f"run_dir=runs/of-{number}")
+        for number, name in enumerate(names)
+    ]
     plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
     for place in (config, lab.root / "outside.yaml"):
-        place.write_text("edited")
+        place.write_text(f"# edited\n{settings}")
         os.utime(
             place, (time.time() + 7, time.time() + 7)
         )  # SLURM's times are whole seconds, and clocks differ a little
@@ -217,7 +233,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> No
     for job in kept:
         lab.wait(job, "COMPLETED")
         (log,) = lab.rank_logs(job)
-        assert "config: as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
+        assert "config: # as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
     lab.wait(plain[0], "FAILED")
     assert "configs/mine.yaml; submit it again" in lab.log(plain[0])
     lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business

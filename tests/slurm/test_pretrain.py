@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cluster.starts import read_starts
 from tests.slurm.conftest import Cluster
 
 CONFIG = """
@@ -106,7 +107,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     await_progress(slurm, job, run_dir, start=2)
     slurm("scontrol", "requeue", job)
     await_progress(slurm, job, run_dir, start=3)
-    assert re.search("^end 1 .* stopped ", (slurm.root / "jobs" / job / "starts").read_text(), re.MULTILINE)
+    assert read_starts(slurm.root / "jobs" / job / "starts.jsonl")[1]["how"] == "stopped"
     urgent = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--wrap", "true")
     slurm.wait(urgent, "COMPLETED")
 

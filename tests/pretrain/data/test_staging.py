@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.preflight.judgement import MIN_FREE_GB
+from cluster.preflight import MIN_FREE_GB
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of

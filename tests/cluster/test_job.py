@@ -1,0 +1,313 @@
+"""The supervisor of a job against stand-ins for SLURM: its code, what it asks, which nodes are left, when it gives up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import job as jobs
+from cluster.job import End, Job
+from cluster.slurm import slurm
+from cluster.starts import give_up_reason, has_trained, read_starts
+from tests.cluster.checkouts import run, stand_in, whole_checkout
+
+# ---- the code that it runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["checkout", "a check out"])
+def test_a_job_that_was_put_back_before_its_first_line_finds_its_code(tmp_path: Path, folder: str) -> None:
+    """A failed prolog, a lost node, a preemption: the script's first start is then SLURM's second."""
+    (tmp_path / folder).mkdir()
+    root = whole_checkout(tmp_path / folder)
+    code = root / "jobs/snapshots/0123abc"
+    (code / "cluster").mkdir(parents=True)
+    (root / "jobs/77").mkdir()
+    (root / "jobs/77/writes").write_text("-\tx\n")
+    said = f"JobId=77 Command={code}/cluster/pretrain.slurm SubmitTime=2026-01-01T10:00:00"
+    stand_in(
+        root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2'
+    )
+    for restart in ("1", "2"):
+        done = run(
+            root,
+            "cluster/snapshot",
+            "--of-job",
+            "configs/pretrain/demo_mlp.yaml",
+            SLURM_JOB_ID="77",
+            SLURM_RESTART_COUNT=restart,
+        )
+        assert (done.returncode, done.stdout) == (0, f"{code}\n"), done.stderr
+
+
+def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
+    """Plain sbatch keeps it at the first start: where the disk is full, for one."""
+    stand_in(root, "scontrol", "echo 'JobId=77 Command=/x/cluster/pretrain.slurm SubmitTime=2199-01-01T10:00:00'")
+    stand_in(root, "tar", 'case $1 in -x) echo "no space left" >&2; cat >/dev/null; exit 2 ;; esac; exec /bin/tar "$@"')
+    done = run(root, "cluster/snapshot", "--of-job", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77")
+    assert done.returncode != 0 and done.stdout == "" and "no space left" in done.stderr
+    assert not (root / "jobs/77/snapshot").is_symlink() and list((root / "jobs/snapshots").iterdir()) == []
+
+
+# ---- what it asks of SLURM --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Job 7 of one node, whose node n2 is bad; programs of `tmp_path` go first."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "SBATCH")):
+            monkeypatch.delenv(name)
+    given = {
+        "SLURM_JOB_NAME": "pretrain",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "SLURM_JOB_PARTITION": "gpu",
+    }
+    given |= {"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SQUEUE_STATES": "PENDING", "SLURM_GPU_BIND": "single:1"}
+    for name, value in (given | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs, "PATIENCE", 1)
+    monkeypatch.chdir(tmp_path)
+    stand_in(tmp_path, "sinfo", "printf '%s\\n' 'n1 h100,big' 'n2 h100' 'n3 a100,big' 'n4 a100' 'n4 a100'")
+    stand_in(tmp_path, "squeue", 'echo "7 N/A RUNNING${SQUEUE_STATES} x"; echo "squeue: error: a strange key" >&2')
+    before = dict(os.environ)  # a job changes what its ranks inherit
+    made = Job()
+    (made.directory / "bad-nodes").write_text("n2\tslow\n")
+    yield made
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("features", "num_nodes", "answer"),
+    [
+        ("(null)", 3, ""),
+        ("(null)", 4, "has 3 nodes;"),
+        ("h100", 2, "has 1 nodes with h100;"),
+        ("a100|h100", 3, ""),
+        ("a100&big", 1, ""),
+    ],
+)
+def test_only_nodes_that_a_job_may_have_are_counted(job: Job, features: str, num_nodes: int, answer: str) -> None:
+    stand_in(Path(), "scontrol", f"echo 'JobId=7 Features={features} ReqNodeList=(null) Command=x'")
+    job.num_nodes, about = num_nodes, jobs.about_job("7")
+    with pytest.raises(End, match=answer) if answer else nullcontext():
+        job.refuse_if_too_few(["n2"], about)
+
+
+def test_a_node_that_was_asked_for_and_is_bad_ends_the_job(job: Job) -> None:
+    stand_in(Path(), "scontrol", "printf 'n2\\nn3\\n'")
+    with pytest.raises(End, match="n2 will not do, and --nodelist asks for it"):
+        job.refuse_if_too_few(["n2"], {"ReqNodeList": "n[2-3]"})
+
+
+REQUEUED = """
+import signal, sys
+from cluster.job import End, Job
+job = Job()
+signal.signal(signal.SIGTERM, job.receive)
+try:
+    job.start_again("stopped")
+except End as end:
+    print(end)
+"""
+
+
+def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_still_asks(job: Job) -> None:
+    """TERM goes to all its processes as soon as the requeue is taken: also to the scontrol that waits for the answer."""
+    about = "JobId=7 ExcNodeList=n9 ReqNodeList=(null) Restarts=0"
+    does = f"case $1 in requeue) kill -TERM 0; sleep 0.3 ;; -o) echo '{about}' ;; esac; echo $* >>asked"
+    stand_in(Path(), "scontrol", does)
+    environment = os.environ | {"PYTHONPATH": str(Path(jobs.__file__).parents[1])}
+    words = ["setsid", "--wait", sys.executable, "-c", REQUEUED]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    asked = Path("asked").read_text().splitlines()
+    assert asked[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=n2,n9"], done
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines() if line]
+    assert said == ["requeueing", "the next start avoids n2,n9"], done
+
+
+@pytest.mark.parametrize(
+    ("preempted", "words"),
+    [
+        ("2026-01-01T10:00:07", "it was preempted"),  # within its first second
+        ("2026-01-01T10:00:01", "its ranks were told to stop"),  # the start before it was
+        ("None", "its ranks were told to stop"),
+        ("", "its ranks were told to stop"),  # SLURM does not answer
+    ],
+)
+def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:
+    answer = f"JobId=7 StartTime=2026-01-01T10:00:07 EndTime=x PreemptTime={preempted} Suspend=x"
+    stand_in(Path(), "scontrol", f"echo '{answer}'" if preempted else "exit 1")
+    assert job.why_stopped() == words
+
+
+@pytest.mark.parametrize("has_next", [False, True])
+def test_a_requeued_start_records_its_end_unless_the_next_has_begun(job: Job, has_next: bool) -> None:
+    """SLURM raises its count when it takes the job back, before the script has ended; a frozen node wakes up later."""
+    stand_in(Path(), "scontrol", "echo 'JobId=7 Restarts=1 x'")
+    job.begin_start()
+    if has_next:
+        job.restarts = 1
+        job.begin_start()
+        job.restarts = 0
+    with pytest.raises(End, match="SLURM has taken the job back; this was start 1, the next is start 2"):
+        job.end_start("stopped")
+    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (
+        ["lost"] * 2 if has_next else ["stopped"]
+    )
+
+
+NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gpu:h100={} AllocTRES=gres/gpu=1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "of_nodes", "answer"),
+    [
+        ("4", (4, 4), (4, 2)),
+        ("4", (4, 8), (4, 2)),
+        ("8", (8, 4), "its nodes have from 4 to 8 GPUs"),
+        ("2", (4, 8), (2, 4)),
+    ],
+)
+def test_the_shape_of_a_step_suits_the_smallest_node(
+    job: Job, gpus: str, of_nodes: tuple[int, int], answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "\n".join(NODES.format(number, count, count) for number, count in enumerate(of_nodes))
+    stand_in(Path(), "scontrol", f"case $*_ in *hostnames*) echo n0; echo n1 ;; *) echo '{lines}' ;; esac")
+    for name in ("SLURM_GPUS_ON_NODE", "RANKS_PER_NODE"):
+        monkeypatch.setenv(name, gpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "SLURM_GPU_BIND" not in os.environ
+    if isinstance(answer, str):
+        with pytest.raises(End, match=answer):
+            job.settle_ranks()
+        return
+    job.settle_ranks()
+    assert (job.ranks, job.cpus) == answer and os.environ["OMP_NUM_THREADS"] == str(answer[1])
+    assert 10000 <= int(os.environ["MASTER_PORT"]) < 30100 and os.environ["MASTER_ADDR"]
+
+
+def test_a_file_of_the_command_line_is_the_one_that_was_kept(job: Job, tmp_path: Path) -> None:
+    outside = tmp_path.parent / "a user"
+    for place in (
+        tmp_path / "kept/configs/a.yaml",
+        Path(f"{tmp_path}/kept/given{outside}/b.yaml"),
+        tmp_path / "new.yaml",
+    ):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    job.snapshot = tmp_path / "kept"
+    assert job.kept("configs/a.yaml") == f"{tmp_path}/kept/configs/a.yaml"
+    assert (
+        job.kept(f"{outside}/b.yaml") == f"{tmp_path}/kept/given{outside}/b.yaml" and job.kept("nowhere") == "nowhere"
+    )
+    with pytest.raises(End, match="was not kept at the submission"):
+        job.kept("new.yaml")
+
+
+def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, "apptainer", "true")
+    for name, value in (
+        ("APPTAINER_IMAGE", "/x y.sif"),
+        ("CONTAINER_MOUNTS", "/data,/a:/b"),
+        ("NODE_SCRATCH", "/scratch"),
+    ):
+        monkeypatch.setenv(name, value)
+    python, options, here = jobs.python_words()
+    assert python[:6] == ["apptainer", "exec", "--bind", f"{tmp_path},/data,/a:/b,/scratch", "--pwd", str(tmp_path)]
+    assert "/x y.sif" in python and options == [] and here == python
+    assert os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path) and os.environ["APPTAINERENV_PYTHONNOUSERSITE"] == "1"
+    monkeypatch.delenv("APPTAINER_IMAGE")
+    monkeypatch.setenv("PYXIS_IMAGE", "/x.sqsh")
+    python, options, here = jobs.python_words()
+    assert options[:2] == [
+        "--container-image=/x.sqsh",
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data,/a:/b,/scratch:/scratch",
+    ]
+    assert here[:2] == ["srun", "--overlap"] and here[-len(python) :] == python and options[0] in here
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    stand_in(tmp_path / ".venv/bin", "python", "true")
+    assert jobs.python_words()[2] == [".venv/bin/python"]
+
+
+def test_the_rank_that_failed_first_is_shown_with_its_last_words(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = job.directory / "ends"
+    ends.mkdir()
+    ranks = (
+        (0, 100.9, 1, "rank 2 is lost"),
+        (1, 100.5, 1, ""),
+        (2, 100.6, 137, "disk on fire"),
+        (3, 109.0, 2, "too late"),
+    )
+    for rank, end_s, code, words in ranks:
+        (ends / str(rank)).write_text(json.dumps({"time": end_s, "rank": rank, "node": f"n{rank}", "code": code}))
+        log = Path(f"{job.directory}/rank-{rank:04}.log")
+        log.write_text(
+            f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n" if words else "--- start 1: x\n"
+        )
+    job.show_first_failure(ends, f"{job.directory}/rank")
+    said = capsys.readouterr().out
+    assert "rank 2 on n2 failed first, with exit code 137, by signal SIGKILL: out of memory?" in said
+    assert said.endswith("rank-0002.log:\n    disk on fire\n")
+
+
+def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None:
+    stand_in(
+        Path(),
+        "flaky",
+        '[ -e once ] || { touch once; exit 1; }; kill -TERM $$; kill -USR2 $$; echo "[$SLURM_TIME_FORMAT]"',
+    )
+    slept: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", slept.append)
+        assert slurm("flaky", tries=2) == "[standard]\n" and 10 in slept
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# ---- when it gives up -------------------------------------------------------------------------------------------------
+
+
+def starts(text: str) -> list[dict[str, Any]]:
+    """Such as `here failed 60`, with commas between: the mark at its beginning, how it ended, and after how many seconds."""
+    return [
+        {"restart": number, "began": mark, "how": how, "seconds": int(seconds)}
+        for number, (mark, how, seconds) in enumerate(each.split() for each in text.split(",") if each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (2 * "here failed 60,", ""),
+        (3 * "here failed 60,", "failed 3 times without a new checkpoint"),
+        # a start that ended before it knew the run's mark led nowhere, either
+        (2 * "here failed 60," + "unknown lost 0,here failed 60", "failed 3 times"),
+        (2 * "here failed 60," + "there failed 60", ""),
+        (",".join(f"{number} failed 60" for number in range(9)), "failed 9 times in a row"),
+        (",".join(f"{number} failed 9000" for number in range(20)), ""),
+        # another start's lock is no failure; for ever it does not go on, either
+        (2 * "here failed 60," + 6 * "here busy 180,", ""),
+        (9 * "here busy 180,", "9 of them met another start that holds runs/x, see the log: end that one"),
+        ("here busy 180," + 8 * "here stopped 180,", "9 starts without a new checkpoint (3 x MAX_IDLE_STARTS), 0 of them"),
+        ("here busy 180," + 8 * "here stopped 180,", "Is the time limit too short"),
+    ],
+)  # fmt: skip
+def test_when_a_job_gives_up(text: str, words: str) -> None:
+    reason = give_up_reason(starts(text), mark="here", limit=3, run_dir="runs/x") or ""
+    assert words in reason and bool(words) == bool(reason), reason
+
+
+def test_a_config_is_only_wrong_at_the_first_start_that_gets_to_its_ranks() -> None:
+    assert not has_trained(starts("here bad-node 9,here busy 9,here lost 0"))
+    assert has_trained(starts("here bad-node 9,here stopped 9"))
