@@ -21,8 +21,8 @@ from rich.table import Table
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
 from pretrain.checkpoints.files import Retention, Snapshot, TrainerState, publish, settle
+from pretrain.checkpoints.writer import CheckpointWriter
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
 from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed

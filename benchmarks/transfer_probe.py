@@ -39,6 +39,7 @@ from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
+from pretrain.config import ScheduleSettings
 from pretrain.data.reader import open_split
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.spec import MlpSpec
@@ -131,7 +132,7 @@ class PublicWay:
             torch.nn.init.zeros_(parameter)
         self.optimizer = Lion(self.head.parameters(), lr=LR, betas=(0.9, 0.99))
         self.steps_per_epoch, self.epoch = math.ceil(len(self.labels) / BATCH), 0
-        self.schedule = Schedule("cosine", LR, 0.0, 0, EPOCHS * self.steps_per_epoch)
+        self.schedule = Schedule(ScheduleSettings(), LR, num_steps=EPOCHS * self.steps_per_epoch)
 
     def run_epoch(self) -> None:
         order = torch.from_numpy(order_of(len(self.labels), seed=self.settings.seed, epoch=self.epoch))

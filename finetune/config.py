@@ -1,6 +1,5 @@
 """Settings that probe, knn and evaluate share. No torch here."""
 
-
 from data_prep.settings import Settings
 from pretrain.config import CacheSettings, TrackingSettings
 from pretrain.ranks.settings import RanksSettings

@@ -27,7 +27,7 @@ from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim, flatten, stacks_dir
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
-from pretrain.loop.supervision import watched
+from pretrain.loop.train import watched
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks

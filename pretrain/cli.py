@@ -179,9 +179,9 @@ def _train(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)
     options.started = True
-    from pretrain.loop.train import train
+    from pretrain.loop.train import Pretraining, train
 
-    return leave(train(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
+    return leave(train(Pretraining(settings, data), world).finished, run_dir=run_dir, is_first=world.is_first)
 
 
 def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:

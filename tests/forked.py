@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "pretrain.engine.deepspeed",
     "pretrain.loop.train",
     "safetensors.torch",
     "torch._dynamo.aot_compile",

@@ -20,6 +20,7 @@ from torch import Tensor
 from data_prep.progress import progress
 from finetune.probe.config import ProbeSettings
 from finetune.probe.rows import Rows
+from pretrain.config import ScheduleSettings
 from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
@@ -140,7 +141,7 @@ def train_heads(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeS
                 update.keep((torch.arange(num_classes).view(-1, 1) * len(active) + torch.tensor(kept)).flatten())
                 active = [active[place] for place in kept]
             now, first = [candidates[number] for number in active], epoch * num_batches
-            schedules = [Schedule("cosine", each.lr, 0.0, 0, each.epochs * num_batches) for each in now]
+            schedules = [Schedule(ScheduleSettings(), each.lr, num_steps=each.epochs * num_batches) for each in now]
             lr_TG = torch.tensor([[each.lr(first + n) for each in schedules] for n in range(num_batches)])
             decay_C = torch.tensor([each.weight_decay for each in now], device=device).repeat(num_classes)
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)

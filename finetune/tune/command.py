@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from data_prep.manifest import load_manifest
 from data_prep.settings import load_settings
 from finetune.split import check_apart
 from finetune.tune.config import TuneSettings
@@ -14,7 +13,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_settings, finished_result
 from pretrain.cli import OK, leave, world_of
 from pretrain.config import check_against_ranks
-from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.ranks.preemption import StopFlag
 
 
@@ -41,27 +40,28 @@ def _tune(options: argparse.Namespace) -> int:
         return OK
     repeats = repeats_of(settings)
     check_resume_of(settings, repeats)
-    card = Checkpoint.open(settings.pretrained).card  # once: it reads and hashes the weights
-    for each in repeats:
-        _check(each, card, num_ranks=world.num_ranks)
+    checkpoint = Checkpoint.open(settings.pretrained)  # once: it reads and hashes the weights
+    checked = [(each, _checked_data(each, checkpoint.card, num_ranks=world.num_ranks)) for each in repeats]
     if settings.init == "pretrained":
-        warn_once(card.other_pixels(load_manifest(settings.data.dataset), dataset=settings.data.dataset), world)
+        warn_once(checkpoint.card.other_pixels(checked[0][1].parts[0].manifest, dataset=settings.data.dataset), world)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True
-    from finetune.tune.tune import tune, tune_repeatedly
+    from finetune.tune.tune import Tuning, tune_repeatedly
+    from pretrain.loop.train import train
 
     if repeats == [settings]:
-        return leave(tune(settings, world).finished, run_dir=run_dir, is_first=world.is_first)
-    finished = tune_repeatedly(settings, world)
+        finished = train(Tuning(settings, checked[0][1], checkpoint), world).finished
+        return leave(finished, run_dir=run_dir, is_first=world.is_first)
+    finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
         stopped = "stopped; the same command goes on from there"
         print(f"{run_dir}: {in_words(finished_result(run_dir) or {}) if finished else stopped}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 
-def _check(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> None:
-    """What can be told of one run before torch is imported."""
+def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> TrainingData:
+    """Of one run, with all that can be known of it before torch is imported."""
     training = settings.as_training(card)
     data = load_training_data(training.data)
     judged = data.eval_part()
@@ -71,3 +71,4 @@ def _check(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> None:
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(Path(settings.run_dir), settings)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)
+    return data

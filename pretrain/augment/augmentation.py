@@ -72,6 +72,7 @@ class Augmentation:
         dtype: torch.dtype,
     ):
         self.settings, self.seed, self.image_size, self.device, self.dtype = settings, seed, image_size, device, dtype
+        self.normalisation = normalisation
         self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
         self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(
             1, 3, 1, 1

@@ -147,6 +147,11 @@ class TrainingData:
         """The positions of one epoch, by which durations are counted."""
         return epoch_length(self.num_samples, global_batch_size=global_batch_size, last_batch=self.settings.last_batch)
 
+    def steps(self, length: str, *, global_batch_size: int) -> int:
+        """A length of the settings, such as 5 epochs, in steps."""
+        num_samples = self.epoch_size(global_batch_size=global_batch_size)
+        return parse_length(length).steps(global_batch_size=global_batch_size, num_samples=num_samples)
+
     def eval_part(self) -> Part | None:
         """Of the first dataset, in the classes of the whole."""
         first, split = self.parts[0], self.settings.eval_split
@@ -196,17 +201,16 @@ def check_against_data(
 ) -> int:
     """The number of steps of the run; raises what only the datasets can tell."""
     model.check(image_size=data.image_size)
-    size = {"global_batch_size": train.global_batch_size}
-    size["num_samples"] = data.epoch_size(**size)
-    if size["num_samples"] == 0:
+    batch = train.global_batch_size
+    if data.epoch_size(global_batch_size=batch) == 0:
         raise ValueError(
             f"data.last_batch: 'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size "
-            f"{train.global_batch_size:,}; make the batch smaller, or choose carry or pad"
+            f"{batch:,}; make the batch smaller, or choose carry or pad"
         )
-    steps = parse_length(train.duration).steps(**size)
+    steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
-    warmup = parse_length(schedule.warmup).steps(**size)
+    warmup = data.steps(schedule.warmup, global_batch_size=batch)
     if warmup >= steps:
         raise ValueError(
             f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"

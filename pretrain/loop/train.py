@@ -1,72 +1,327 @@
-"""`pretrain train`: the pretraining task, with DeepSpeed as its engine."""
+"""One training from validated settings to its true end. `pretrain train` and `finetune tune` are two `Task`s for it.
 
+1. The first rank claims the run directory (run.py); the others wait for it while they join. 2. From here on a rank that dies,
+freezes or fails ends the others (heartbeat.py). 3. Model, micro-batch, engine, tracker, data, trainer, in this order. 4. Every rank
+reads the newest whole checkpoint itself. 5. The loop (trainer.py). 6. The status comes last: a run is FINISHED when its last
+checkpoint is on disk and result.json says so.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.run import claim, stacks_dir
+from data_prep.settings import Settings
+from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
+from pretrain.checkpoints.checkpoint import mark_of, newest_whole
+from pretrain.checkpoints.files import TrainerState, load_state
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, flatten, save_result, stacks_dir, step_of
+from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
-from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.datasets import TrainingData
+from pretrain.data.first_read import FirstRead, read_in_place
+from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
-from pretrain.engine.micro_batch import micro_batch_size, with_local_batch_size
-from pretrain.loop.assembly import Task, open_tracker
+from pretrain.data.reader import ShardReader, open_cache
+from pretrain.data.staging import staged
+from pretrain.engine.micro_batch import REMEDY, micro_batch_size, with_local_batch_size
+from pretrain.engine.step import Engine
 from pretrain.loop.logs import log_to
-from pretrain.loop.supervision import supervise, watched
-from pretrain.loop.trainer import Outcome
+from pretrain.loop.peak import find_peak
+from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
+from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import any_rank
-from pretrain.ranks.preemption import StopFlag, entered
+from pretrain.ranks.collectives import all_sum, any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
+from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
+from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World
+from pretrain.tracking.node import NodeSampler, node_name, node_report
+from pretrain.tracking.run_tags import datasets_of, training_tags
+from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
-def train(settings: PretrainSettings, world: World) -> Outcome:
+class Task(ABC):
+    """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No attribute needs other ranks."""
+
+    parent_key: str | None = None
+    """Of the run that this one is a child of, where none is in `parent_dir`."""
+    parent_dir: Path | None = None
+    remedy = REMEDY
+    """Where no micro-batch fits."""
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        data: TrainingData,
+        *,
+        config: Settings,
+        normalisation: Normalisation,
+        tags: dict[str, str],
+    ):
+        """`config`: as the user wrote it, for RUN/config.yaml."""
+        self.settings, self.data, self.config = settings, data, config
+        self.normalisation, self.tags = normalisation, tags
+
+    @abstractmethod
+    def join_ranks(self, world: World) -> torch.device: ...
+
+    @abstractmethod
+    def model(self) -> ImageModel: ...
+
+    @abstractmethod
+    def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine: ...
+
+    def record_result(self, result: dict[str, float], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
+        """On the first rank, once the result is saved."""
+
+
+class Pretraining(Task):
+    def __init__(self, settings: PretrainSettings, data: TrainingData):
+        # here, since it takes eight seconds, and fine-tuning does without it
+        from pretrain.engine import deepspeed
+
+        self._deepspeed = deepspeed
+        normalisation = Normalisation(*data.channel_statistics)
+        super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
+
+    def join_ranks(self, world: World) -> torch.device:
+        return self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
+
+    def model(self) -> ImageModel:
+        classes, size, seed = len(self.data.classes), self.data.image_size, self.settings.train.seed
+        return build_model(self.settings.model, num_classes=classes, image_size=size, seed=seed)
+
+    def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine:
+        return self._deepspeed.DeepSpeedEngine(
+            model,
+            make_optimizer=lambda module: build_optimizer(module, self.settings.optimizer),
+            settings=self.settings.engine,
+            plan=plan,
+            label_smoothing=self.settings.train.label_smoothing,
+            device=device,
+            world=world,
+            ema_decay=self.settings.train.ema_decay,
+        )
+
+
+def train(task: Task, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
+    run_dir, engine = Path(task.settings.run_dir), task.settings.engine
     stop = StopFlag().install()
-    with entered(claim(Path(settings.run_dir), settings, is_first=world.is_first, ranks=settings.engine, stop=stop)):
-        data = load_training_data(settings.data)
-        log_to(Path(settings.run_dir) / "logs" / f"rank-{world.rank}.log")
-        device = start_distributed(world, timeout_s=settings.engine.timeout_s)
-        with watched(world, settings.engine, device=device) as heartbeat:
-            heartbeat.watch(stacks_dir(settings.run_dir))
+    with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop)):
+        log_to(run_dir / "logs" / f"rank-{world.rank}.log")
+        device = task.join_ranks(world)
+        with watched(world, engine, device=device) as heartbeat:
+            heartbeat.watch(stacks_dir(run_dir))
             if any_rank(stop.raised_by is not None, device=device):
-                return Outcome(0, False, None, 0.0)
-            return supervise(prepare(settings, data, world, device=device, stop=stop).trainer(), heartbeat)
+                return Outcome(step=0, finished=False)
+            trainer = assemble(task, world, device=device, stop=stop)
+            tracker, writer = trainer.tracker, trainer.saver.writer
+            stop.is_alone = world.num_ranks == 1
+
+            def at_end(stopped: bool) -> None:
+                writer.wait(LAST_WRITE_S)
+                if stopped:
+                    tracker.close("KILLED")
+
+            heartbeat.attend(
+                at_end=at_end,
+                stuck_wait_s=stop.stuck_wait_s,
+                report=node_report(world, run_dir),
+                received=lambda _rank, report: tracker.system(report["values"], node=report["node"]),
+            )
+            try:
+                return _run(trainer, task)
+            except BaseException as error:
+                heartbeat.blame(error)  # before anything that takes its time
+                writer.wait(LAST_WRITE_S)
+                tracker.close("FAILED")
+                raise
 
 
-def prepare(
-    settings: PretrainSettings, data: TrainingData, world: World, *, device: torch.device, stop: StopFlag
-) -> Task:
-    size: Any = {"num_classes": len(data.classes), "image_size": data.image_size}
-    model = build_model(settings.model, **size, seed=settings.train.seed)
+@contextmanager
+def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> Iterator[Heartbeat]:
+    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
+    heartbeat = Heartbeat(world, ranks)
+    heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
+    try:
+        yield heartbeat
+    except BaseException as error:
+        heartbeat.blame(error)
+        raise
+    heartbeat.stop()
+
+
+def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:
+    """Called by all ranks together."""
+    size: Any = {"num_classes": len(task.data.classes), "image_size": task.data.image_size}
+    model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
-    local_batch_size = micro_batch_size(model, settings=settings, **size, device=device, world=world)
+    local_batch_size = micro_batch_size(
+        model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy
+    )
+    settings = with_local_batch_size(task.settings, local_batch_size)
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
-    engine = DeepSpeedEngine(
-        model,
-        make_optimizer=lambda module: build_optimizer(module, settings.optimizer),
-        settings=settings.engine,
-        plan=plan,
-        label_smoothing=settings.train.label_smoothing,
-        device=device,
-        world=world,
-        ema_decay=settings.train.ema_decay,
-    )
-    run_key, tracker = open_tracker(
-        with_local_batch_size(settings, local_batch_size), data, world, num_weights=num_weights
-    )
-    return Task(
+    engine = task.engine(model, plan, device=device, world=world)
+    run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
+
+    data = staged(task.data, world=world, device=engine.device, stop=stop)
+    unchecked = read_in_place(data.read_parts if data.settings.check == "first-read" else (), device=engine.device)
+    first_read = FirstRead(unchecked, run_dir=Path(settings.run_dir), world=world)
+    cache, eval_part = open_cache(data.settings, data.read_parts), data.eval_part()
+
+    barrier()  # all ranks measure at once
+    peak = find_peak(engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops)
+    tracker.params({"peak_teraflops": str(peak)})
+    return Trainer(
         settings=settings,
         data=data,
-        world=world,
         plan=plan,
-        engine=engine,
-        tracker=tracker,
+        world=world,
         stop=stop,
+        tracker=tracker,
+        engine=engine,
+        reader=ShardReader(data.parts, image_size=data.image_size, cache=cache),
+        eval_reader=ShardReader([eval_part], image_size=data.image_size, cache=cache) if eval_part else None,
+        augmentation=Augmentation(
+            settings.augment,
+            seed=settings.train.seed,
+            image_size=data.image_size,
+            normalisation=task.normalisation,
+            device=engine.device,
+            dtype=engine.input_dtype,
+        ),
+        first_read=first_read,
+        saver=Saver(
+            settings,
+            data,
+            engine=engine,
+            world=world,
+            card=card_of(task, run_key=run_key),
+            data_is_right=lambda: first_read.wait(stop, device=engine.device),
+        ),
+        peak_teraflops=peak.teraflops * world.num_ranks,
+    )
+
+
+def _run(trainer: Trainer, task: Task) -> Outcome:
+    device, tracker = trainer.engine.device, trainer.tracker
+    threads = num_cpu_threads(device)
+    if threads is not None:
+        tracker.params({"num_cpu_threads": threads})
+    PROGRESS.mark("reading the newest checkpoint")
+    outcome = trainer.fit(restore(trainer))
+    PROGRESS.mark("closing its journal")
+    if trainer.world.is_first and outcome.finished:
+        result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        if outcome.scores is not None:
+            result |= outcome.scores.metrics("eval")
+        save_result(trainer.run_dir, result)
+        task.record_result(result, tracker)
+    # together: a rank that leaves sooner would not learn of the death of one that has not closed yet
+    on_all_ranks(
+        lambda: tracker.close("FINISHED" if outcome.finished else "KILLED"),
+        device=device,
+        failed="the run could not be closed; see the message of the first rank",
+    )
+    return outcome
+
+
+def restore(trainer: Trainer) -> TrainerState:
+    """Every rank reads the newest whole checkpoint itself."""
+    path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
+    if path is None:
+        return TrainerState(step=0, samples_consumed=0)
+    engine, state = on_all_ranks(
+        lambda: load_state(path),
+        device=trainer.engine.device,
+        failed=f"{path}: another rank could not read it; see its message",
+    )
+    if read_card(path).pixels_hash != trainer.data.pixels_hash:
+        raise CheckpointError(
+            f"{path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
+        )
+    if state.samples_consumed != state.step * trainer.plan.global_batch_size:
+        raise CheckpointError(f"{path}: was made with another global batch size; set it back, or name another run_dir")
+    trainer.engine.import_state(engine)
+    before, now = state.num_cpu_threads, num_cpu_threads(trainer.engine.device)
+    if trainer.world.is_first:
+        print(f"{trainer.run_dir.name}: going on from {path.name}")
+        if before is not None and now is not None and before != now:
+            print(
+                f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to "
+                f"{before} for the same bits",
+                file=sys.stderr,
+            )
+    return state
+
+
+def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
+    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
+    same disks, and if they do not, their sha256.json differs."""
+    found = on_all_ranks(
+        lambda: newest_whole(run_dir) if world.local_rank == 0 else None,
+        device=device,
+        failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
+    )
+    step = highest(step_of(found) if found else -1, device=device)
+    path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
+    agrees = world.local_rank != 0 or found == path
+    if any_rank(not agrees, device=device) or not same_on_all_ranks(mark_of(path), device=device):
+        raise CheckpointError(
+            f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+        )
+    return path
+
+
+def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_weights: int) -> tuple[str, Tracker]:
+    """(run key, tracker): the first rank's tracker is real, the others' do nothing."""
+    if not world.is_first:
+        return "", Tracker(None, params={}, tags={})
+    run_dir, tracking, data = Path(settings.run_dir), settings.tracking, task.data
+    identity = RunIdentity.of(
+        run_dir,
+        experiment=tracking.experiment,
+        uri=tracking.uri,
+        parent_key=task.parent_key,
+        parent_dir=task.parent_dir,
+    )
+    facts = {"num_ranks": world.num_ranks, "num_weights": num_weights, "content_hash": data.content_hash}
+    tracker = Tracker(
+        run_dir if tracking.enabled else None,
+        params=flatten(settings.model_dump(mode="json")) | facts,
+        tags=training_tags(settings, data, num_weights=num_weights) | task.tags,
+        datasets=datasets_of(data),
+    )
+    tracker.artifact(run_dir / CONFIG_FILE)
+    if tracking.enabled:
+        tracker.sample_system(NodeSampler(run_dir).sample, node=node_name(world))
+    return identity.run_key, tracker
+
+
+def card_of(task: Task, *, run_key: str) -> ModelCard:
+    """For the checkpoints; each adds its step."""
+    data, (crop, interpolation) = task.data, task.data.squares
+    return ModelCard(
+        model=task.settings.model,
+        image_size=data.image_size,
+        classes=data.classes,
+        channel_mean=task.normalisation.mean,
+        channel_std=task.normalisation.std,
+        dataset=data.name,
+        stored_crop=crop,
+        stored_interpolation=interpolation,
+        fed_interpolation=task.settings.augment.plain_filter,
+        content_hash=data.content_hash,
+        pixels_hash=data.pixels_hash,
         run_key=run_key,
-        normalisation=Normalisation(*data.channel_statistics),
     )

@@ -1,175 +1,219 @@
 """The one training loop: every task that updates weights runs it, whatever its engine.
 
-Each step: 1. the learning rate, from the step; 2. this rank's micro-batches of the global batch; 3. the engine's update; 4. one
-exchange of the mean loss, the vote on stopping and the number of bad samples, read while the next step runs (ledger.py); 5. what is
-due (log, evaluate, checkpoint). State is (engine, step, samples consumed), nothing else.
+Each step: 1. this rank's micro-batches of the global batch; 2. the engine's update, at the learning rate of the step; 3. one
+exchange of the mean loss, the votes on stopping and the number of bad samples; 4. the log; 5. what is due: an evaluation, a
+checkpoint; 6. the end, if a rank voted for it. State is (engine, step, samples consumed), nothing else.
+
+The exchange of a step is read while the next one runs, when that costs no wait, or before anything that must not be late
+(evaluation, checkpoint, the end). What is decided from it (to stop, too many bad samples or skipped steps) is decided by all ranks
+at the same step, because all of them read the same sums. A number that is logged for a step is that step's, however late it is
+read.
 """
 
+import resource
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from data_prep.progress import ProgressLine, progress
-from pretrain.augment.augmentation import Prepared
+from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.augment.feed import Feed
-from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint_writer import CheckpointWriter
 from pretrain.checkpoints.files import TrainerState
+from pretrain.checkpoints.writer import Saver
+from pretrain.config import PretrainSettings
+from pretrain.data.bad_samples import BadSamples, check_share
+from pretrain.data.datasets import TrainingData
 from pretrain.data.first_read import FirstRead
+from pretrain.data.loader import num_cpu_threads, training_batches
 from pretrain.data.order import BatchPlan, hash64
+from pretrain.data.reader import ShardReader
 from pretrain.engine.step import Engine
-from pretrain.loop.evaluate import Scores
-from pretrain.loop.ledger import Entry, Ledger
-from pretrain.loop.meter import Meter
-from pretrain.loop.saving import Saver, SavingPlan
-from pretrain.loop.skipped_steps import SkippedSteps
+from pretrain.loop.evaluate import Scores, evaluate
+from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
+from pretrain.models.cost import forward_flops
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
+from pretrain.tracking.pictures import (
+    FIRST_LAYER,
+    draw_filters,
+    fed_sheet,
+    filter_side,
+    first_of,
+    recipe,
+    strongest_filters,
+)
 from pretrain.tracking.tracker import Tracker
 
-
-@dataclass(frozen=True)
-class Cadence:
-    """When things are due, in steps."""
-
-    num_steps: int
-    log_every: int
-    eval_every: int
+NUM_SHOWN, COLUMNS = 40, 5
+"""Pictures on the sheet of what the model is fed; columns of the picture of its first layer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     step: int
     finished: bool
-    scores: Scores | None
-    images_per_s: float
+    scores: Scores | None = None
+    images_per_s: float = 0.0
+    """Over the whole start: evaluation, checkpoints and the first step's warm-up included."""
 
 
 @dataclass(frozen=True)
+class QueuedStep:
+    """A step that the device may still be working on."""
+
+    step: int
+    """How many steps are done with this one."""
+    lr: float
+    applied: bool
+    exchange: Exchange
+
+
+@dataclass
 class Trainer:
-    engine: Engine
+    settings: PretrainSettings
+    data: TrainingData
     plan: BatchPlan
-    schedule: Schedule
-    cadence: Cadence
-    feed_from: Callable[[int], AbstractContextManager[Feed]]
-    """Micro-batches after so many consumed samples."""
-    check_bad: Callable[[int, int], None]
-    """Stops the run where too many samples (bad, of how many) do not decode."""
-    first_read: FirstRead
-    skipped: SkippedSteps
-    evaluate: Callable[[], Scores | None]
-    card_at: Callable[[int], ModelCard]
-    writer: CheckpointWriter
-    saving: SavingPlan
-    run_dir: Path
-    tracker: Tracker
-    stop: StopFlag
     world: World
-    samples_per_epoch: int
-    flops_per_image: float
+    stop: StopFlag
+    tracker: Tracker
+    engine: Engine
+    reader: ShardReader
+    eval_reader: ShardReader | None
+    augmentation: Augmentation
+    first_read: FirstRead
+    saver: Saver
     peak_teraflops: float
     """Of all ranks together."""
-    show_fed: Callable[[Prepared], None]
-    """What the model is fed, at the start."""
-    show_filters: Callable[[int], None]
-    """What the first layer looks at, at the start and at each evaluation; called by every rank."""
-    title: str
-    seed: int
+
+    def __post_init__(self) -> None:
+        settings, data, rank = self.settings, self.data, self.world.rank
+        train, self.run_dir = settings.train, Path(settings.run_dir)
+        self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
+        self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
+        self.schedule = Schedule(
+            settings.schedule,
+            base_lr=settings.optimizer.lr,
+            warmup_steps=self._steps(settings.schedule.warmup),
+            num_steps=self.num_steps,
+        )
+        self.bad_samples = BadSamples(
+            self.reader, log=self.run_dir / "bad_samples" / f"rank-{rank}.jsonl", chosen=data.parts[0].chosen
+        )
+        self.skipped = SkippedSteps(
+            lambda step: samples_of_rank(self.order, self.plan, step=step, rank=rank),
+            self.reader,
+            log=self.run_dir / "skipped_steps" / f"rank-{rank}.jsonl",
+            max_in_a_row=train.max_skipped_steps,
+            scales_loss=settings.engine.precision == "fp16",
+        )
+        self.meter = Meter(
+            global_batch_size=train.global_batch_size,
+            flops_per_image=forward_flops(settings.model, num_classes=len(data.classes), image_size=data.image_size),
+            peak_teraflops=self.peak_teraflops,
+            device=self.engine.device,
+        )
+        self.start_step = self.step = 0
+        self.owes_evaluation = self.stopping = False
+        """`stopping`: whether a rank was told to stop, as all ranks know."""
+        self.scores: Scores | None = None
+        self.num_bad = 0
+        self.queued: QueuedStep | None = None
+        self.reading: dict[str, float] = {}
+        self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
-        step, scores, began_s = start.step, None, time.monotonic()
+        began_s = time.monotonic()
+        self.step = self.start_step = start.step
+        self.owes_evaluation = start.owes_evaluation
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
-        saver = self._saver(start)
+        self.saver.go_on(start)
         self.first_read.start()
-        with self._line(step) as line, self.feed_from(start.samples_consumed) as feed:
-            ledger = self._ledger(line, start_step=step)
-            stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if start.owes_evaluation or step >= self.cadence.num_steps:  # it was given up, or killed before result.json
-                scores, stopping = self._evaluated(step, saver, stopping=stopping)
-                ledger.show(scores)
-                ledger.meter.restart()
-            while step < self.cadence.num_steps and not stopping:
+        title, shown = self.run_dir.name, self.world.is_first
+        with (
+            progress(title, total=self.num_steps, unit="step", start=self.step, enabled=shown) as self.line,
+            self._feed() as feed,
+        ):
+            self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
+            if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed before result.json
+                self._evaluate()
+                self.meter.restart()
+            while self.step < self.num_steps and not self.stopping:
                 try:
-                    ledger.enter(self._step(step, feed, ledger.meter))
+                    queued = self._queue_step(feed)
                 except Interrupted:  # while it waited for data
-                    stopping = True
+                    self.stopping = True
                     break
-                step += 1
-                eval_due, save_due = self._due(step, self.cadence.eval_every), saver.is_due(step)
-                if eval_due or save_due or ledger.stopping:
-                    ledger.settle()
-                stopping = ledger.stopping
+                self._settle()  # the step before
+                self.queued = queued
+                self.step += 1
+                eval_due, save_due = self._is_due(self.step, self.eval_every), self.saver.is_due(self.step)
+                if eval_due or save_due or self.stopping:
+                    self._settle()
                 if eval_due:
-                    scores, stopping = self._evaluated(step, saver, stopping=stopping)
-                    ledger.show(scores)
-                if saver.is_due(step):  # the evaluation may have been the best so far
-                    saver.save(step)
+                    self._evaluate()
+                if self.saver.is_due(self.step):  # the evaluation may have been the best so far
+                    self.saver.save(self._state())
                 if eval_due or save_due:
-                    ledger.meter.restart()
-                saver.tell(step)
-            if stopping:
-                ledger.settle()
-            if step > 0:
-                saver.save(step, is_last=True)
-        saver.finish(step)
-        is_saved = saver.saved_step == step  # it may have been left out
-        finished = step >= self.cadence.num_steps and is_saved and not saver.owes_evaluation
-        return Outcome(step, finished, scores, self._rate(step, start, began_s))
-
-    def _saver(self, start: TrainerState) -> Saver:
-        return Saver(
-            engine=self.engine,
-            writer=self.writer,
-            plan=self.saving,
-            card_at=self.card_at,
-            tracker=self.tracker,
-            skipped=self.skipped,
-            world=self.world,
-            global_batch_size=self.plan.global_batch_size,
-            saved_step=start.step,
-            best=start.best,
-            owes_evaluation=start.owes_evaluation,
-            data_is_right=lambda: self.first_read.wait(self.stop, device=self.engine.device),
+                    self.meter.restart()
+                self._log_saving()
+            self._settle()
+            if self.step > 0:
+                self.saver.save(self._state(), is_last=True)
+        self.saver.finish()
+        self._log_saving()
+        is_saved = self.saver.saved_step == self.step  # it may have been left out
+        return Outcome(
+            self.step,
+            finished=self.step >= self.num_steps and is_saved and not self.owes_evaluation,
+            scores=self.scores,
+            images_per_s=(self.step - self.start_step)
+            * self.plan.global_batch_size
+            / max(time.monotonic() - began_s, 1e-9),
         )
 
-    def _ledger(self, line: ProgressLine, *, start_step: int) -> Ledger:
-        size = self.plan.global_batch_size
-        return Ledger(
-            meter=Meter(
-                global_batch_size=size,
-                flops_per_image=self.flops_per_image,
-                peak_teraflops=self.peak_teraflops,
-                device=self.engine.device,
+    def _feed(self) -> Feed:
+        """Micro-batches, augmented and on the device, from where training stands."""
+        consumed, on_gpu = self.step * self.plan.global_batch_size, self.engine.device.type == "cuda"
+        return Feed(
+            lambda finish: training_batches(
+                self.reader,
+                self.order,
+                self.plan,
+                rank=self.world.rank,
+                consumed=consumed,
+                num_threads=self._num_threads,
+                prefetch=self.settings.train.prefetch_batches,
+                pin=on_gpu,
+                finish=finish,
+                bad_samples=self.bad_samples,
+                # on a GPU a thread of the feed waits for batches, which no signal interrupts
+                waits=Future.result if on_gpu else self.stop.result,
             ),
-            line=line,
-            tracker=self.tracker,
-            skipped=self.skipped,
-            check_bad=self.check_bad,
-            log_due=lambda step: self._due(step, self.cadence.log_every),
-            global_batch_size=size,
-            samples_per_epoch=self.samples_per_epoch,
-            start_step=start_step,
+            self.augmentation,
+            waits=self.stop.result,
         )
 
-    def _step(self, step: int, feed: Feed, meter: Meter) -> Entry:
+    def _queue_step(self, feed: Feed) -> QueuedStep:
         """Queues the step that takes the model from `step` to `step + 1`."""
         self.first_read.raise_fault()
-        lr = self.schedule.lr(step)
+        step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
-        with meter.waiting(), self.stop.waiting():
+        with self.meter.waiting(), self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         if step == 0:
-            self.show_fed(fed[0].prepared)
-            self.show_filters(step)
+            self._show_fed(fed[0].prepared)
+            self._show_filters()
         PROGRESS.mark("computing", step=step + 1)
-        torch.manual_seed(int(hash64(self.seed, step, self.world.rank)))  # what dropout draws has no state, either
+        seed = hash64(self.settings.train.seed, step, self.world.rank)
+        torch.manual_seed(int(seed))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
             result.loss,
@@ -177,30 +221,177 @@ class Trainer:
             flag=self.stop.raised_by is not None,
             num_bad=sum(each.num_bad for each in fed),
         )
-        return Entry(step + 1, lr, result.applied, exchange)
+        return QueuedStep(step + 1, lr, result.applied, exchange)
 
-    def _line(self, step: int) -> AbstractContextManager[ProgressLine]:
-        return progress(self.title, total=self.cadence.num_steps, unit="step", start=step, enabled=self.world.is_first)
+    def _settle(self) -> None:
+        """Reads what the queued step came to, if there is one, and acts on it."""
+        done, self.queued = self.queued, None
+        if done is None:
+            return
+        PROGRESS.mark("waiting for the end of the step on all ranks", step=done.step)
+        agreed = done.exchange.read()
+        self.stopping = self.stopping or agreed.votes > 0
+        self.skipped.note(done.step, agreed, applied=done.applied)
+        self.num_bad += agreed.num_bad
+        check_share(
+            self.num_bad,
+            num_seen=(done.step - self.start_step) * self.plan.global_batch_size,
+            num_samples=self.reader.num_samples,
+            max_share=self.settings.data.max_bad_share,
+        )
+        self.meter.count()
+        if self._is_due(done.step, self.settings.train.log_every_steps):
+            samples = done.step * self.plan.global_batch_size
+            self.reading = {
+                "train/loss": agreed.loss,
+                "train/gradient_norm": agreed.gradient_norm,
+                "train/lr": done.lr,
+                "train/samples": float(samples),
+                "train/epoch": samples / self.data.epoch_size(global_batch_size=self.plan.global_batch_size),
+                "train/bad_samples": float(self.num_bad),
+                "train/skipped_steps": float(self.skipped.total),
+            } | self.meter.reading()
+            self.tracker.metrics(self.reading, step=done.step)
+            self.line.note = in_words(self.reading, self.scores)
+        self.line.advance()
 
-    def _due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.cadence.num_steps
-
-    def _evaluated(self, step: int, saver: Saver, *, stopping: bool) -> tuple[Scores | None, bool]:
-        """(scores, whether to stop): an evaluation waits for nobody who was told to stop; the next start makes up for it."""
-        saver.owes_evaluation = True
-        if stopping:
-            return None, True
-        self.show_filters(step)
-        PROGRESS.mark("before its evaluation", step=step)
+    def _evaluate(self) -> None:
+        """Waits for nobody who was told to stop; the next start makes up for it."""
+        self.owes_evaluation = True
+        if self.stopping:
+            return
+        self._show_filters()
+        PROGRESS.mark("before its evaluation", step=self.step)
         try:
-            scores = self.evaluate()
+            scores = self._scores()
         except Interrupted:
-            return None, True
-        saver.judged(step, scores)
-        if scores is not None:
-            self.tracker.metrics(scores.metrics("eval"), step=step)
-        return scores, False
+            self.stopping = True
+            return
+        self.owes_evaluation = False
+        if scores is None:
+            return
+        self.scores = scores
+        self.saver.judge(self.step, top1=scores.top1)
+        self.tracker.metrics(scores.metrics("eval"), step=self.step)
+        self.line.note = in_words(self.reading, scores)
+        self.line.tell()  # new scores have a line of their own in a log
 
-    def _rate(self, step: int, start: TrainerState, began_s: float) -> float:
-        """Images per second over the whole call: evaluation, checkpoints and the first step's warm-up included."""
-        return (step - start.step) * self.plan.global_batch_size / max(time.monotonic() - began_s, 1e-9)
+    def _scores(self) -> Scores | None:
+        if self.eval_reader is None:
+            return None
+        with self.engine.averaged():
+            return evaluate(
+                self.engine.logits,
+                self.eval_reader,
+                self.augmentation,
+                local_batch_size=self.plan.local_batch_size,
+                num_threads=self._num_threads,
+                world=self.world,
+                stop=self.stop,
+            )
+
+    def _state(self) -> TrainerState:
+        """All that a resume needs besides weights."""
+        return TrainerState(
+            step=self.step,
+            samples_consumed=self.step * self.plan.global_batch_size,
+            owes_evaluation=self.owes_evaluation,
+            skipped_steps=self.skipped.total,
+            skipped_in_a_row=self.skipped.in_a_row,
+            num_cpu_threads=num_cpu_threads(self.engine.device),
+        )
+
+    def _log_saving(self) -> None:
+        news = self.saver.writer.news()
+        if news:
+            self.tracker.metrics(news, step=self.step)
+
+    def _steps(self, length: str) -> int:
+        return self.data.steps(length, global_batch_size=self.settings.train.global_batch_size)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.num_steps
+
+    @property
+    def _num_threads(self) -> int:
+        return self.settings.train.loader_threads or self.world.num_cores
+
+    def _show_fed(self, prepared: Prepared) -> None:
+        """A sheet of the first pictures of a run, of the first rank's share."""
+        sample, data, normalisation = first_of(prepared, count=NUM_SHOWN), self.data, self.augmentation.normalisation
+        title = f"{data.name}, as {self.run_dir.name} sees it"
+        facts = f"{data.image_size} px  ·  {recipe(self.settings.augment)}"
+        self.tracker.picture(
+            "pictures/fed",
+            lambda: fed_sheet(sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts),
+            step=0,
+        )
+
+    def _show_filters(self) -> None:
+        """What the first layer looks at. Every rank calls it; the weights may lie in shards."""
+        side = filter_side(self.settings.model, image_size=self.data.image_size)
+        if side is None or not self.settings.tracking.enabled:
+            return
+        weight_NF = self.engine.weight(FIRST_LAYER)
+        if weight_NF is not None:
+            filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
+            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS), step=self.step)
+
+
+@dataclass
+class Meter:
+    """Sums since the last reading; evaluation and checkpoints begin a new one, so a speed is that of training alone."""
+
+    global_batch_size: int
+    flops_per_image: float
+    """Of the forward pass; backward is twice that."""
+    peak_teraflops: float
+    """Of all ranks together."""
+    device: torch.device
+    _steps: int = 0
+    _wait_s: float = 0.0
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def restart(self) -> None:
+        self._steps, self._wait_s, self._started_s = 0, 0.0, time.monotonic()
+
+    def count(self) -> None:
+        self._steps += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For data."""
+        asked_s = time.monotonic()
+        yield
+        self._wait_s += time.monotonic() - asked_s
+
+    def reading(self) -> dict[str, float]:
+        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
+        images_per_s = self._steps * self.global_batch_size / elapsed_s
+        teraflops = 3 * self.flops_per_image * images_per_s / 1e12
+        self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
+        found = {
+            "speed/images_per_s": images_per_s,
+            "speed/teraflops": teraflops,
+            "speed/mfu": teraflops / self.peak_teraflops,
+            "speed/data_wait_share": self._wait_s / elapsed_s,
+            "memory/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+        if self.device.type == "cuda":
+            found["memory/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            found["memory/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+        self.restart()
+        return found
+
+
+def in_words(reading: dict[str, float], scores: Scores | None) -> str:
+    """What stands behind the steps of the progress line."""
+    parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
+    if "train/loss" in reading:
+        parts.append(f"loss {reading['train/loss']:.3f}")
+    if scores is not None:
+        parts.append(f"top-1 {100 * scores.top1:.1f} %")
+    if "speed/images_per_s" in reading:
+        parts += [f"{reading['speed/images_per_s']:,.0f} images/s", f"MFU {100 * reading['speed/mfu']:.0f} %"]
+    return "  ".join(parts)

@@ -1,10 +1,19 @@
 """The few things that ranks exchange outside the engine; with one process they are no-ops."""
 
+from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from data_prep.settings import UserError
+
+T = TypeVar("T")
+LOOK_S = 1.0
+"""How often ranks that wait for one that works alone exchange a sign of life."""
 
 
 def is_distributed() -> bool:
@@ -113,3 +122,24 @@ def of_first_rank(value: int, *, device: torch.device) -> int:
     sent = torch.tensor(value, device=device)
     dist.broadcast(sent, src=0)
     return int(sent)
+
+
+class FailedElsewhere(UserError):  # noqa: N818
+    """The rank that failed has the message."""
+
+    of_all_ranks = True
+
+
+def on_all_ranks(work: Callable[[], T], *, device: torch.device, failed: str) -> T:
+    """What `work` finds on this rank, once all ranks are done with theirs: however slow a disk is, no collective waits long for it.
+    Long work marks its progress itself. Where it fails on any rank, that rank raises its own error, and the others `failed`."""
+    thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
+    found = thread.submit(work)
+    thread.shutdown(wait=False)
+    while True:
+        futures.wait([found], timeout=LOOK_S)
+        if not any_rank(not found.done(), device=device):
+            break
+    if any_rank(found.exception() is not None, device=device):
+        raise found.exception() or FailedElsewhere(failed)
+    return found.result()

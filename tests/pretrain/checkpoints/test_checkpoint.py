@@ -24,18 +24,17 @@ from data_prep.publish import use_workspace
 from pretrain.checkpoints import files
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of, newest_whole
-from pretrain.checkpoints.checkpoint_writer import CheckpointWriter, Patience
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
 from pretrain.checkpoints.run import list_checkpoints, step_of
+from pretrain.checkpoints.writer import CheckpointWriter, Saver
+from pretrain.config import CheckpointSettings
 from pretrain.engine.step import EngineState
-from pretrain.loop import supervision
-from pretrain.loop.evaluate import Scores
-from pretrain.loop.saving import Saver, SavingPlan
+from pretrain.loop import train
 from pretrain.models.spec import MlpSpec
+from pretrain.ranks.collectives import FailedElsewhere, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import started
 from pretrain.ranks.world import World
-from pretrain.tracking.tracker import Tracker
 from tests.moments import wait_until
 from tests.ranks import run_ranks
 
@@ -184,6 +183,26 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     assert writer.news()["checkpoint/gb"] > 0
 
 
+def saver_of(
+    run_dir: Path,
+    *,
+    world: World,
+    every: int,
+    timeout_s: float = 600.0,
+    data_is_right: Callable[[], bool] = lambda: True,
+) -> Saver:
+    """Of a training of 999 steps that keeps one checkpoint and the best."""
+    settings: Any = SimpleNamespace(
+        run_dir=run_dir,
+        checkpoint=CheckpointSettings(every=f"{every} steps", keep_last=1, keep_best=True),
+        train=SimpleNamespace(global_batch_size=16, duration="999 steps"),
+        engine=SimpleNamespace(timeout_s=timeout_s),
+    )
+    data: Any = SimpleNamespace(steps=lambda length, **_batch: int(length.split()[0]))
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
+    return Saver(settings, data, engine=engine, world=world, card=CARD, data_is_right=data_is_right)
+
+
 @dataclass
 class Rank:
     """The one rank of a training that is judged and saved, with a disk that fails, or is slow, at chosen steps."""
@@ -203,23 +222,21 @@ class Rank:
                 self.go_on.wait(20)
             return publish_really(run_dir, snapshot)
 
-        self.monkeypatch.setattr("pretrain.checkpoints.checkpoint_writer.publish", publish)
-        plan = SavingPlan(every=10, num_steps=999, keep_best=True, longest_wait_s=0.05)
-        engine = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
-        skipped = SimpleNamespace(total=5, in_a_row=2)
-        self.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), patience=Patience(first_pause_s=60))
-        tracker, card_at = Tracker(None, params={}, tags={}), lambda step: CARD
-        facts: Any = (engine, self.writer, plan, card_at, tracker, skipped, World(0, 0, 1), 16)
-        self.saver = Saver(*facts, saved_step=0)
+        self.monkeypatch.setattr("pretrain.checkpoints.writer.publish", publish)
+        self.data_is_right = True
+        self.saver = saver_of(
+            self.run_dir, world=World(0, 0, 1), every=10, timeout_s=0.1, data_is_right=lambda: self.data_is_right
+        )
+        self.writer = self.saver.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), first_pause_s=60)
 
     def judge_and_save(self, step: int, score: float, *, waits: bool = True) -> None:
-        self.saver.judged(step, Scores(score, score, 1.0, 10))
-        self.saver.save(step)
+        self.saver.judge(step, top1=score)
+        self.saver.save(TrainerState(step, step * 16, skipped_steps=5, skipped_in_a_row=2))
         if waits:
             assert self.writer.make_room(timeout_s=20)
 
     def ends_with(self, steps: list[int], best: Best) -> None:
-        self.saver.finish(999)
+        self.saver.finish()
         assert [step_of(path) for path in list_checkpoints(self.run_dir)] == steps
         assert json.loads((self.run_dir / "checkpoints" / "best.json").read_text()) == asdict(best)
         restored = restore(self.run_dir)
@@ -265,7 +282,7 @@ def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(
 ) -> None:
     rank = Rank(tmp_path, monkeypatch)
     rank.judge_and_save(10, 0.5)
-    rank.saver.data_is_right = lambda: False
+    rank.data_is_right = False
     rank.judge_and_save(20, 0.9)
     assert rank.saver.saved_step == 10
     rank.ends_with([10], Best(10, 0.5))
@@ -275,23 +292,21 @@ def last_ones(world: World) -> list[str]:
     """What `finish` says on this rank: of a disk that takes longer than any collective may, and of one that refuses."""
     torch.distributed.init_process_group("gloo")
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
-    waits, plan = [0.5] * 8, SavingPlan(every=1, num_steps=1)
 
-    def slow(best: Best | None, *, timeout_s: float) -> bool:
-        time.sleep(waits.pop())
-        return not waits
+    def slow(best: Best | None) -> None:
+        time.sleep(4)
 
-    def refuses(best: Best | None, *, timeout_s: float) -> bool:
+    def refuses(best: Best | None) -> None:
         raise CheckpointError("no space")
 
     said = []
     for finish in (slow, refuses):
-        writer = SimpleNamespace(finish=finish, news=dict)
-        facts: Any = (SimpleNamespace(device=torch.device("cpu")), writer, plan, None, None, None, world, 16)
+        saver = saver_of(Path("unused"), world=world, every=1)
+        saver.writer.finish = finish  # type: ignore[method-assign]
         try:
-            Saver(*facts, saved_step=1).finish(1)
+            saver.finish()
             said.append("done")
-        except CheckpointError as error:
+        except (CheckpointError, FailedElsewhere) as error:
             said.append(f"{error}; of all ranks: {error.of_all_ranks}")
     return said
 
@@ -299,7 +314,7 @@ def last_ones(world: World) -> list[str]:
 def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
     first, second = run_ranks(last_ones, num_ranks=2)
     assert first == ["done", "no space; of all ranks: False"]
-    lost = "the last checkpoint could not be written; see what the first rank says"
+    lost = "the last checkpoint could not be written; see the message of the first rank"
     assert second == ["done", f"{lost}; of all ranks: True"]
 
 
@@ -357,9 +372,12 @@ def slow_reads(world: World, folder: str) -> list[Any]:
         time.sleep(7)
         return newest_whole(run_dir)
 
-    supervision.newest_whole = slow
-    path = supervision.agreed_checkpoint(Path(folder), world, device=device)
-    return [path and path.name, supervision.patiently(lambda: time.sleep(7 * world.rank) or world.rank, device=device)]
+    train.newest_whole = slow
+    path = train.agreed_checkpoint(Path(folder), world, device=device)
+    return [
+        path and path.name,
+        on_all_ranks(lambda: time.sleep(7 * world.rank) or world.rank, device=device, failed=""),
+    ]
 
 
 def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
@@ -381,7 +399,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
     """The directory's place is taken by a file (which stops root, too), then given back."""
     taken = tmp_path / "checkpoints"
     taken.write_text("")
-    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, longest_pause_s=0.1))
+    writer = CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, longest_pause_s=0.1)
     for step in (1, 2):
         assert writer.make_room(timeout_s=10)
         writer.submit(Snapshot(state(step), TrainerState(step, step * 16), CARD))
@@ -400,10 +418,9 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
 
 def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    writer = CheckpointWriter(tmp_path, Retention(2), patience=Patience(first_pause_s=0.05, final_s=0.2))
+    writer = CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, final_s=0.2)
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
-    assert not writer.finish(None, timeout_s=0.0)  # who waits has other things to do meanwhile
     with pytest.raises(
         CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"
     ):

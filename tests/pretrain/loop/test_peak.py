@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pretrain.loop.evaluate import Scores
-from pretrain.loop.meter import Meter, in_words
 from pretrain.loop.peak import Peak, find_peak, listed_teraflops
+from pretrain.loop.trainer import Meter, in_words
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.Monkey
 
 
 def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.loop.meter.time", SimpleNamespace(monotonic=lambda: 110.0))
+    monkeypatch.setattr("pretrain.loop.trainer.time", SimpleNamespace(monotonic=lambda: 110.0))
     meter = Meter(
         global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.768, device=CPU, _wait_s=2.5, _started_s=100.0
     )
@@ -72,7 +72,7 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: p
 
 
 def test_a_rate_that_was_reached_is_the_least_that_the_peak_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.loop.meter.time", SimpleNamespace(monotonic=lambda: 110.0))
+    monkeypatch.setattr("pretrain.loop.trainer.time", SimpleNamespace(monotonic=lambda: 110.0))
     meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.1, device=CPU, _started_s=100.0)
     for _ in range(20):
         meter.count()

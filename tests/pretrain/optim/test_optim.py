@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pretrain.config import OptimizerSettings, parse_length
+from pretrain.config import OptimizerSettings, ScheduleSettings, parse_length
 from pretrain.models.build import build, build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import Lamb, Lion, build_optimizer, lion, parameter_groups, set_lr
@@ -201,19 +201,20 @@ def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
 
 def test_schedules_warm_up_and_fall_to_their_end() -> None:
     for name, halfway in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
-        schedule = Schedule(name, base_lr=1.0, final_lr=0.1, warmup_steps=4, num_steps=104)  # type: ignore[arg-type]
+        schedule = Schedule(ScheduleSettings(name=name, final_lr=0.1), 1.0, num_steps=104, warmup_steps=4)  # type: ignore[arg-type]
         assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         assert schedule.lr(54) == pytest.approx(halfway)
         assert schedule.lr(104) == schedule.lr(200) == pytest.approx(1.0 if name == "constant" else 0.1)
         assert all(schedule.lr(step) >= schedule.lr(step + 1) for step in range(4, 104))
-    assert Schedule("linear", 1.0, 0.0, 0, 100).lr(25) == pytest.approx(0.75)
-    assert Schedule("cosine", 1.0, 0.0, 0, 100).lr(25) == pytest.approx(0.5 + math.sqrt(0.125))
-    assert Schedule("constant", 1.0, 0.0, 0, 10).lr(0) == 1.0
+    assert Schedule(ScheduleSettings(name="linear"), 1.0, num_steps=100).lr(25) == pytest.approx(0.75)
+    assert Schedule(ScheduleSettings(name="cosine"), 1.0, num_steps=100).lr(25) == pytest.approx(0.5 + math.sqrt(0.125))
+    assert Schedule(ScheduleSettings(name="constant"), 1.0, num_steps=10).lr(0) == 1.0
 
 
 def test_a_warm_up_begins_where_it_is_told_to() -> None:
     """Paper A's ImageNet-1k recipe, in steps of 313 an epoch."""
-    schedule = Schedule("cosine", 1e-3, 1e-5, warmup_steps=5 * 313, num_steps=300 * 313, warmup_from=1e-6)
+    settings = ScheduleSettings(final_lr=1e-5, warmup_from=1e-6)
+    schedule = Schedule(settings, 1e-3, warmup_steps=5 * 313, num_steps=300 * 313)
     assert schedule.lr(0) == 1e-6 and schedule.lr(313) == pytest.approx(1e-6 + 0.2 * (1e-3 - 1e-6))
     assert schedule.lr(5 * 313) == 1e-3 and schedule.lr(300 * 313) == pytest.approx(1e-5)
 

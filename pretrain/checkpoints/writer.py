@@ -1,0 +1,330 @@
+"""When a checkpoint is due, how all ranks make one together, and how the first rank brings it to disk while training goes on.
+
+A checkpoint's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make the
+snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread publishes
+it, and tries again, with growing pauses, as long as the file system refuses: a full disk costs a checkpoint, never the run. What
+training loses is the snapshot, and the wait for the write before it, if that is still under way (checkpoint/stall_s).
+
+The best is the best of the checkpoints that came to be: what an evaluation found is forgotten, by all ranks, where the checkpoint
+of its step is left out, or could not be written and made room for the next. So whatever a checkpoint calls the best is there.
+
+Figures wait in `news` for the trainer's thread, which alone uses the tracker.
+"""
+
+import errno
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.files import (
+    Best,
+    Retention,
+    Snapshot,
+    TrainerState,
+    publish,
+    published_best,
+    settle,
+    write_best,
+)
+from pretrain.checkpoints.run import checkpoints_dir
+from pretrain.config import PretrainSettings
+from pretrain.data.datasets import TrainingData
+from pretrain.engine.step import Engine
+from pretrain.ranks.collectives import any_rank, highest, on_all_ranks
+from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.world import World
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some of your quota there",
+    errno.EROFS: "make it writable again",
+    errno.EACCES: "make it writable again",
+    errno.EPERM: "make it writable again",
+    errno.ENOTDIR: "put the directory back in its place",
+    errno.EEXIST: "put the directory back in its place",
+    errno.EXDEV: "let all of the run lie on one file system",
+}
+
+
+class Saver:
+    """All ranks' side: every rank has one, and calls it at the same steps. Only the first rank's writer writes."""
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        data: TrainingData,
+        *,
+        engine: Engine,
+        world: World,
+        card: ModelCard,
+        data_is_right: Callable[[], bool],
+    ):
+        """`data_is_right`: what all ranks know of the shards that they learned from, which may take a while; False: it would take
+        too long."""
+        wanted = settings.checkpoint
+
+        def steps(length: str) -> int:
+            return max(1, data.steps(length, global_batch_size=settings.train.global_batch_size))
+
+        self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
+        self._keep_every = steps(wanted.keep_every) if wanted.keep_every else None
+        self._keep_best = wanted.keep_best
+        self._longest_wait_s = settings.engine.timeout_s / 2
+        """For the write before: well before the other ranks give up a collective."""
+        self._engine, self._world, self._card, self._data_is_right = engine, world, card, data_is_right
+        self.writer = CheckpointWriter(Path(settings.run_dir), Retention(wanted.keep_last, self._keep_every))
+        self.saved_step = 0
+        """Where training went on from, then the last one handed to the writer."""
+        self.best: Best | None = None
+        self._bests_before: list[Best] = []
+        """Each better than the one before it, and not as good as `best`."""
+        self._best_is_new = False
+        self._last_judged: Best | None = None
+
+    def go_on(self, start: TrainerState) -> None:
+        self.saved_step, self.best = start.step, start.best
+
+    def judge(self, step: int, *, top1: float) -> None:
+        """What an evaluation found; every rank has the same scores."""
+        if self._keep_best:
+            self._last_judged = Best(step, top1)
+            self._consider(self._last_judged)
+
+    def is_due(self, step: int) -> bool:
+        kept = self._keep_every is not None and step % self._keep_every == 0
+        return step == self._num_steps or kept or step % self._every == 0 or self._best_is_new
+
+    def save(self, state: TrainerState, *, is_last: bool = False) -> None:
+        """Every rank calls it at the same step, at which no update is under way. The last one is never left out. `state.best` is
+        filled in here."""
+        began_s, step = time.monotonic(), state.step
+        if step == self.saved_step:
+            self._best_is_new = False
+            return
+        if not self._data_is_right():
+            if is_last:  # told to stop: there will be a last one
+                self._warn(
+                    f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)"
+                )
+            self._leave_out(step)
+            return
+        PROGRESS.mark("making a checkpoint", step=step)
+        while self._is_late():
+            what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
+            self._warn(
+                f"the checkpoint before is still being written after {self._longest_wait_s:,.0f} s; {what}, or use a faster file "
+                "system"
+            )
+            if not is_last:
+                self._leave_out(step)
+                return
+        self._replace_failed(step)
+        self._best_is_new = False
+        engine = self._engine.export_state()
+        if self._world.is_first:
+            card = self._card.model_copy(update={"step": step})
+            self.writer.submit(Snapshot(engine, replace(state, best=self.best), card))
+            self.writer.report({"checkpoint/stall_s": time.monotonic() - began_s})
+        self.saved_step = step
+
+    def finish(self) -> None:
+        """Returns when all is on disk. The other ranks wait for the first one, however long it takes, while it is alive."""
+        PROGRESS.mark("writing the last checkpoint")
+        on_all_ranks(
+            lambda: self.writer.finish(self.best) if self._world.is_first else None,
+            device=self._engine.device,
+            failed="the last checkpoint could not be written; see the message of the first rank",
+        )
+
+    def _consider(self, judged: Best) -> None:
+        if self.best is None or judged.score > self.best.score:
+            self._bests_before += [self.best] if self.best is not None else []
+            self.best, self._best_is_new = judged, True
+
+    def _forget(self, step: int) -> None:
+        """There is no checkpoint of this step, and there will be none."""
+        bests = [each for each in (*self._bests_before, self.best) if each is not None and each.step != step]
+        self.best, self._bests_before = (bests[-1] if bests else None), bests[:-1]
+
+    def _leave_out(self, step: int) -> None:
+        self._forget(step)
+        self._best_is_new = False
+
+    def _is_late(self) -> bool:
+        mine = self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s)
+        return any_rank(mine, device=self._engine.device)
+
+    def _replace_failed(self, step: int) -> None:
+        """The checkpoint before, if it could not be written, will never be."""
+        failed = self.writer.held_back_step if self._world.is_first else None
+        lost = highest(-1 if failed is None else failed, device=self._engine.device)
+        if lost < 0:
+            return
+        self._forget(lost)
+        if self._last_judged is not None and self._last_judged.step == step:
+            self._consider(self._last_judged)  # now it may be the best of those that there are
+
+    def _warn(self, text: str) -> None:
+        if self._world.is_first:
+            print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+class CheckpointWriter:
+    """The first rank's side: writes snapshots one at a time, in a thread of its own."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        retention: Retention,
+        *,
+        first_pause_s: float = 2.0,
+        longest_pause_s: float = 60.0,
+        final_s: float = 120.0,
+    ):
+        """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`. `final_s`: how long the end of
+        training waits for a file system that refuses; one that is merely slow has all the time it needs."""
+        self._run_dir, self._retention = run_dir, retention
+        self._first_pause_s, self._longest_pause_s, self._final_s = first_pause_s, longest_pause_s, final_s
+        self._changed = threading.Condition()
+        self._snapshot: Snapshot | None = None
+        """What is still to be written, or is being written."""
+        self._is_writing = False
+        self._held_back = False
+        self._is_published = False
+        """Of the snapshot's steps the first two are done, though a later one failed."""
+        self._num_tries = self._num_failures = 0
+        self._try_at_s = 0.0
+        self._fault: OSError | None = None
+        self._defect: Exception | None = None
+        self._news: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def make_room(self, *, timeout_s: float) -> bool:
+        """Waits until the last snapshot is written, or has failed. False: neither yet, and a new one has to be left out."""
+        with self._changed:
+            self._held_back = self._changed.wait_for(self._has_room, timeout_s)
+            self._raise_defect()
+            return self._held_back
+
+    @property
+    def held_back_step(self) -> int | None:
+        """Of the checkpoint that could not be written, and that the next `submit` takes the place of."""
+        with self._changed:
+            held = self._snapshot if self._held_back and not self._is_published else None
+            return None if held is None else held.trainer.step
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """In place of the one that is held back, if any."""
+        with self._changed:
+            assert self._held_back and self._has_room()
+            self._snapshot, self._held_back, self._is_published = snapshot, False, False
+            self._num_tries, self._try_at_s, self._fault = 0, 0.0, None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def report(self, figures: dict[str, float]) -> None:
+        with self._changed:
+            self._news |= figures
+
+    def news(self) -> dict[str, float]:
+        """Figures of what has happened since the last call."""
+        if not self._news:
+            return {}
+        with self._changed:
+            found, self._news = self._news, {}
+            return found
+
+    def wait(self, timeout_s: float) -> None:
+        """For a write that is under way, before the process ends for another reason."""
+        with self._changed:
+            self._changed.wait_for(self._has_room, timeout_s)
+
+    def finish(self, best: Best | None) -> None:
+        """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
+        give_up_at_s = time.monotonic() + self._final_s
+        with self._changed:
+            self._held_back = False
+            self._try_at_s = 0.0  # at once: what made it fail may be mended
+            self._changed.notify_all()
+            while self._snapshot is not None and self._defect is None:
+                self._changed.wait(0.2)
+                if self._fault is not None and not self._is_writing and time.monotonic() > give_up_at_s:
+                    step, self._snapshot = self._snapshot.trainer.step, None
+                    raise CheckpointError(
+                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not "
+                        f"be written ({_reason(self._fault)}); {_remedy(self._fault)}, and the same command goes on from the "
+                        "one before"
+                    )
+            self._raise_defect()
+        if best is not None:
+            write_best(self._run_dir, published_best(self._run_dir, best))
+
+    def _has_room(self) -> bool:
+        return not self._is_writing and (self._snapshot is None or self._fault is not None)
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (pause_s := self._pause_s()) != 0:
+                    self._changed.wait(pause_s)
+                snapshot, self._is_writing = self._snapshot, True
+            assert snapshot is not None
+            try:
+                began_s = time.monotonic()
+                if not self._is_published:
+                    num_bytes = publish(self._run_dir, snapshot)
+                    self._is_published = True
+                    self.report({"checkpoint/write_s": time.monotonic() - began_s, "checkpoint/gb": num_bytes / 1e9})
+                settle(self._run_dir, snapshot, self._retention)
+            except OSError as error:
+                self._fail(snapshot, error)
+            except Exception as error:  # noqa: BLE001 (it belongs to the trainer, who meets it at the next checkpoint)
+                self._end(defect=error)
+            else:
+                self._end()
+
+    def _pause_s(self) -> float | None:
+        """Until the next try: 0 is now, None until something changes."""
+        if self._snapshot is None or self._held_back:
+            return None
+        return max(0.0, self._try_at_s - time.monotonic())
+
+    def _end(self, *, defect: Exception | None = None) -> None:
+        with self._changed:
+            self._snapshot, self._fault, self._defect, self._is_writing = None, None, defect, False
+            self._changed.notify_all()
+
+    def _fail(self, snapshot: Snapshot, error: OSError) -> None:
+        PROGRESS.touch()
+        with self._changed:
+            self._num_tries += 1
+            self._num_failures += 1
+            pause_s = min(self._longest_pause_s, self._first_pause_s * 2 ** (self._num_tries - 1))
+            self._fault, self._try_at_s, self._is_writing = error, time.monotonic() + pause_s, False
+            self._news["checkpoint/failures"] = float(self._num_failures)
+            self._changed.notify_all()
+        where, step = checkpoints_dir(self._run_dir), snapshot.trainer.step
+        print(
+            f"WARNING: {where}: the checkpoint of step {step} could not be written ({_reason(error)}); {_remedy(error)}. "
+            f"Training goes on, and it is tried again in {pause_s:,.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _remedy(error: OSError) -> str:
+    return _REMEDIES.get(error.errno or 0, "see what is wrong with that file system")
