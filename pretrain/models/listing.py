@@ -25,14 +25,24 @@ FAMILIES = {
 @dataclass(frozen=True)
 class Row:
     name: str
-    family: str
+    spec: AnySpec
     cost: Cost
-    num_tokens: int | None
-    num_channels: int | None
-    width: int | None
-    omega: float | None
     image_size: int
-    source: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        spec, size = self.spec, {"image_size": self.image_size}
+        return (
+            self.name,
+            f"{self.cost.num_parameters:,}",
+            _short(self.cost.multiply_adds),
+            _whole(spec.tokens(**size) if isinstance(spec, MixerSpec) else None),
+            _whole(spec.num_channels if isinstance(spec, MixerSpec | SparseMlpSpec) else None),
+            _whole(effective_width(spec, **size)),
+            _short(average_connections(spec, **size)),
+            str(self.image_size),
+            PRESETS[self.name].source,
+        )
 
 
 @dataclass(frozen=True)
@@ -60,43 +70,18 @@ def list_models(*, match: str = "*", num_classes: int | None = None, image_size:
             unfit.append(name)
             reason = str(error)
         else:
-            found.append(_row(name, spec, num_classes=classes, image_size=size))
+            found.append(Row(name, spec, cost_of(spec, num_classes=classes, image_size=size), size))
     if not found:
         raise UserError(f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})")
     return Listing(found, unfit)
 
 
-def _row(name: str, spec: AnySpec, *, num_classes: int, image_size: int) -> Row:
-    tokens, channels = _tokens_and_channels(spec, image_size=image_size)
-    return Row(
-        name=name,
-        family=spec.kind,
-        cost=cost_of(spec, num_classes=num_classes, image_size=image_size),
-        num_tokens=tokens,
-        num_channels=channels,
-        width=effective_width(spec, image_size=image_size),
-        omega=average_connections(spec, image_size=image_size),
-        image_size=image_size,
-        source=PRESETS[name].source,
-    )
-
-
-def _tokens_and_channels(spec: AnySpec, *, image_size: int) -> tuple[int | None, int | None]:
-    if isinstance(spec, MixerSpec):
-        return spec.tokens(image_size=image_size), spec.num_channels
-    if isinstance(spec, SparseMlpSpec):
-        return None, spec.num_channels
-    return None, None
-
-
 def print_models(listing: Listing, console: Console) -> None:
     """One table for each family, all with the same columns."""
-    found = listing.rows
     header = ("name", "params", "multiply-adds", "S", "C", "width m", "Omega", "px", "source")
-    cells = {row.name: _cells(row) for row in found}
-    sizes = [max(map(len, column)) for column in zip(header, *cells.values(), strict=True)]
+    sizes = [max(map(len, column)) for column in zip(header, *(row.cells for row in listing.rows), strict=True)]
     for family, title in FAMILIES.items():
-        members = [row.name for row in found if row.family == family]
+        members = [row for row in listing.rows if row.spec.kind == family]
         if not members:
             continue
         console.print(title, style="bold")
@@ -104,8 +89,8 @@ def print_models(listing: Listing, console: Console) -> None:
         for number, (word, size) in enumerate(zip(header, sizes, strict=True)):
             is_text = number in (0, len(header) - 1)
             table.add_column(word, justify="left" if is_text else "right", min_width=size, no_wrap=True)
-        for name in members:
-            table.add_row(*cells[name])
+        for row in members:
+            table.add_row(*row.cells)
         console.print(table)
         console.print()
     console.print(
@@ -116,18 +101,6 @@ def print_models(listing: Listing, console: Console) -> None:
     )
     if listing.unfit:
         console.print(f"Left out, as they cannot take images of that size: {', '.join(listing.unfit)}.")
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.name,
-        f"{row.cost.num_parameters:,}",
-        _short(row.cost.multiply_adds),
-        *(_whole(number) for number in (row.num_tokens, row.num_channels, row.width)),
-        _short(row.omega),
-        str(row.image_size),
-        row.source,
-    )
 
 
 def print_widths(

@@ -87,6 +87,20 @@ ONE_OF_EACH = [
 
 
 @pytest.mark.parametrize(("name", "changes"), ONE_OF_EACH)
+def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) -> None:
+    states = []
+    for before, seed in ((1, 5), (2, 5), (2, 6)):
+        torch.manual_seed(before)
+        states.append(build(name, num_classes=7, seed=seed, **changes).state_dict())
+    one, two, other = states
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    drawn = [
+        key for key in one if key.endswith(("weight", "index", "mask", "columns", "per_row")) and "norm" not in key
+    ]
+    assert drawn and not any(one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in drawn)
+
+
+@pytest.mark.parametrize(("name", "changes"), ONE_OF_EACH)
 def test_onnx_computes_the_same_for_any_batch(name: str, changes: dict[str, Any]) -> None:
     from onnx.reference import ReferenceEvaluator
 
