@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 BUSY = 75
-"""The run is held by another start: nobody's mistake. cluster/job.sh knows the number."""
+"""The run is held by another start: nobody's mistake. cluster/job.py knows the number."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@
 4. A checkpoint waits until all ranks have hashed their shares, the first one that is, if at all. From the moment at which the run
    is told to stop it waits no longer than a write may; if they still hash then, it is left out, and all that this start has
    learned is lost. What it has hashed is not, so the next start has less to wait for. (USR2 gives no more time than TERM:
-   cluster/job.sh passes both on as USR2.)
+   cluster/job.py passes both on as USR2.)
 
 What is guaranteed: a flipped byte may be seen by steps, but never by a checkpoint, and so by no run that is finished: all that a
 start has learned is saved only when each shard was right as it was hashed. Not guaranteed: a file that is changed after that shows

@@ -1,5 +1,6 @@
 """The supervisor of a job against stand-ins for SLURM: its code, what it asks, which nodes are left, when it gives up."""
 
+import ast
 import json
 import os
 import signal
@@ -54,6 +55,16 @@ def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     done = run(root, "cluster/snapshot", "--of-job", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77")
     assert done.returncode != 0 and done.stdout == "" and "no space left" in done.stderr
     assert not (root / "jobs/77/snapshot").is_symlink() and list((root / "jobs/snapshots").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["job", "slurm", "starts"])
+def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
+    """Where .venv does not run, it names the node; and it stays outside of containers."""
+    tree = ast.parse((Path(jobs.__file__).parent / f"{name}.py").read_text(), feature_version=(3, 9))
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported and {each.partition(".")[0] for each in imported} - {"cluster"} <= sys.stdlib_module_names
+    assert {each for each in imported if each.startswith("cluster")} <= {"cluster.slurm", "cluster.starts"}
 
 
 # ---- what it asks of SLURM --------------------------------------------------------------------------------------------
