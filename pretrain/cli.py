@@ -57,7 +57,7 @@ _MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _complain(program: str, message: str, *, alone: bool, code: int) -> int:
-    """Before the start every rank makes the same complaint, so the first one speaks; later a rank may be alone with its trouble."""
+    """Before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
     if rank == "0":
         print(f"{program}: {message}", file=sys.stderr)
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
     )
-    # the `deepspeed` launcher says it unless told not to; the environment, which it sets as well, is what counts
+    # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
@@ -130,7 +130,7 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
-    verb.add_argument("--activation", help="weights do not tell it (default: of the config beside the file, or gelu)")
+    verb.add_argument("--activation", help="weights do not hold it (default: of the config beside the file, or gelu)")
     verb.add_argument(
         "--weights",
         choices=("ema", "raw"),
@@ -196,7 +196,7 @@ def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
-    """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would tell of a death. A stopped run exits with 0,
+    """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would notice a death. A stopped run exits with 0,
     too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
         print(f"{run_dir}: {'finished' if finished else _stopped(run_dir)}")
@@ -216,7 +216,7 @@ def _preview(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
-    data = load_training_data(settings.data)  # before torch, for what it may complain of
+    data = load_training_data(settings.data)  # before torch, for the mistakes that it may find
     from pretrain.loop.preview import preview
 
     sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)

@@ -123,7 +123,7 @@ class DataSettings(CacheSettings):
     not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
     stage_dir: str | None = None
     """A directory on each node's own disk: the shards are copied there before training reads them, once for all ranks and jobs of
-    the node. Without room for them training reads them where they lie, and says so. Remote shards have `cache_dir`."""
+    the node. Without room for them training reads them where they lie, and warns. Remote shards have `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
@@ -256,7 +256,7 @@ class ScheduleSettings(Settings):
 
 
 def _number_or_auto(value: object) -> object:
-    """The two ways to say it have one message: pydantic would have one for each."""
+    """The two forms have one message: pydantic would have one for each."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     raise ValueError(f"{value!r} will not do; give a whole number of at least 1, or auto")
@@ -273,7 +273,7 @@ class TrainSettings(Settings):
     eval_every: Cadence = "1 epochs"
     log_every_steps: int = Field(10, ge=1)
     max_skipped_steps: int = Field(20, ge=1)
-    """In a row: a step whose loss or gradients are not finite is skipped; after so many of them the run stops and says on what."""
+    """In a row: a step whose loss or gradients are not finite is skipped; after so many the run stops and names the samples."""
     loader_threads: int | None = Field(None, ge=1)
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
@@ -330,7 +330,7 @@ Resume = Literal["auto", "must", "never"]
 
 class PretrainSettings(Settings):
     run_dir: str
-    """Everything of the run lives here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
+    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
     """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
     data: DataSettings

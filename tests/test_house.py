@@ -112,6 +112,7 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 LONG_FILES = {
+    "pretrain/config.py": "every setting of a run with its default and its meaning, in one place to look one up",
     "cluster/job.py": "one start of a job from its first line to its requeue: a stranger reads it in one piece",
     "cluster/preflight.py": "what a node measures, sends and is judged by, in one program that runs alone",
 }

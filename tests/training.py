@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.checkpoints.run import list_checkpoints
 from tests.forked import begin, environments, new_output, wait
-from tests.moments import Strike
+from tests.moments import Strike, wait_until
 
 CONFIG = """
 model: {kind: mlp, depth: 2, width: 32, expansion: 2}
@@ -147,6 +147,18 @@ def kill(process: AnyRun) -> None:
     else:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def stop_while_it_waits(waiting: Run) -> str:
+    """The output of a start that waits for another one, once all its ranks were asked to stop: they end well."""
+    wait_until(
+        lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
+        lives=lambda: waiting.poll() is None,
+    )
+    waiting.send_signal(signal.SIGTERM)
+    output = finish(waiting)
+    assert ": stopped" in output, output
+    return output
 
 
 def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0) -> int:

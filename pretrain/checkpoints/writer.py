@@ -106,7 +106,7 @@ class Saver:
             self._best_is_new = False
             return
         if not self._data_is_right():
-            if is_last:  # told to stop: there will be a last one
+            if is_last:  # asked to stop: there will be a last one
                 self._warn(
                     f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)"
                 )

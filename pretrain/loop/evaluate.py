@@ -48,7 +48,7 @@ def evaluate(
     num_threads: int = 1,
     stop: StopFlag | None = None,
 ) -> Scores:
-    """Raises Interrupted, on all ranks at the same batch, where one is told to stop."""
+    """Raises Interrupted, on all ranks at the same batch, once one of them is to stop."""
     sums = tally(
         logits_of,
         reader,
@@ -102,7 +102,7 @@ def tally(
 
 
 def _heeding(stop: StopFlag | None, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
-    """The batches, unless ranks are told to stop; they agree on it a batch late, when that costs no wait."""
+    """The batches, unless ranks are to stop; they agree on it a batch late, when that costs no wait."""
     vote: Exchange | None = None
     while stop is not None:
         with stop.waiting():

@@ -1,10 +1,10 @@
-"""RUN/logs: what libraries warn of, one file per rank, so that the console keeps to what the run itself has to say."""
+"""RUN/logs: what libraries warn of, one file per rank, so that the console shows the run alone."""
 
 import logging
 from pathlib import Path
 
 LOGGERS = ("DeepSpeed", "py.warnings", "torch.utils.cpp_extension")
-"""The last looks for compilers when something is compiled, and says so."""
+"""The last looks for compilers when something is compiled, and warns of it."""
 
 
 def log_to(path: Path) -> None:

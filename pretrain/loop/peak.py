@@ -1,6 +1,6 @@
 """What a device could do at best, against which the achieved FLOP/s are held (MFU).
 
-For GPUs whose data sheet says it, that is the dense rate of the matrix units; for others, and for CPUs, a product of two square
+For GPUs whose data sheet has it, that is the dense rate of the matrix units; for others, and for CPUs, a product of two square
 matrices, measured when a run starts, on all ranks at once, so that ranks which share cores share them here, too.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 SHEETS = (
-    # name as CUDA says it, without NVIDIA, Tesla and GeForce; dense TFLOP/s, accumulated in fp32
+    # name as CUDA reports it, without NVIDIA, Tesla and GeForce; dense TFLOP/s, accumulated in fp32
     (r"A100-\S+|A100 80GB PCIe", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}),
     (r"A30", {"bf16": 165.0, "fp16": 165.0, "tf32": 82.0, "fp32": 10.3}),
     (r"A40", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),

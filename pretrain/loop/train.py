@@ -114,7 +114,7 @@ class Pretraining(Task):
 
 
 def train(task: Task, world: World) -> Outcome:
-    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or told to stop."""
+    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or asked to stop."""
     run_dir, engine = Path(task.settings.run_dir), task.settings.engine
     stop = StopFlag().install()
     with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop)):

@@ -122,7 +122,7 @@ class Trainer:
         )
         self.start_step = self.step = 0
         self.owes_evaluation = self.stopping = False
-        """`stopping`: whether a rank was told to stop, as all ranks know."""
+        """`stopping`: whether a rank was asked to stop, as all ranks know."""
         self.scores: Scores | None = None
         self.num_bad = 0
         self.queued: QueuedStep | None = None
@@ -256,7 +256,7 @@ class Trainer:
         self.line.advance()
 
     def _evaluate(self) -> None:
-        """Waits for nobody who was told to stop; the next start makes up for it."""
+        """Not if the run is to stop: then the evaluation is owed, and the next start makes up for it."""
         self.owes_evaluation = True
         if self.stopping:
             return

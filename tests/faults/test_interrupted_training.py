@@ -29,6 +29,7 @@ from tests.training import (
     start,
     start_command,
     step_of,
+    stop_while_it_waits,
     wait_for_checkpoint,
     write_config,
 )
@@ -113,14 +114,7 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
         said, _ = twin.communicate()
         holder = f"start 1 of this run holds it (process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, start 1, since 2"
         assert twin.returncode == 75 and holder in said and "has not let go within 0 s" in said, said
-        waiting = start(config, run_dir, *words[1:], ranks=2)
-        wait_until(
-            lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
-            lives=lambda: waiting.poll() is None,
-        )
-        waiting.send_signal(signal.SIGTERM)
-        said, _ = waiting.communicate()
-        assert waiting.returncode == 0 and ": stopped " in said, said
+        stop_while_it_waits(start(config, run_dir, *words[1:], ranks=2))
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert "SLURM says that it is over" in finish(start(config, run_dir, *words, ranks=1))
         before = contents(run_dir)

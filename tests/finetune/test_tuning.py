@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import statistics
 from pathlib import Path
 
@@ -29,8 +28,7 @@ from pretrain.optim import parameter_groups
 from pretrain.ranks.starts import started
 from pretrain.tracking.run_tags import summary
 from tests.data_prep.test_verify import change_manifest
-from tests.moments import wait_until
-from tests.training import final_state, finish, start, start_tuning, write_config
+from tests.training import final_state, finish, start, start_tuning, stop_while_it_waits, write_config
 
 TUNE = """
 augment: {crop_scale: [0.7, 1.0]}
@@ -176,14 +174,7 @@ def test_told_to_stop_while_another_start_holds_the_run_all_ranks_end_well(
 ) -> None:
     config, run_dir = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "run"
     with started(run_dir, lock_wait_s=0):
-        waiting = start_tuning(config, run_dir, *words, ranks=2)
-        wait_until(
-            lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
-            lives=lambda: waiting.poll() is None,
-        )
-        waiting.send_signal(signal.SIGTERM)
-        said, _ = waiting.communicate()
-    assert waiting.returncode == 0 and ": stopped" in said, said
+        stop_while_it_waits(start_tuning(config, run_dir, *words, ranks=2))
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
 
 
