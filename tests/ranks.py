@@ -27,7 +27,7 @@ def run_ranks(case: Callable[..., Any], *arguments: Any, num_ranks: int) -> list
             begin("tests.ranks:run_case", *words, environment=environment, output=folder / "output")
             for environment in environments(num_ranks)
         ]
-        codes = wait(ranks, timeout_s=300, grace_s=5)
+        codes = wait(ranks, timeout_s=600, grace_s=5)
         if any(code != 0 for code in codes):
             raise AssertionError(f"exit codes {codes}\n{(folder / 'output').read_text()}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]

@@ -20,11 +20,11 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""The variable that tells ranks what stood on the command line besides: a run's page shows the whole of it."""
+"""The variable that gives ranks the rest of the command line: a run's page shows the whole of it."""
 LAST_WORDS_S = 5.0
 """How long the other ranks may go on after one has died."""
 GRACE_S = LAST_WRITE_S + 10.0
-"""How long they may take after they were told to end: one of them may be writing a checkpoint. A rank that hangs is then killed."""
+"""How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs is then killed."""
 
 
 def launch(
@@ -68,7 +68,7 @@ def launch(
 
 
 def _prepare_rank(*, heed_signals: bool) -> None:
-    """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and leaves instead of training on unseen."""
+    """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and ends instead of training on unnoticed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not heed_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -98,7 +98,7 @@ def describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only answered."""
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only confirmed."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:

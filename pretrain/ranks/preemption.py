@@ -29,8 +29,8 @@ class Interrupted(Exception):  # noqa: N818
 
 @contextmanager
 def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
-    """Within the place; or without it, where the way in was interrupted: the other ranks, who did not wait there, are to be told
-    first of all."""
+    """Within the place; or without it, where the way in was interrupted: the other ranks, which did not wait there, must learn of
+    it before anything else."""
     with ExitStack() as until_end:
         value = None
         with suppress(Interrupted):
@@ -55,7 +55,7 @@ class StopFlag:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, SIGNALS
-        )  # our launcher starts ranks deaf, so that nothing is lost before this
+        )  # our launcher starts ranks with these blocked, so that none is lost before this
         return self
 
     @contextmanager

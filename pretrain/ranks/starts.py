@@ -112,7 +112,7 @@ def _renamed(made: Path, workspace: Path) -> bool:
 
 
 def _check_one_file_system(workspace: Path, run_dir: Path) -> None:
-    """Told before training, not by its first checkpoint."""
+    """The user learns it before training, not from its first checkpoint."""
     probe = workspace / f"{TEMPORARY_PREFIX}probe"
     for place in (run_dir / "checkpoints", run_dir / "tracking"):
         if not place.is_dir():
@@ -166,7 +166,7 @@ def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopF
             f"{run_dir}: {_words(workspace, held[1])}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it"
         )
     print(
-        f"{run_dir}: {_words(workspace, held[1])}; SLURM says that it is over, so this start takes over from it",
+        f"{run_dir}: {_words(workspace, held[1])}; SLURM reports that it is over, so this start takes over from it",
         file=sys.stderr,
         flush=True,
     )
@@ -174,14 +174,14 @@ def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopF
 
 
 def _words(workspace: Path, holder: Holder | None) -> str:
-    return f"start {int(workspace.name)} of this run holds it ({holder or 'it has not said who it is'})"
+    return f"start {int(workspace.name)} of this run holds it ({holder or 'unknown'})"
 
 
 def _is_over(holder: Holder) -> bool:
-    """Whether SLURM says so of the holder's start. Within the same job the number of restarts does; of another job SLURM is asked,
-    where it can be (in a container it cannot)."""
+    """Whether SLURM reports that the holder's start is over. Within the same job the number of restarts shows it; about another job
+    `scontrol` is asked, where there is one (not in a container)."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
-        return False  # the SLURM that is asked here knows nothing of it
+        return False  # this cluster's SLURM does not know that job
     if holder.job == os.environ.get("SLURM_JOB_ID"):
         return holder.restart < int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     job = _asked("job", holder.job)

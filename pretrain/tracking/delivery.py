@@ -46,7 +46,7 @@ class Delivery:
         self.run_id: str | None = position.get("run_id")
         self.offset: int = position.get("offset", 0)
         self.ended = _has_ended(self._journal_path, self.offset)
-        """Whether the journal, as far as it has arrived, says how the run ended."""
+        """Whether the journal, as far as it has arrived, holds the end of the run."""
         self.num_bytes_sent = 0
         """Of the journal, by this delivery."""
         self._owed: list[dict[str, Any]] = position.get("owed", [])

@@ -8,6 +8,8 @@ import pytest
 from pretrain.ranks.world import World
 from tests.distributed.engine_cells import CELLS, cell, elsewhere
 from tests.distributed.engine_options import options
+from tests.distributed.engines import from_all_ranks
+from tests.distributed.test_agreement import agreements
 from tests.ranks import run_ranks
 
 
@@ -19,7 +21,8 @@ def everything(world: World, folder: str) -> dict[str, Any]:
     found = {identity: cell(world, identity, folder) for identity in CELLS}
     for identity in CELLS:
         found[identity] |= elsewhere(world, identity, folder)
-    return {"cells": found, "options": options(world, folder)}
+    agreed = from_all_ranks(agreements(world, folder))
+    return {"cells": found, "options": options(world, folder), "agreements": agreed}
 
 
 @pytest.fixture(scope="session")

@@ -142,12 +142,11 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
 
 
 def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
-    """This stage without accumulation, and then going on from what the stage before it had left."""
-    stage, precision, optimizer = CELLS[identity]
+    """This stage without accumulation; and then, in the same engine, going on from what the stage before it had left."""
+    stage, precision, _ = CELLS[identity]
     before = f"stage{(stage - 1) % 4}-{precision}"
-    engine = make_engine(world, stage, precision, optimizer, accumulation=1)
-    found: dict[str, Any] = {"once": gradient_errors(engine, world, optimizer)}
     other = make_engine(world, stage, precision, CELLS[before][2], accumulation=1, ema_decay=DECAY)
+    found: dict[str, Any] = {"once": gradient_errors(other, world, CELLS[before][2])}
     state = EngineState(*torch.load(Path(folder) / f"{before}.pt", weights_only=True))
     other.import_state(state)
     kept = shared(other.export_state())

@@ -1,4 +1,4 @@
-"""What real ranks must agree on outside the engine, in one start of two: LAMB's norms, and the size of a micro-batch."""
+"""What real ranks must agree on outside the engine: LAMB's norms, and the size of a micro-batch."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from torch import nn
 from pretrain.optim import Lamb
 from pretrain.optim.segments import Segment
 from pretrain.ranks.world import World
-from tests.ranks import run_ranks
 
 SIZES, CUT, STEPS = (5, 8, 3), 10, 3
 MINE = [[Segment(0, 0, 5), Segment(1, 5, 5)], [Segment(1, 0, 3), Segment(2, 3, 3)]]
@@ -26,13 +25,10 @@ def shard(values: list[torch.Tensor], rank: int) -> torch.Tensor:
     return torch.cat(values)[rank * CUT : (rank + 1) * CUT].clone()
 
 
-def case(world: World, run_dir: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
+def agreements(world: World, run_dir: str) -> dict[str, Any]:
     from pretrain.engine import micro_batch
     from tests.pretrain.engine.test_micro_batch import SIZE, model, settings_of
 
-    dist.init_process_group("gloo")
     flats = [nn.Parameter(shard(vectors(seed), world.rank)) for seed in (1, 2, 3)]
     groups = [{"params": flats[:2], "weight_decay": 0.1}, {"params": flats[2:], "is_decayed": False}]
     optimizer = Lamb(groups, lr=0.1)
@@ -56,9 +52,9 @@ def case(world: World, run_dir: str) -> dict[str, Any]:
     return {"weights": [flat.tolist() for flat in flats], "sizes": sizes}
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(case, str(tmp_path_factory.mktemp("run")), num_ranks=2)
+@pytest.fixture
+def said(results: dict[str, Any]) -> list[Any]:
+    return list(results["agreements"])
 
 
 def test_lamb_on_the_shards_of_two_ranks_is_lamb_on_parameters(said: list[Any]) -> None:

@@ -99,8 +99,8 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
     if world.rank == world.num_ranks - 1:
         if plan == "holds Python's lock":
             holds_the_lock()
-        if plan == "gets on":
-            for step in range(80):
+        if plan == "progresses":
+            for step in range(50):
                 PROGRESS.mark("computing", step=step) if step % 2 else PROGRESS.touch()
                 time.sleep(0.1)
             heartbeat.stop()
@@ -114,7 +114,7 @@ def take_turns(rank: int, place: Path) -> None:
     for turn in (0, 1):
         PROGRESS.mark("working")
         if rank == turn:
-            for _ in range(100):
+            for _ in range(50):
                 PROGRESS.touch()
                 time.sleep(0.1)
         with PROGRESS.waiting("waiting for the other ranks"):
@@ -166,13 +166,13 @@ def test_a_rank_that_is_alone_is_watched_too(tmp_path: Path) -> None:
 
 
 def test_progress_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
-    """Eight seconds of short steps and pieces of work; five without any would be a hang."""
-    (process,) = begun(tmp_path, "gets on", num_ranks=1, silent_s=2, hangs_s=5)
+    """Five seconds of short steps and pieces of work; three without any would be a hang."""
+    (process,) = begun(tmp_path, "progresses", num_ranks=1, silent_s=2, hangs_s=3)
     assert wait([process], timeout_s=120) == [0]
     assert (tmp_path / "output").read_text() == "" and not (tmp_path / "stacks").exists()
 
 
-def test_ranks_wait_for_each_other_for_longer_than_any_of_them_may_stand_still(tmp_path: Path) -> None:
+def test_a_long_wait_for_another_rank_is_no_hang(tmp_path: Path) -> None:
     ranks = begun(tmp_path, "wait for each other", num_ranks=2, silent_s=60, hangs_s=3)
     assert wait(ranks, timeout_s=120) == [0, 0], (tmp_path / "output").read_text()
     assert (tmp_path / "output").read_text() == ""

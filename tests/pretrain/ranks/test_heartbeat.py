@@ -102,44 +102,55 @@ def said(folder: Path) -> list[str]:
 GOES_ON = "the run stops; the same command goes on with it"
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_named_once_and_ends_all(tmp_path: Path, victim: int) -> None:
-    ranks = started(tmp_path, 3, rank_1="has a broken collective")
-    ranks[victim].kill()
-    codes = wait(ranks, timeout_s=LATE_S)
-    assert codes == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
-    ends = [f"rank {rank} ends, stopped False" for rank in range(3) if rank != victim]
-    assert said(tmp_path) == sorted([f"rank {victim} (NODE) is gone; {GOES_ON}", *ends])
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+LOCK, BROKEN = "holds Python's lock", "has a broken collective"
+SILENT = "was not heard of for 1 s (frozen, or its node is lost)"
+FAILED, STUCK = "has failed (ValueError: rank two gives up)", "waits for data, and all were told to stop"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_frozen_rank_is_given_up_after_the_timeout(tmp_path: Path, victim: int) -> None:
-    ranks = started(tmp_path, 2, timeout_s=1)
-    os.kill(ranks[victim].pid or 0, signal.SIGSTOP)
+@pytest.mark.parametrize(
+    ("plans", "timeout_s", "struck", "codes", "line"),
+    [
+        pytest.param(
+            ["hangs", BROKEN, "hangs"], 60, (0, KILL), [1, 1], "rank 0 (NODE) is gone", id="the first is killed"
+        ),
+        pytest.param(
+            ["hangs", BROKEN, "hangs"], 60, (2, KILL), [1, 1], "rank 2 (NODE) is gone", id="another is killed"
+        ),
+        pytest.param(["hangs", "hangs"], 1, (0, STOP), [1], f"rank 0 (NODE) {SILENT}", id="the first is frozen"),
+        pytest.param(["hangs", "hangs"], 1, (1, STOP), [1], f"rank 1 (NODE) {SILENT}", id="another is frozen"),
+        pytest.param(["hangs", "hangs", "fails"], 60, None, [1, 1, 3], f"rank 2 (NODE) {FAILED}", id="one fails"),
+        pytest.param(["fails", "fails"], 60, None, [3, 3], None, id="all fail alike and print their own messages"),
+        pytest.param([LOCK, "ends", LOCK], 10, None, [0, 0, 0], None, id="goodbyes, and ranks that compute"),
+        pytest.param(
+            ["hangs", "waits"], 60, None, [0, 0], f"rank 1 (NODE) {STUCK}", id="a stop that cannot wait for data"
+        ),
+    ],
+)
+def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
+    tmp_path: Path,
+    plans: list[str],
+    timeout_s: float,
+    struck: tuple[int, int] | None,
+    codes: list[int],
+    line: str | None,
+) -> None:
+    """`codes`: of the ranks that were not struck. Those that a verdict ends do what must still be done."""
+    ranks = started(
+        tmp_path, len(plans), timeout_s=timeout_s, **{f"rank_{rank}": plan for rank, plan in enumerate(plans)}
+    )
+    left = dict(enumerate(ranks))
+    if struck is not None:
+        victim, number = struck
+        os.kill(left.pop(victim).pid or 0, number)
     try:
-        ranks[1 - victim].join(LATE_S)
-        assert ranks[1 - victim].exitcode == 1
+        assert wait(left.values(), timeout_s=LATE_S) == codes
     finally:
-        ranks[victim].kill()
-    assert f"rank {victim} (NODE) was not heard of for 1 s (frozen, or its node is lost); {GOES_ON}" in said(tmp_path)
-
-
-def test_a_rank_that_fails_says_so_before_it_goes(tmp_path: Path) -> None:
-    codes = wait(started(tmp_path, 3, rank_2="fails"), timeout_s=LATE_S)
-    assert codes == [1, 1, 3]
-    ends = [f"rank {rank} ends, stopped False" for rank in (0, 1)]
-    assert said(tmp_path) == sorted([f"rank 2 (NODE) has failed (ValueError: rank two gives up); {GOES_ON}", *ends])
-
-
-def test_ranks_that_fail_alike_end_in_their_own_way(tmp_path: Path) -> None:
-    codes = wait(started(tmp_path, 2, rank_0="fails", rank_1="fails"), timeout_s=LATE_S)
-    assert codes == [3, 3] and said(tmp_path) == []
-
-
-def test_goodbyes_are_no_alarm_and_neither_is_a_rank_that_computes(tmp_path: Path) -> None:
-    plans = {"rank_0": "holds Python's lock", "rank_1": "ends", "rank_2": "holds Python's lock"}
-    assert wait(started(tmp_path, 3, timeout_s=10, **plans), timeout_s=LATE_S) == [0, 0, 0]
-    assert said(tmp_path) == []
+        for rank in ranks:
+            rank.kill()
+    ended = [rank for rank in left if line is not None and plans[rank] != "fails"]
+    ends = [f"rank {rank} ends, stopped {codes[0] == 0}" for rank in ended]
+    assert said(tmp_path) == sorted([*([f"{line}; {GOES_ON}"] if line else []), *ends])
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -151,13 +162,6 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
         time.sleep(pause_s)
     (tmp_path / "end").write_text("")
     assert wait(ranks, timeout_s=LATE_S) == [0, 0] and said(tmp_path) == []
-
-
-def test_a_stop_that_cannot_wait_for_data_ends_all_with_nothing_to_mend(tmp_path: Path) -> None:
-    assert wait(started(tmp_path, 2, rank_1="waits"), timeout_s=LATE_S) == [0, 0]
-    ends = [f"rank {rank} ends, stopped True" for rank in range(2)]
-    stopped = f"rank 1 (NODE) waits for data, and all were told to stop; {GOES_ON}"
-    assert said(tmp_path) == sorted([stopped, *ends])
 
 
 def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
