@@ -373,7 +373,8 @@ class Job:
         except SlurmError as error:
             raise End(f"the job cannot be requeued here ({error}); submit it again to go on") from None
         if bad:
-            self.exclude(",".join([*bad, *filter(None, [about.get("ExcNodeList")])]))
+            told = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))  # n9,m[1-3]
+            self.exclude(",".join(dict.fromkeys([*bad, *told])))
         # SLURM mostly tells this process that it has taken the job back, and kills it after KillWait: no need to wait for that
         for _ in range(30):
             if self.stopped:

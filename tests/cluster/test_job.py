@@ -122,7 +122,9 @@ def test_a_node_that_was_asked_for_and_is_bad_ends_the_job(job: Job) -> None:
 
 REQUEUED = """
 import signal, sys
+from cluster import job as jobs
 from cluster.job import End, Job
+jobs.PATIENCE = 1
 job = Job()
 signal.signal(signal.SIGTERM, job.receive)
 try:
@@ -134,16 +136,16 @@ except End as end:
 
 def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_still_asks(job: Job) -> None:
     """TERM goes to all its processes as soon as the requeue is taken: also to the scontrol that waits for the answer."""
-    about = "JobId=7 ExcNodeList=n9 ReqNodeList=(null) Restarts=0"
+    about = "JobId=7 ExcNodeList=n2,m[1-2],n9 ReqNodeList=(null) Restarts=0"
     does = f"case $1 in requeue) kill -TERM 0; sleep 0.3 ;; -o) echo '{about}' ;; esac; echo $* >>asked"
     stand_in(Path(), "scontrol", does)
     environment = os.environ | {"PYTHONPATH": str(Path(jobs.__file__).parents[1])}
     words = ["setsid", "--wait", sys.executable, "-c", REQUEUED]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     asked = Path("asked").read_text().splitlines()
-    assert asked[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=n2,n9"], done
+    assert asked[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=n2,m[1-2],n9"], done
     said = [line.partition(": ")[2] for line in done.stdout.splitlines() if line]
-    assert said == ["requeueing", "the next start avoids n2,n9"], done
+    assert said == ["requeueing", "the next start avoids n2,m[1-2],n9"], done
 
 
 @pytest.mark.parametrize(
