@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.settings import SettingsError, dump, validate
-from pretrain.checkpoints.run import CONFIG_FILE, check_settings
+from data_prep.settings import Settings, SettingsError, dump, validate
+from finetune.evaluate.config import EvaluateSettings
+from finetune.probe.config import KnnSettings, ProbeSettings
+from finetune.tune.config import TuneSettings
+from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, is_begun
 from pretrain.config import PretrainSettings
 from tests.data_prep.samples import change_manifest
 
@@ -55,3 +58,36 @@ def test_a_run_goes_on_where_the_same_pictures_lie_now(shapes: Path, other_shape
         for other in others:
             with pytest.raises(SettingsError, match=r"belongs to a run with other settings \(data\."):
                 check_settings(tmp_path, on(*other))
+
+
+def test_what_may_change_is_a_setting_of_some_command() -> None:
+    def names(schema: type[Settings], key: str) -> bool:
+        name, _, rest = key.partition(".")
+        field = schema.model_fields.get(name)
+        inner = field.annotation if field is not None else None
+        return bool(field) and (
+            not rest or (isinstance(inner, type) and issubclass(inner, Settings) and names(inner, rest))
+        )
+
+    schemas = (PretrainSettings, TuneSettings, ProbeSettings, KnnSettings, EvaluateSettings)
+    assert [key for key in (*MAY_CHANGE, *PLACES) if not any(names(schema, key) for schema in schemas)] == []
+
+
+def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for path in (out, tmp_path):  # not there yet, or empty
+        assert not is_begun(path, {"a": 1}, record="made.json", key="of", field="out", alone=True)
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    assert not is_begun(out, {"a": 1}, record="made.json", field="out")
+    with pytest.raises(SettingsError, match="out: .*out exists and is not an export; name another out, or remove it"):
+        is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
+    (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
+    assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
+    with pytest.raises(
+        SettingsError, match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out"
+    ):
+        is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out")
+    (out / "made.json").write_text("{")
+    with pytest.raises(SettingsError, match="made.json cannot be read"):
+        is_begun(out, {}, record="made.json")
