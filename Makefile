@@ -1,8 +1,9 @@
 # The two commands of a new user are `make demo` and `make test`. Both set up .venv first if it is missing or out of date.
+# In between: `make check` (two minutes) after each change, `make soak` (as long as one likes) after a change to what is random.
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo study test lint types arrows tests format lock clean-demo
+.PHONY: cluster-test demo study test check soak lint types arrows tests format lock clean-demo
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -15,9 +16,22 @@ study: .venv/.installed
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows tests
 
+# Everything but the tests that start processes of their own.
+check: .venv/.installed
+	$(MAKE) --no-print-directory lint types arrows
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes"
+
+# The random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; give them to repeat a run.
+SOAK ?= 20
+SOAK_SEED ?= $(shell date +%s)
+soak: .venv/.installed
+	SOAK=$(SOAK) SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -n 2 --dist load -m soak $(ARGS)
+
+# Prints the lines of each floor beside their budgets, too.
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.budgets
 
 types:
 	$(BIN)/mypy

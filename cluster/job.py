@@ -12,6 +12,8 @@ gets so far, means that the config is wrong: whatever else goes wrong may be the
 
 jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, starts.jsonl and bad-nodes. Imports the standard library alone (Python
 3.9 or newer): it must also run where .venv does not, to name that node.
+
+Long because it is one start of a job from its first line to its requeue, which a stranger reads in one piece.
 """
 
 from __future__ import annotations

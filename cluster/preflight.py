@@ -10,6 +10,8 @@ and
 
 Every wait has a limit, so each rank ends, whatever the others do. What most nodes have is not the nodes' fault, and names nobody.
 Exit codes: 0 sound, or nothing that can be pinned on a node; 3 a bad node was named; anything else: it could not be made.
+
+Long because what a node measures, sends and is judged by is one program that runs alone.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `load_training_data`
 and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
+Long because every setting is in one place, beside what it means.
 """
 
 import re

@@ -16,23 +16,35 @@ from tests.ranks import REPOSITORY
 PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
 
 
-def readme_commands() -> list[str]:
-    """The lines of README's blocks that say that CI runs them."""
-    blocks = re.findall(r"<!-- runs in CI -->\n```sh\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+PAGES = ("README.md", "docs/data.md", "docs/training.md", "docs/transfer.md", "docs/analysis.md")
+"""Each builds on what the one before has made."""
+MANY_FILES = {
+    "pretrain/models": "a file for each family of models, and for what each costs",
+    "cluster": "still being rebuilt",
+    "finetune/probe": "still being rebuilt",
+}
+"""Folders of more than 12 files, with the reason."""
+
+
+def printed_commands() -> list[str]:
+    """The lines of the blocks that say that CI runs them."""
+    pages = [(REPOSITORY / page).read_text() for page in PAGES]
+    blocks = [block for page in pages for block in re.findall(r"<!-- runs in CI -->\n```sh\n(.*?)```", page, re.DOTALL)]
     return [line for block in blocks for line in block.splitlines()]
 
 
-def test_readme_has_commands_for_every_floor() -> None:
-    words = {line.split()[0] for line in readme_commands()}
+def test_there_are_commands_for_every_floor_and_readme_is_short() -> None:
+    words = {line.split()[0] for line in printed_commands()}
     assert words >= {"data_prep", "pretrain", "finetune", "analysis", "torchrun", "accelerate"}
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 1000
 
 
 @pytest.mark.timeout(1500)
-def test_readme_commands_run_as_printed(tmp_path: Path) -> None:
+def test_commands_run_as_printed(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    for line in readme_commands():
+    for line in printed_commands():
         done = subprocess.run(
             ["/bin/sh", "-c", line],
             cwd=tmp_path,
@@ -48,9 +60,17 @@ def test_readme_commands_run_as_printed(tmp_path: Path) -> None:
         "runs/first-tuned/result.json",
         "exports/first-tuned/model.onnx",
         "runs/report.png",
+        "runs/transfer.png",
         "runs/mlflow.db",
     ):
         assert (tmp_path / left).exists(), left
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    for page in pages:
+        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if "://" not in link]
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
 
 
 def test_exactly_one_pil_is_installed_and_it_is_the_fast_one_where_it_can_be_built() -> None:
@@ -111,21 +131,21 @@ def test_every_command_explains_itself(command: str) -> None:
     assert re.match(rf"usage: (python -m )?{command} ", done.stdout)
 
 
-LONG_FILES = {
-    "pretrain/config.py": "every setting of a run with its default and its meaning, in one place to look one up",
-    "cluster/job.py": "one start of a job from its first line to its requeue: a stranger reads it in one piece",
-    "cluster/preflight.py": "what a node measures, sends and is judged by, in one program that runs alone",
-}
-"""Files of more than 400 lines, and why."""
-
-
-def test_files_and_functions_stay_short() -> None:
-    """One file, one noun: at most 400 lines without a reason; functions of at most 60."""
+def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
+    """Over 400 lines, or 60: a sentence of the docstring that begins with "Long because". Over 12 files: a line in MANY_FILES."""
+    found = []
     for package in PACKAGES:
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             text = path.read_text()
-            is_long = len(text.splitlines()) > 400
-            assert not is_long or path.relative_to(REPOSITORY).as_posix() in LONG_FILES, path
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef):
-                    assert (node.end_lineno or 0) - node.lineno < 60, (path, node.name)
+            whole, name = ast.parse(text), path.relative_to(REPOSITORY).as_posix()
+            if len(text.splitlines()) > 400 and "Long because" not in (ast.get_docstring(whole) or ""):
+                found.append(f"{name}: {len(text.splitlines())} lines")
+            for node in ast.walk(whole):
+                if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60:
+                    found += [] if "Long because" in (ast.get_docstring(node) or "") else [f"{name}: {node.name}"]
+        for folder in [REPOSITORY / package, *sorted((REPOSITORY / package).rglob("*/"))]:
+            files = [path for path in folder.iterdir() if path.is_file() and path.name != "__init__.py"]
+            name = folder.relative_to(REPOSITORY).as_posix()
+            if len(files) > 12 and name not in MANY_FILES and "__pycache__" not in name:
+                found.append(f"{name}: {len(files)} files")
+    assert found == []

@@ -12,7 +12,7 @@ no room for what some reader of this process needs now.
 
 Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
 
-(Above 400 lines: one noun, from a sample's number to its pixels; a batch passes all of it.)
+Long because it is one noun, from the number of a sample to its pixels, and a batch passes all of it.
 """
 
 import ctypes

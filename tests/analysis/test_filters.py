@@ -21,20 +21,12 @@ def weights() -> torch.Tensor:
 
 def test_a_filter_is_the_maximum_over_colours_of_each_pixels_weights(tmp_path: Path, weights: torch.Tensor) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
-    filters = first_layer(checkpoint)
-    assert filters.shape == (6, 4, 4)
-    numbers = weights.numpy()
-    for neuron in range(6):
-        for row in range(4):
-            for column in range(4):
-                # the model flattens (colour, row, column)
-                colours = [numbers[neuron, colour * 16 + row * 4 + column] for colour in range(3)]
-                assert filters[neuron, row, column] == max(colours)
-
-
-def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path, weights: torch.Tensor) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
-    np.testing.assert_array_equal(first_layer(tmp_path / "run"), first_layer(checkpoint))
+    # the model flattens (colour, row, column)
+    expected = [
+        [[max(each[c * 16 + r * 4 + x] for c in range(3)) for x in range(4)] for r in range(4)] for each in weights
+    ]
+    for source in (checkpoint, tmp_path / "run"):  # a run stands for its newest checkpoint
+        np.testing.assert_array_equal(first_layer(source), np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("num_neurons", [6, 40])
@@ -59,27 +51,20 @@ def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
     assert filters[1, 2, 3] == 48 + 32 + 2 * 4 + 3  # the last colour has the largest
 
 
-def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = StructuredMlpSpec(kind="structured", form="monarch")
-    write_checkpoint(tmp_path / "run", spec, {"head.bias": torch.zeros(2)})
-    assert main(["filters", str(tmp_path / "run"), "--out", str(tmp_path / "x.png")]) == 2
-    assert "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer" in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
-
-
-def test_a_damaged_checkpoint_is_refused(
+def test_what_has_no_filters_is_one_clear_line(
     tmp_path: Path, weights: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
-    assert main(["filters", str(tmp_path / "run"), "--out", str(tmp_path / "x.png")]) == 2
-    assert "model.safetensors has changed" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_checkpoint_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["filters", str(tmp_path), "--out", str(tmp_path / "x.png")]) == 2
-    said = capsys.readouterr().err
-    assert "holds no checkpoint; give a run directory" in said
-    assert said.count("\n") == 1
+    spec = StructuredMlpSpec(kind="structured", form="monarch")
+    write_checkpoint(tmp_path / "structured", spec, {"head.bias": torch.zeros(2)})
+    damaged = write_checkpoint(tmp_path / "damaged", MLP, {"stem.weight": weights}, image_size=4) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("structured", "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer"),
+        ("damaged", "model.safetensors has changed"),
+        ("empty", "holds no checkpoint; give a run directory"),
+    ):
+        assert main(["filters", str(tmp_path / name), "--out", str(tmp_path / "x.png")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "x.png").exists()

@@ -74,27 +74,17 @@ def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: Wr
 
 
 def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, tmp_path: Path, write_run: WriteRun, shapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(runs), "--out", str(tmp_path / "picture.png")]) == 0
-    assert f"picture: {tmp_path / 'picture.png'}" in capsys.readouterr().out
-    with Image.open(tmp_path / "picture.png") as image:
-        image.load()
-        assert image.format == "PNG"
-        assert image.size == (1320, 576)  # 11 x 4.8 inches of 120 points
-        assert len(image.convert("RGB").getcolors(1 << 24)) > 500
-
-
-def test_the_picture_stands_beside_the_runs_by_default(runs: Path) -> None:
-    assert main(["report", str(runs)]) == 0
-    assert (runs / "report.png").read_bytes()[:4] == b"\x89PNG"
-    assert main(["report", str(runs)]) == 0
-
-
-def test_unfinished_runs_alone_make_a_report(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
-    write_run("begun", pretraining(shapes))
-    assert main(["report", str(tmp_path / "runs")]) == 0
-    assert (tmp_path / "runs" / "report.png").exists()
+    for words, path in (["--out", str(tmp_path / "p.png")], tmp_path / "p.png"), ([], runs / "report.png"):
+        assert main(["report", str(runs), *words]) == 0
+        assert f"picture: {path}" in capsys.readouterr().out
+        with Image.open(path) as image:
+            image.load()
+            assert (image.format, image.size) == ("PNG", (1320, 576))  # 11 x 4.8 inches of 120 points
+            assert len(image.convert("RGB").getcolors(1 << 24)) > 500
+    begun = write_run("alone/begun", pretraining(shapes)).parent
+    assert main(["report", str(begun)]) == 0 and (begun / "report.png").exists()
 
 
 def test_every_finished_transfer_is_a_bar_of_its_own_even_under_one_name(
@@ -153,21 +143,15 @@ def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Pa
         np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
 
 
-@pytest.mark.parametrize("make", [False, True])
-def test_a_folder_without_runs_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: bool
-) -> None:
-    folder = tmp_path / "empty"
-    if make:
-        folder.mkdir()
-    assert main(["report", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"analysis: {folder}: ")
-    assert said.count("\n") == 1
-
-
-def test_a_picture_that_cannot_be_written_is_one_clear_line(
+def test_a_folder_without_runs_and_a_place_that_cannot_be_written_are_one_clear_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(runs), "--out", str(tmp_path / "nowhere" / "x.png")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "empty").mkdir()
+    for folder, out, message in (
+        (tmp_path / "gone", "x.png", "no such directory of runs"),
+        (tmp_path / "empty", "x.png", "holds no runs"),
+        (runs, "nowhere/x.png", "nowhere"),
+    ):
+        assert main(["report", str(folder), "--out", str(tmp_path / out)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("analysis: ") and message in error and error.count("\n") == 1

@@ -104,12 +104,3 @@ def test_what_a_run_started_from_is_known_wherever_one_looks_from(tmp_path: Path
     assert runs["tuned"].started_from == "B-2/Wi-6 trained on animals"
     assert runs["pixels"].pretrained is None and runs["pixels"].started_from == ""
     assert read_run(first).started_from == "random weights"
-
-
-@pytest.mark.parametrize(("exists", "message"), [(False, "no such directory of runs"), (True, "holds no runs")])
-def test_a_folder_without_runs_is_one_clear_message(tmp_path: Path, exists: bool, message: str) -> None:
-    if exists:
-        (tmp_path / "runs").mkdir()
-    with pytest.raises(ValueError, match=message) as caught:
-        collect(tmp_path / "runs")
-    assert str(caught.value).startswith(str(tmp_path / "runs"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.cli import main
-from analysis.scaling import Law, fit, read_points
+from analysis.scaling import Law, fit
 
 
 def points_of(law: Law, *, low: float, high: float, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,61 +47,48 @@ def test_the_order_of_the_points_does_not_matter() -> None:
     assert fit(compute[rows], error[rows]) == pytest.approx(fit(compute, error), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("compute", "error", "message"),
-    [
-        ([1, 10, 100, 1000], [0.9, 0.8, 0.7, 0.6], "4 points cannot fix 4 parameters; give at least 5"),
-        ([], [], "0 points cannot fix 4 parameters"),
-        ([7, 7, 7, 7, 7, 7], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "1 points cannot fix 4 parameters"),
-        ([1, 10, 100, 1000, 10_000], [90, 80, 70, 60, 50], "divide percents by 100"),
-        ([1, 10, 100, 1000, 10_000], [0.9, 0.8, float("nan"), 0.6, 0.5], "every error must be a share"),
-        ([0, 10, 100, 1000, 10_000], [0.9, 0.8, 0.7, 0.6, 0.5], "every compute must be a positive number"),
-        ([1, 10, 100, 1000, float("inf")], [0.9, 0.8, 0.7, 0.6, 0.5], "every compute must be a positive number"),
-    ],
-)
-def test_points_that_fix_no_law_are_refused(compute: list[float], error: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(np.array(compute, float), np.array(error, float))
+def csv(compute: object, error: object) -> str:
+    rows = zip(compute, error, strict=True)  # type: ignore[call-overload]
+    return "name,compute,error\n" + "".join(f"n,{float(c)!r},{float(e)!r}\n" for c, e in rows)
 
 
-def test_points_are_read_by_column_name(tmp_path: Path) -> None:
-    (tmp_path / "points.csv").write_text("name,error,compute\nsmall,0.5,1e12\nlarge,0.25,2.5e13\n")
-    compute, error = read_points(tmp_path / "points.csv")
-    assert compute.tolist() == [1e12, 2.5e13]
-    assert error.tolist() == [0.5, 0.25]
+FALLING = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (csv([1, 10, 100, 1000], FALLING[:4]), "4 points cannot fix 4 parameters; give at least 5"),
+        (csv([], []), "0 points cannot fix 4 parameters"),
+        (csv([7] * 5, FALLING), "1 points cannot fix 4 parameters"),
+        (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "divide percents by 100"),
+        (csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]), "every error must be a share"),
+        (csv([0, 10, 100, 1000, 1e4], FALLING), "every compute must be a positive number"),
+        (csv([1, 10, 100, 1000, float("inf")], FALLING), "every compute must be a positive number"),
         (None, "no such file; give a CSV with the columns compute and error"),
+        ("a folder", "points.csv"),
         ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
         ("compute,error\n1,many\n", "needs the columns compute and error, all numbers"),
         ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
-        ("compute,error\n", "0 points cannot fix 4 parameters"),
         ("", "0 points cannot fix 4 parameters"),
     ],
 )
-def test_a_bad_file_is_one_clear_line(
+def test_points_that_will_not_do_are_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
 ) -> None:
-    if text is not None:
-        (tmp_path / "points.csv").write_text(text)
-    assert main(["scaling", str(tmp_path / "points.csv")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("analysis: ")
-    assert message in said
-    assert said.count("\n") == 1
+    path = tmp_path / "points.csv"
+    if text == "a folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_text(text)
+    assert main(["scaling", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
 
 
-def test_a_folder_in_place_of_a_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scaling", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_command_prints_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compute, error = points_of(Law(a=0.5, b=2.0, alpha=0.3, floor=0.2), low=1, high=1e4, count=8)
-    rows = "".join(f"{float(c)!r},{float(e)!r}\n" for c, e in zip(compute, error, strict=True))
-    (tmp_path / "points.csv").write_text("compute,error\n" + rows)
+def test_the_command_reads_columns_by_name_and_prints_the_law(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "points.csv").write_text(csv(*points_of(Law(0.5, 2.0, 0.3, 0.2), low=1, high=1e4, count=8)))
     assert main(["scaling", str(tmp_path / "points.csv")]) == 0
     assert capsys.readouterr().out == "E(C) = 0.5 (2 + C)^-0.3000 + 0.2000\n"

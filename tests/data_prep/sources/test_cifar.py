@@ -24,6 +24,7 @@ from tests.data_prep.sources.layouts import (
     tar_gz_of,
     written,
 )
+from tests.soak import FACTOR
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 FINE = [f"fine_{number:02d}" for number in range(100)]
@@ -376,7 +377,7 @@ def test_mutated_pickles_are_read_or_refused(tmp_path: Path) -> None:
         ]:
             (folder / "data_batch_1").write_bytes(mutant)
             outcomes.append(survey(lambda: source_of(folder)))
-    assert len(outcomes) == 3 * (60 + 200 + 120)
+    assert len(outcomes) == 3 * (60 + 200 + 120) * FACTOR
     assert sum(1 for count, _ in outcomes if count) > 50
     assert sum(1 for _, error in outcomes if error) > 300
 

@@ -14,6 +14,7 @@ from data_prep.sources import SourceError, mnist
 from data_prep.sources.mnist import MnistSettings, MnistSource
 from tests.data_prep.samples import write_files
 from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, mutants, pixels, ppm_of, survey, written
+from tests.soak import FACTOR
 
 PICTURES = {"train": pixels(7, 28, 28, seed=1), "test": pixels(3, 28, 28, seed=2)}
 LABELS = {"train": np.array([5, 0, 4, 1, 9, 2, 1], np.uint8), "test": np.array([7, 2, 1], np.uint8)}
@@ -129,7 +130,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
             (path / name).write_bytes(mutant)  # is preferred to the plain one
             outcomes.append(survey(lambda: source_of(path)))
         (path / name).unlink()
-    assert len(outcomes) == 4 * (80 + 80 + 60)
+    assert len(outcomes) == 4 * (80 + 80 + 60) * FACTOR
     assert sum(1 for count, _ in outcomes if count) > 30
     assert sum(1 for _, error in outcomes if error) > 300
     assert sorted(found.name for found in tmp_path.rglob("*")) == sorted(["mnist", *files(compressed=False)])
