@@ -20,8 +20,7 @@ PAGES = ("README.md", "docs/data.md", "docs/training.md", "docs/transfer.md", "d
 """Each builds on what the one before has made."""
 MANY_FILES = {
     "pretrain/models": "a file for each family of models, and for what each costs",
-    "cluster": "still being rebuilt",
-    "finetune/probe": "still being rebuilt",
+    "cluster": "what one passes to sbatch stands in one place: templates, the site's settings, and the commands beside them",
 }
 """Folders of more than 12 files, with the reason."""
 

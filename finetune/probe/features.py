@@ -20,6 +20,8 @@ A kill before 3 leaves a temporary name, which the same command removes when it 
 rank is the end of all. Features are trusted when their files are what features.json says: ranks share the reading, which is what
 their first use would cost (the page cache keeps them). Every rank maps the whole table; none holds it.
 B batch, D features, N samples.
+
+Long because it is one noun: features from the pictures to the file that probes read.
 """
 
 import errno
