@@ -16,10 +16,10 @@ study: .venv/.installed
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows tests
 
-# Everything but the tests that start processes of their own.
+# Everything but the tests that start processes of their own, and those that draw at random.
 check: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not soak"
 
 # The random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; give them to repeat a run.
 SOAK ?= 20

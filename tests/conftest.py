@@ -30,7 +30,8 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 STARTS = re.compile(
-    r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|torchrun)\(|--ranks"
+    r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|build)\("
+    r"|--ranks|moto|http_server"
 )
 """Words of a test module, or of a fixture, that starts processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
