@@ -80,7 +80,7 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
     out.mkdir()
     (out / "thesis.tex").touch()
     assert not is_begun(out, {"a": 1}, record="made.json", field="out")
-    with pytest.raises(SettingsError, match="out: .*out exists and is not an export; name another out, or remove it"):
+    with pytest.raises(SettingsError, match=r"out: .*out exists and is not an export; name another out, or remove it"):
         is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
     (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
     assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
@@ -89,5 +89,5 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
     ):
         is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out")
     (out / "made.json").write_text("{")
-    with pytest.raises(SettingsError, match="made.json cannot be read"):
+    with pytest.raises(SettingsError, match=r"made.json cannot be read"):
         is_begun(out, {}, record="made.json")
