@@ -24,7 +24,7 @@ from data_prep.manifest import (
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
 from pretrain.data.order import Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
-from pretrain.data.stage_area import StagedCopy
+from pretrain.data.store.directory import StoreDirectory
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
@@ -42,7 +42,7 @@ class Part:
     """None: they keep their numbers."""
     fold: int | None = None
     """Trained on alone, of a split with the annotation `folds`."""
-    staged: StagedCopy | None = None
+    staged: StoreDirectory | None = None
     """Where shards and indices are read instead, if they were brought to this node's disk."""
 
     @property
@@ -64,10 +64,11 @@ class Part:
 
     def tar(self, shard: Shard) -> Path:
         """Of a local shard."""
-        return self.directory / shard.file if self.staged is None else self.staged.tar(shard)
+        return self.directory / shard.file if self.staged is None else self.staged.path / f"{shard.sha256}.tar"
 
     def index(self, shard: Shard) -> Path:
-        return self.directory / shard.index_file if self.staged is None else self.staged.index(shard)
+        staged = self.staged
+        return self.directory / shard.index_file if staged is None else staged.path / f"{shard.index_sha256}.npy"
 
     def stored_size(self, image_size: int | None) -> int:
         """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""

@@ -39,7 +39,8 @@ from data_prep.settings import UserError
 from pretrain.config import CacheSettings
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
-from pretrain.data.shard_cache import Held, ShardCache
+from pretrain.data.store.directory import File, tar_of
+from pretrain.data.store.store import ShardStore
 
 BLOCK = 512
 """Of a tar: every member begins at a multiple of it."""
@@ -84,13 +85,13 @@ class Places(NamedTuple):
 class ShardReader:
     """Random access to the samples of its parts, numbered one part after the other."""
 
-    def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, cache: ShardCache | None = None):
+    def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, store: ShardStore | None = None):
         self.parts, self.stored_size = tuple(parts), _stored_size(parts, image_size)
         self._placed = [(part, shard) for part in parts for shard in part.content.shards if shard.num_samples]
-        self._cache = cache
+        self._store = store
         self._starts = np.cumsum([0, *(shard.num_samples for _, shard in self._placed)])
         self.num_samples = int(self._starts[-1])
-        self._shards = MappedShards(self._placed, cache=cache)
+        self._shards = MappedShards(self._placed, store=store)
         self._indices = FileRange([_index_size(*placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
@@ -178,9 +179,9 @@ class ShardReader:
         ]
 
     def end_waits(self) -> None:
-        """For downloads, in whatever thread and of whatever reader of the same cache: nothing is fetched from here on."""
-        if self._cache is not None:
-            self._cache.close()
+        """For downloads, in whatever thread and of whatever reader of the same store: nothing is fetched from here on."""
+        if self._store is not None:
+            self._store.close()
 
     def close(self) -> None:
         self._shards.close()
@@ -227,16 +228,16 @@ def open_split(
     split: str,
     *,
     image_size: int | None = None,
-    cache: ShardCache | None = None,
+    store: ShardStore | None = None,
 ) -> ShardReader:
     manifest.split(split, directory=directory)
-    return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, cache=cache)
+    return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, store=store)
 
 
 @contextmanager
 def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
-    """A reader of its own cache, for the length of the block."""
-    reader = ShardReader(parts, image_size=image_size, cache=open_cache(data, parts))
+    """A reader with a store of its own, for the length of the block."""
+    reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
         yield reader
     finally:
@@ -244,13 +245,15 @@ def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | Non
         reader.close()
 
 
-def open_cache(settings: CacheSettings, parts: Sequence[Part]) -> ShardCache | None:
+def open_store(settings: CacheSettings, parts: Sequence[Part]) -> ShardStore | None:
     """Where there are remote shards; its directory is what ranks and runs share."""
     if not any(shard.is_remote for part in parts for shard in part.content.shards):
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
     directory = Path(settings.cache_dir) if settings.cache_dir else default
-    return ShardCache(directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
+    return ShardStore(
+        directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage
+    )
 
 
 def _class_numbers(parts: Sequence[Part]) -> tuple[Ids | None, Ids]:
@@ -299,21 +302,21 @@ def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: 
 
 
 class MappedShards:
-    def __init__(self, shards: Sequence[tuple[Part, Shard]], *, cache: ShardCache | None):
-        self._shards, self._cache = shards, cache
+    def __init__(self, shards: Sequence[tuple[Part, Shard]], *, store: ShardStore | None):
+        self._shards, self._store = shards, store
         self.files = FileRange([shard.num_bytes for _, shard in shards])
         self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
         self.any_remote = bool(self.is_remote.any())
-        assert cache is not None or not self.any_remote  # `open_cache` is for all who read
+        assert store is not None or not self.any_remote  # `open_store` is for all who read
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, File] = {}
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote):
             self._check_local(int(number))
-        if cache is not None and self.any_remote:
-            cache.when_full(self._let_go)
+        if store is not None and self.any_remote:
+            store.when_full(self._let_go)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
@@ -335,26 +338,33 @@ class MappedShards:
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
         """What is needed next, in this order; the rest is let go as soon as nobody reads from it."""
         remote = [number for number in numbers if self.is_remote[number]]
-        if self._cache is None or not remote:
+        if self._store is None or not remote:
             return
         self._check_room(remote)
         self._let_go(but=frozenset(remote))
-        self._cache.fetch_ahead([self._shards[number][1] for number in remote if not self._mapped[number]])
+        self._store.fetch_ahead([self._file(number) for number in remote if not self._mapped[number]])
 
     def close(self) -> None:
         """Nothing may be read from here on."""
         with self._lock:
-            for held in self._held.values():
-                held.release()
-            self._held = {}
+            self._release(list(self._held))
 
     def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
         """What nobody reads from at this moment."""
         with self._lock:
-            for number in [n for n in self._held if n not in but and not self._users[n]]:
+            idle = [number for number in self._held if number not in but and not self._users[number]]
+            for number in idle:
                 self.files.unmap(number)
                 self._mapped[number] = False
-                self._held.pop(number).release()
+            self._release(idle)
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        if self._store is not None and numbers:
+            self._store.release([self._held.pop(number) for number in numbers])
+
+    def _file(self, number: int) -> File:
+        part, shard = self._shards[number]
+        return tar_of(shard, part.directory)
 
     def _map(self, number: int) -> None:
         part, shard = self._shards[number]
@@ -362,22 +372,23 @@ class MappedShards:
             if self._mapped[number]:
                 return
             if shard.is_remote:
-                assert self._cache is not None
-                held = self._cache.hold(shard)
-                self.files.map(number, held.path, num_bytes=shard.num_bytes)
+                assert self._store is not None
+                path = self._store.hold(self._file(number))
                 with self._lock:
-                    self._held[number] = held
+                    self._held[number] = self._file(number)
+                self.files.map(number, path, num_bytes=shard.num_bytes)
             else:
                 self._check_local(number)
                 self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
             self._mapped[number] = True
 
     def _check_room(self, numbers: Sequence[int]) -> None:
-        assert self._cache is not None
-        wanted = sum({shard.sha256: shard.num_bytes for _, shard in (self._shards[n] for n in numbers)}.values())
-        if wanted > self._cache.max_bytes:
+        assert self._store is not None
+        max_bytes = self._store.directory.max_bytes
+        wanted = sum({file.name: file.num_bytes for file in map(self._file, numbers)}.values())
+        if max_bytes is not None and wanted > max_bytes:
             raise UserError(
-                f"data.cache_gb: {self._cache.max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
+                f"data.cache_gb: {max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
                 f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or, to train, set data.shuffle=block (with smaller "
                 "data.block_size and data.window_blocks), which needs few shards at a time"
             )

@@ -27,8 +27,8 @@ from pretrain.data.datasets import TrainingData
 from pretrain.data.first_read import FirstRead, read_in_place
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.data.reader import ShardReader, open_cache
-from pretrain.data.staging import staged
+from pretrain.data.reader import ShardReader, open_store
+from pretrain.data.store.staging import staged
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size, with_local_batch_size
 from pretrain.engine.step import Engine
 from pretrain.loop.logs import log_to
@@ -177,7 +177,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     data = staged(task.data, world=world, device=engine.device, stop=stop)
     unchecked = read_in_place(data.read_parts if data.settings.check == "first-read" else (), device=engine.device)
     first_read = FirstRead(unchecked, run_dir=Path(settings.run_dir), world=world)
-    cache, eval_part = open_cache(data.settings, data.read_parts), data.eval_part()
+    store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
 
     barrier()  # all ranks measure at once
     peak = find_peak(engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops)
@@ -190,8 +190,8 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         stop=stop,
         tracker=tracker,
         engine=engine,
-        reader=ShardReader(data.parts, image_size=data.image_size, cache=cache),
-        eval_reader=ShardReader([eval_part], image_size=data.image_size, cache=cache) if eval_part else None,
+        reader=ShardReader(data.parts, image_size=data.image_size, store=store),
+        eval_reader=ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None,
         augmentation=Augmentation(
             settings.augment,
             seed=settings.train.seed,

@@ -69,7 +69,7 @@ def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
     assert found == local
     assert sum(server.gets.values()) == len(shards) + 4, "each came once, but for the faults"
     assert {path.stem for path in cache.glob("*.tar")} == {each.sha256 for each in shards}
-    assert not list(cache.glob("*.wants"))
+    assert not list(cache.glob("*.user"))
 
 
 def test_tuning_and_its_preview_read_over_http(

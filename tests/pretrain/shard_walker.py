@@ -1,6 +1,6 @@
-"""A process of its own that walks through shards, for the tests of the cache that several share: `start({...})`.
+"""A process of its own that walks through shards, for the tests of the store that several share: `start({...})`.
 
-It says "ready" once its cache is open, begins when it is told to, and prints what it found.
+It says "ready" once its store is open, begins when it is told to, and prints what it found.
 """
 
 import hashlib
@@ -10,18 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import Shard
-from pretrain.data.shard_cache import ShardCache
-from pretrain.data.shard_cache.fetching import Patience
+from pretrain.data.store import store
+from pretrain.data.store.directory import File
 from tests.ranks import REPOSITORY
 
 
-def start(directory: Path, *, room_bytes: int, shards: list[Shard], ahead: int = 0) -> subprocess.Popen[str]:
-    """Holds one shard after the other, while the next `ahead` of them are fetched."""
+def start(directory: Path, *, room_bytes: int, files: list[File], ahead: int = 0) -> subprocess.Popen[str]:
+    """Holds one file after the other, while the next `ahead` of them are fetched."""
     task = {
         "directory": str(directory),
         "room_bytes": room_bytes,
-        "shards": [shard.model_dump(mode="json") for shard in shards],
+        "files": files,
         "ahead": ahead,
     }
     return subprocess.Popen(
@@ -46,7 +45,7 @@ def go(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> list[str]:
-    """The hash of each shard's bytes."""
+    """The hash of each file's bytes."""
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert errors == ""
@@ -55,18 +54,19 @@ def finish(process: subprocess.Popen[str]) -> list[str]:
 
 
 def _walk(task: dict[str, Any]) -> list[str]:
-    shards = [Shard.model_validate(shard) for shard in task["shards"]]
-    patience = Patience(num_attempts=3, first_pause_s=0.01, silence_s=30, wait_s=30)
-    cache = ShardCache(Path(task["directory"]), max_bytes=task["room_bytes"], storage={}, patience=patience)
+    files = [File(*file) for file in task["files"]]
+    store.NUM_ATTEMPTS, store.FIRST_PAUSE_S, store.WAIT_S = 3, 0.01, 30
+    place, room = Path(task["directory"]), task["room_bytes"]
+    ours = store.ShardStore(place, setting="data.cache_dir", max_bytes=room, storage={})
     print("ready", flush=True)
     sys.stdin.readline()
     found = []
-    for number, shard in enumerate(shards):
+    for number, file in enumerate(files):
         if task["ahead"]:
-            cache.fetch_ahead(shards[number : number + 1 + task["ahead"]])
-        with cache.hold(shard) as held:
-            found.append(hashlib.sha256(held.path.read_bytes()).hexdigest())
-    cache.close()
+            ours.fetch_ahead(files[number : number + 1 + task["ahead"]])
+        found.append(hashlib.sha256(ours.hold(file).read_bytes()).hexdigest())
+        ours.release([file])
+    ours.close()
     return found
 
 

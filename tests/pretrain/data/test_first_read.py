@@ -18,7 +18,8 @@ from pretrain.config import DataSettings
 from pretrain.data import first_read
 from pretrain.data.datasets import Part, load_training_data
 from pretrain.data.first_read import FirstRead, read_in_place
-from pretrain.data.stage_area import Hold, StageArea, StagedCopy
+from pretrain.data.store.directory import StoreDirectory
+from pretrain.data.store.store import ShardStore
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 from tests.data_prep.samples import files_of
@@ -189,7 +190,7 @@ def test_what_a_killed_rank_left_half_written_is_hashed_again(dataset: Path, tmp
 
 
 def test_what_was_hashed_where_it_arrived_is_not_hashed_again(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
-    copy = StagedCopy(tmp_path, Hold(tmp_path / "x.lock"))
+    copy = StoreDirectory(tmp_path / "store", setting="data.stage_dir", max_bytes=None)
     manifest = load_manifest(dataset)
     split = manifest.splits["train"]
     far = [shard.model_copy(update={"file": f"http://127.0.0.1/{shard.file}"}) for shard in split.shards]
@@ -202,7 +203,7 @@ def test_what_was_hashed_where_it_arrived_is_not_hashed_again(dataset: Path, tmp
 
 def train_without_room_on_one(words: list[str]) -> int:
     if os.environ["RANK"] == "1":  # stands for another node
-        pytest.MonkeyPatch().setattr(StageArea, "take", lambda *unused: None)
+        pytest.MonkeyPatch().setattr(ShardStore, "hold_all_there", lambda *unused: False)
     return main("pretrain", words)
 
 

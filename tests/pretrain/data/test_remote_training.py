@@ -19,8 +19,7 @@ from pretrain.config import DataSettings
 from pretrain.data.loader import as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader, open_split
-from pretrain.data.shard_cache import ShardCache
-from pretrain.data.shard_cache.fetching import Patience
+from pretrain.data.store.store import ShardStore
 from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
@@ -64,6 +63,10 @@ def remote(server: tuple[str, Web], tmp_path: Path) -> Path:
     return tmp_path / "remote"
 
 
+def store_at(tmp_path: Path, *, max_bytes: int) -> ShardStore:
+    return ShardStore(tmp_path / "cache", setting="data.cache_dir", max_bytes=max_bytes, storage={})
+
+
 def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
     folder: Path, remote: Path, server: tuple[str, Web], tmp_path: Path
 ) -> None:
@@ -71,8 +74,8 @@ def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
     local = open_split(tmp_path / "local", load_manifest(tmp_path / "local"), "train", image_size=16)
     whole = local.images(np.arange(local.num_samples))
     room = 3 * shard_bytes(remote)
-    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={})) as cache:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+    with closing(store_at(tmp_path, max_bytes=room)) as store:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
         for _ in range(2):
             for start_id in range(0, reader.num_samples, PER_SHARD):
                 ids = np.arange(start_id, start_id + PER_SHARD)
@@ -92,8 +95,8 @@ def batches_of(reader: ShardReader, order: Order, *, steps: int) -> list[list[in
 
 
 def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
-    with closing(ShardCache(tmp_path / "cache", max_bytes=10**9, storage={})) as cache:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+    with closing(store_at(tmp_path, max_bytes=10**9)) as store:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
         found = batches_of(reader, Order(reader.num_samples, 3), steps=16)
         reader.close()
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
@@ -105,9 +108,10 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
 ) -> None:
     """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
-    room, quick = 4 * shard_bytes(remote), Patience(wait_s=3)
-    with closing(ShardCache(tmp_path / "cache", max_bytes=room, storage={}, patience=quick)) as cache:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+    monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
+    room = 4 * shard_bytes(remote)
+    with closing(store_at(tmp_path, max_bytes=room)) as store:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
         order, plan = Order(reader.num_samples, 3, "none"), BatchPlan(12, 6, 2)
         with training_batches(
             reader, order, plan, rank=1, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
@@ -117,13 +121,13 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
 
 
-def test_training_and_evaluation_share_a_cache_that_holds_either(remote: Path, tmp_path: Path) -> None:
+def test_training_and_evaluation_share_a_store_that_holds_either(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one reader keeps for later makes room for what the other needs now."""
-    quick = Patience(wait_s=3)
-    with closing(
-        ShardCache(tmp_path / "cache", max_bytes=4 * shard_bytes(remote), storage={}, patience=quick)
-    ) as cache:
-        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache) for _ in range(2)]
+    monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
+    with closing(store_at(tmp_path, max_bytes=4 * shard_bytes(remote))) as store:
+        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, store=store) for _ in range(2)]
         ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
         found = []
         for _ in range(2):
@@ -136,8 +140,8 @@ def test_training_and_evaluation_share_a_cache_that_holds_either(remote: Path, t
 
 
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
-    with closing(ShardCache(tmp_path / "cache", max_bytes=3 * shard_bytes(remote), storage={})) as cache:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, cache=cache)
+    with closing(store_at(tmp_path, max_bytes=3 * shard_bytes(remote))) as store:
+        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
         with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
             batches_of(reader, Order(reader.num_samples, 3), steps=1)
 

@@ -16,18 +16,21 @@ import torch
 
 from cluster.preflight import MIN_FREE_GB
 from data_prep.cli import main as data_prep
-from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain.config import DataSettings
-from pretrain.data import stage_area
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.reader import ShardReader
-from pretrain.data.stage_area import StageArea, StagedCopy, Stopped, Wanted
-from pretrain.data.staging import _datasets_of, staged
+from pretrain.data.store import directory as directory_module
+from pretrain.data.store import staging
+from pretrain.data.store import store as store_module
+from pretrain.data.store.directory import File, StoreDirectory
+from pretrain.data.store.staging import files_of, staged
+from pretrain.data.store.store import ShardStore
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 from tests.data_prep.samples import change_manifest
 from tests.forked import begin, wait
+from tests.moments import wait_until
 
 CPU = torch.device("cpu")
 
@@ -51,15 +54,14 @@ def everything(data: TrainingData) -> list[torch.Tensor]:
     return found
 
 
-def wanted_of(data: TrainingData) -> list[Wanted]:
-    (dataset,) = _datasets_of(data).values()
-    return list(dataset.wanted.values())
+def files(data: TrainingData) -> list[File]:
+    return [file for each in files_of(data).values() for file in each]
 
 
-def copy_of(data: TrainingData) -> StagedCopy:
+def copies(data: TrainingData) -> Path:
     copy = data.parts[0].staged
     assert copy is not None
-    return copy
+    return copy.path
 
 
 def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
@@ -75,55 +77,55 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
         file.unlink()
     after = everything(data)
     assert len(before) == len(after) == 4 and all(map(torch.equal, before, after))
-    assert data.content_hash == data_of(dataset, scratch).content_hash
-    assert load_manifest(scratch / data.content_hash) == load_manifest(dataset)
-    stage(shapes, scratch)  # there already
-    assert capsys.readouterr().out == ""
+    assert data.content_hash == data_of(shapes, scratch).content_hash
+    again = stage(shapes, scratch)  # there already
+    assert copies(again) == copies(data) and capsys.readouterr().out == ""
 
 
 def stage_and_die(dataset: str, scratch: str) -> None:
     """Killed in the second tar."""
-    stage_area.NUM_THREADS, stage_area.PIECE_BYTES = 1, 1000
-    data = data_of(Path(dataset), Path(scratch))
-    tars = [file.num_bytes for file in wanted_of(data) if file.name.endswith(".tar")]
+    staging.NUM_THREADS, store_module.PIECE_BYTES = 1, 1000
+    tars = [file.num_bytes for file in files(data_of(Path(dataset), Path(scratch))) if file.name.endswith(".tar")]
     left = sum(tars[:1]) + tars[1] // 2
 
-    def moves(num_bytes: int) -> None:
+    def moves(copier: object, num_bytes: int) -> None:
         nonlocal left
         left -= num_bytes
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    StageArea(Path(scratch), moves=moves).fill(data.parts[0].manifest, wanted_of(data))
+    staging._Copier._moves = moves  # type: ignore[assignment,method-assign]
+    stage(Path(dataset), Path(scratch))
 
 
 def test_killed_in_the_middle_it_goes_on_with_the_next_file(shapes: Path, tmp_path: Path) -> None:
     words = ("tests.pretrain.data.test_staging:stage_and_die", str(shapes), str(tmp_path))
     process = begin(*words, environment=dict(os.environ), output=tmp_path / "output")
     assert wait([process], timeout_s=60) == [-signal.SIGKILL]
-    (place,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    whole = {path.name: path.stat().st_ino for path in place.glob("*.tar") if not path.name.startswith(".")}
-    assert whole and list(place.glob(".tmp-*"))
-    (place / ".tmp-of-another-split.tar").write_text("")
-    copy = copy_of(stage(shapes, tmp_path))
-    assert copy.directory == place and not list(place.glob(".tmp-*"))
+    (place,) = tmp_path.glob("shards-*")
+    whole = {path.name: path.stat().st_ino for path in place.glob("*.tar")}
+    assert whole and list(place.glob("*.part"))
+    assert copies(data := stage(shapes, tmp_path)) == place and not list(place.glob("*.part"))
     assert whole.items() <= {path.name: path.stat().st_ino for path in place.glob("*.tar")}.items()
     tars = sorted(place.glob("*.tar"))
     assert len(tars) > len(whole) and all(sha256_of(path) == path.stem for path in tars)
+    assert {file.name for file in files(data)} == {
+        path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"
+    }
 
 
 def test_a_disk_that_is_too_small_costs_a_warning(
     shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StageArea, "_free_bytes", lambda area: 1000)
+    monkeypatch.setattr(StoreDirectory, "_free_bytes", lambda directory: 1000)
     data = stage(shapes, tmp_path)
     assert data.parts[0].staged is None and len(everything(data)[0]) == 240
     said = capsys.readouterr().err
-    assert f"{tmp_path}: " in said and "GB will not fit, 1e-06 GB are free" in said and said.count("WARNING") == 1
-    assert said.endswith(f"; training reads {shapes} where it lies\n")
+    assert f"{tmp_path}/shards-" in said and "GB will not fit, 1e-06 GB are free" in said and said.count("WARNING") == 1
+    assert said.endswith(f"; training reads {shapes} where it is\n")
     (tmp_path / "file").write_text("")
     assert stage(shapes, tmp_path / "file").parts[0].staged is None
-    assert "file: File exists; training reads" in capsys.readouterr().err
+    assert "cannot be written to; name another directory as data.stage_dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("disk_gb", "spared_gb"), [(2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)])
@@ -131,26 +133,27 @@ def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_gb: int, spared_gb: int
 ) -> None:
     disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
-    monkeypatch.setattr(stage_area, "shutil", SimpleNamespace(disk_usage=lambda path: disk))
-    assert StageArea(tmp_path)._free_bytes() == (15 - spared_gb) * 10**9
+    monkeypatch.setattr(directory_module, "shutil", SimpleNamespace(disk_usage=lambda path: disk))
+    directory = StoreDirectory(tmp_path / "store", setting="data.stage_dir", max_bytes=None)
+    assert directory._free_bytes() == (15 - spared_gb) * 10**9
     assert spared_gb > MIN_FREE_GB
 
 
 def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
     shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = StageArea._copy_file
+    real = StoreDirectory._allocate
 
-    def full(area: StageArea, file: Wanted, *arguments: object, **more: object) -> None:
+    def full(directory: StoreDirectory, file: File) -> None:
         if list(tmp_path.glob("*/*.tar")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(area, file, *arguments, **more)  # type: ignore[arg-type]
+        real(directory, file)
 
-    monkeypatch.setattr(StageArea, "_copy_file", full)
-    monkeypatch.setattr(stage_area, "NUM_THREADS", 1)
+    monkeypatch.setattr(StoreDirectory, "_allocate", full)
+    monkeypatch.setattr(staging, "NUM_THREADS", 1)
     assert stage(shapes, tmp_path).parts[0].staged is None
-    assert f"{tmp_path}: No space left on device; training reads" in capsys.readouterr().err
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert "its disk is full; free some of it, or name another data.stage_dir" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
 def test_a_shard_that_is_not_the_manifests_is_not_staged(
@@ -168,51 +171,56 @@ def test_a_shard_that_is_not_the_manifests_is_not_staged(
 def test_room_is_made_by_the_longest_unused_that_nobody_holds(
     shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = tmp_path / ("a" * 64), tmp_path / ("b" * 64)
-    for place, age_s in ((old, 9_000), (new, 1_000)):
-        place.mkdir()
-        (place / "x.tar").write_bytes(bytes(3_000_000))
-        place.with_suffix(".lock").touch()
-        os.utime(place.with_suffix(".lock"), (time.time() - age_s,) * 2)
-    held = copy_of(stage(other_shapes, tmp_path))
-    os.utime(held.directory.with_suffix(".lock"), (0, 0))
+    held = stage(other_shapes, tmp_path)
+    place = copies(held)
+    old, new = (place / f"{letter * 64}.tar" for letter in "ab")
+    for path, age_s in ((old, 9_000), (new, 1_000)):
+        path.write_bytes(bytes(3_000_000))
+        os.utime(path, (time.time() - age_s,) * 2)
+    for file in files(held):
+        os.utime(place / file.name, ns=(0, store_module.VERIFIED_NS))
 
-    def free(area: StageArea) -> int:
-        return 7_000_000 - sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    def occupied() -> int:
+        return sum(path.stat().st_size for path in place.iterdir())
 
-    monkeypatch.setattr(StageArea, "_free_bytes", free)
-    need = sum(file.num_bytes for file in wanted_of(data_of(shapes, tmp_path)))
-    there = sum(path.stat().st_size for path in tmp_path.glob("*/*"))
-    assert there + need > 7_000_000 > there - 3_000_000 + need
-    copy_of(stage(shapes, tmp_path))
-    assert not old.exists() and new.exists() and held.directory.exists()
-
-
-def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(shapes: Path, tmp_path: Path) -> None:
-    data, moved, second_waits = data_of(shapes, tmp_path), [0, 0], threading.Event()
-    manifest, wanted = data.parts[0].manifest, wanted_of(data)
-
-    def slow(num_bytes: int) -> None:
-        assert second_waits.wait(30)
-        moved[0] += num_bytes
-
-    def others(num_bytes: int) -> None:
-        moved[1] += num_bytes
-
-    first = threading.Thread(target=StageArea(tmp_path, moves=slow).fill, args=(manifest, wanted))
-    first.start()
-    while not list(tmp_path.glob("*.copy")):
-        time.sleep(0.01)
-    with pytest.raises(Stopped):
-        StageArea(tmp_path, stops=lambda: True).fill(manifest, wanted)
-    area = StageArea(tmp_path, stops=lambda: second_waits.set() is not None, moves=others)
-    area.fill(manifest, wanted)
-    first.join()
-    assert moved == [sum(file.num_bytes for file in wanted), 0]
-    assert area.take(manifest.content_hash, wanted) is not None
+    room = 7_000_000
+    monkeypatch.setattr(StoreDirectory, "_free_bytes", lambda directory: room - occupied())
+    need = sum(file.num_bytes for file in files(data_of(shapes, tmp_path)))
+    assert occupied() + need > room > occupied() - 3_000_000 + need
+    assert copies(stage(shapes, tmp_path)) == place
+    assert not old.exists() and new.exists() and all((place / file.name).exists() for file in files(held))
 
 
-def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_cache(shapes: Path, tmp_path: Path) -> None:
+def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, copied, may_copy = ShardStore._copy, list[Path](), threading.Event()
+
+    def slow(store: ShardStore, source: Path, write: object) -> None:
+        copied.append(source)
+        assert may_copy.wait(30)
+        real(store, source, write)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShardStore, "_copy", slow)
+    sources = [Path(file.source) for file in files(data_of(shapes, tmp_path))]
+    monkeypatch.setattr(staging, "NUM_THREADS", len(sources))
+    found: list[TrainingData] = []
+    both = [threading.Thread(target=lambda: found.append(stage(shapes, tmp_path))) for _ in range(2)]
+    for each in both:
+        each.start()
+    wait_until(lambda: len(copied) == len(sources))
+    stop = StopFlag()
+    stop.raised_by = "SIGTERM"
+    stopped = staged(data_of(shapes, tmp_path), world=World(0, 0, 1), device=CPU, stop=stop)
+    assert stopped.parts[0].staged is None
+    may_copy.set()
+    for each in both:
+        each.join()
+    assert sorted(copied) == sorted(sources)
+    assert all(data.parts[0].staged is not None for data in found) and len(found) == 2
+
+
+def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_store(shapes: Path, tmp_path: Path) -> None:
     assert data_prep(["subset", str(shapes), "--out", str(tmp_path / "half"), "--fraction", "0.5"]) == 0
     data, scratch = data_of(tmp_path / "half", tmp_path / "scratch"), tmp_path / "scratch"
     assert any(".." in shard.file or "/" in shard.file for shard in data.parts[0].content.shards)
@@ -226,8 +234,8 @@ def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_cache(shapes: 
     )
     splits = manifest.splits | {"train": manifest.splits["train"].model_copy(update={"shards": shards})}
     far = replace(data, parts=(replace(data.parts[0], manifest=manifest.model_copy(update={"splits": splits})),))
-    assert [file.name for file in wanted_of(far) if str(file.source).startswith("https")] == []
-    names = {file.name for file in wanted_of(far)}
-    assert {f"{shard.index_sha256}.npy" for shard in shards} <= names and not {
-        f"{shard.sha256}.tar" for shard in shards
-    } & names
+    names = {file.name for file in files(far) if not file.is_remote}
+    assert names >= {f"{shard.index_sha256}.npy" for shard in shards}
+    assert not names & {f"{shard.sha256}.tar" for shard in shards} and not [
+        file for file in files(far) if file.is_remote
+    ]
