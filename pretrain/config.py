@@ -123,8 +123,8 @@ class DataSettings(CacheSettings):
     """first-read: each shard that is read where it lies is hashed once in a run, behind training, and training ends where one is
     not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
     stage_dir: str | None = None
-    """A directory on each node's own disk: the shards are copied there before training reads them, once for all ranks and jobs of
-    the node. Without room for them training reads them where they lie, and warns. Remote shards have `cache_dir`."""
+    """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
+    ranks and jobs of the node. Without room training reads them where they are, and warns. Remote shards have `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":

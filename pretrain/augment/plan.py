@@ -100,8 +100,7 @@ def _signed(most: float) -> Strength:
     return lambda level, sign: level * most * sign
 
 
-def _blend(level: Floats, sign: Floats) -> Floats:
-    del sign
+def _blend(level: Floats, _: Floats) -> Floats:
     return level * 1.8 + 0.1
 
 
@@ -109,36 +108,21 @@ def _blend_increasing(level: Floats, sign: Floats) -> Floats:
     return np.maximum(0.1, 1.0 + sign * (level * 0.9))
 
 
-def _bits(level: Floats, sign: Floats) -> Floats:
-    del sign
-    return np.trunc(level * 4)
+def _whole(most: float, below: float) -> Strength:
+    return lambda level, _: np.minimum(below, np.trunc(level * most))
 
 
-def _threshold(level: Floats, sign: Floats) -> Floats:
-    del sign
-    return np.minimum(256.0, np.trunc(level * 256))
-
-
-def _addend(level: Floats, sign: Floats) -> Floats:
-    del sign
-    return np.minimum(128.0, np.trunc(level * 110))
-
-
-def _zero(level: Floats, sign: Floats) -> Floats:
-    del sign
-    return np.zeros_like(level)
-
-
+_bits, _none = _whole(4, math.inf), _whole(0, 0)
 _STRENGTHS: dict[str, tuple[Operation, Strength]] = {
-    "AutoContrast": (Operation.AUTOCONTRAST, _zero),
-    "Equalize": (Operation.EQUALIZE, _zero),
-    "Invert": (Operation.INVERT, _zero),
+    "AutoContrast": (Operation.AUTOCONTRAST, _none),
+    "Equalize": (Operation.EQUALIZE, _none),
+    "Invert": (Operation.INVERT, _none),
     "Posterize": (Operation.POSTERIZE, _bits),
     "PosterizeIncreasing": (Operation.POSTERIZE, lambda level, sign: 4 - _bits(level, sign)),
     "PosterizeOriginal": (Operation.POSTERIZE, lambda level, sign: 4 + _bits(level, sign)),
-    "Solarize": (Operation.SOLARIZE, _threshold),
-    "SolarizeIncreasing": (Operation.SOLARIZE, lambda level, sign: 256 - _threshold(level, sign)),
-    "SolarizeAdd": (Operation.SOLARIZE_ADD, _addend),
+    "Solarize": (Operation.SOLARIZE, _whole(256, 256)),
+    "SolarizeIncreasing": (Operation.SOLARIZE, lambda level, sign: 256 - _whole(256, 256)(level, sign)),
+    "SolarizeAdd": (Operation.SOLARIZE_ADD, _whole(110, 128)),
     "Brightness": (Operation.BRIGHTNESS, _blend),
     "BrightnessIncreasing": (Operation.BRIGHTNESS, _blend_increasing),
     "Contrast": (Operation.CONTRAST, _blend),

@@ -1,7 +1,9 @@
 """What a run trains on: several datasets as one, with one list of classes, one hash and one set of statistics."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader, open_split
-from tests.data_prep.samples import write_classes
+from tests.data_prep.samples import change_manifest, write_classes
 from tests.training import finish, start, write_config
 
 
@@ -127,3 +129,65 @@ def test_the_plan_of_batches_does_not_know_of_mixtures(animals: tuple[Path, Path
                 for rank in range(ranks)
             ]
             assert np.array_equal(line.locate(np.concatenate(positions))[1], whole[step])
+
+
+def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None:
+    """Else each picture would stand beside itself, and MixUp mix it with itself."""
+    again = MixedDataset(dataset=str(shapes))
+    data = load_training_data(DataSettings(dataset=str(shapes), also=(again,)))
+    assert data.classes == data.parts[0].manifest.classes
+    _, samples = data.order(seed=3, global_batch_size=24).locate(np.arange(480))
+    assert sorted(samples.tolist()) == list(range(480))
+    assert (samples[0::2] % 240 == samples[1::2] % 240).mean() < 0.1
+
+
+def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path, tmp_path: Path) -> None:
+    for name, count in (("eight", 8), ("eight_too", 8), ("nine", 9)):
+        shutil.copytree(shapes, tmp_path / name)
+        names = [str(number) for number in range(count)]
+        change_manifest(tmp_path / name, lambda manifest, names=names: manifest.update(classes=names))
+
+    def together(*names: str) -> TrainingData:
+        first, *others = (str(tmp_path / name) for name in names)
+        return load_training_data(
+            DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others))
+        )
+
+    assert len(together("eight", "eight_too").classes) == 8
+    with pytest.raises(ValueError, match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8"):
+        together("eight", "nine")
+    named = load_training_data(DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),)))
+    assert len(named.classes) == 17
+
+
+@pytest.fixture(scope="module")
+def kept(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same pictures in files of their own sizes, made for 24 px."""
+    out = tmp_path_factory.mktemp("kept") / "kept"
+    words = [f"source.path={shapes}-images", f"out={out}", "image_size=24", "encoding=keep", "num_workers=1"]
+    assert data_prep(["build", "--source", "folder", *words]) == 0
+    return out
+
+
+def settings(dataset: Path, *also: Path, **more: Any) -> DataSettings:
+    return DataSettings(dataset=str(dataset), also=tuple(MixedDataset(dataset=str(each)) for each in also), **more)
+
+
+def test_pictures_of_their_own_sizes_are_read_at_that_of_the_others(shapes: Path, kept: Path) -> None:
+    for order in ((shapes, kept), (kept, shapes)):
+        data = load_training_data(settings(*order, image_size=16))
+        assert data.image_size == 16 and len(data.parts) == 2 and data.classes == data.parts[0].manifest.classes
+    assert load_training_data(settings(kept, image_size=40)).image_size == 40
+    assert load_training_data(settings(shapes, image_size=40)).image_size == 40
+
+
+@pytest.mark.parametrize("more", [{}, {"image_size": 24}])
+def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(shapes: Path, kept: Path, more: dict[str, int]) -> None:
+    for order in ((shapes, kept), (kept, shapes)):
+        with pytest.raises(ValueError, match=rf"^data.image_size: .*{kept}.*(such as|set data.image_size=) ?16$"):
+            load_training_data(settings(*order, **more))
+
+
+def test_a_kept_size_is_proposed_where_none_is_said(kept: Path) -> None:
+    with pytest.raises(ValueError, match=rf"data.image_size: missing; {kept} keeps .*, such as 24$"):
+        load_training_data(settings(kept))

@@ -1,4 +1,6 @@
-"""The order contract: every sample exactly once per epoch, the same global batches for every world, resume anywhere."""
+"""The order contract: every sample exactly once per epoch, the same global batches for every world, resume anywhere.
+
+Several datasets are one line: shares held in every stretch, each source in its own order. Its numbers: uniform, and fixed for ever."""
 
 import itertools
 
@@ -6,7 +8,18 @@ import numpy as np
 import pytest
 
 from pretrain.config import LastBatch
-from pretrain.data.order import BatchPlan, Order, epoch_length, evaluation_slices, permute
+from pretrain.data.order import (
+    BatchPlan,
+    Mixture,
+    Order,
+    epoch_length,
+    evaluation_slices,
+    hash64,
+    hex_key,
+    mixture_weights,
+    permute,
+    uniform,
+)
 
 SIZES = [*range(1, 130), 255, 256, 257, 1000, 4099]
 
@@ -154,3 +167,94 @@ def test_the_order_of_this_version_is_this_order() -> None:
 
 LITERAL_FULL = [5, 2, 1, 8, 9, 7, 6, 4, 3, 0]
 LITERAL_BLOCK = [5, 0, 1, 2, 3, 4, 9, 8, 7, 6]
+
+
+def mixture(sizes: list[int], weights: tuple[int, ...]) -> Mixture:
+    return Mixture(tuple(Order(size, 11 + number) for number, size in enumerate(sizes)), weights)
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 1), (3, 1), (1, 5), (2, 3, 5), (7, 1, 1, 13), (1,) * 9, (999, 1000)])
+def test_every_stretch_holds_the_shares_to_within_the_number_of_sources(weights: tuple[int, ...]) -> None:
+    sources, places = mixture([50] * len(weights), weights).deal(np.arange(6000))
+    shares = np.array(weights) / sum(weights)
+    for start, end in itertools.combinations(range(0, 6001, 125), 2):
+        counts = np.bincount(sources[start:end], minlength=len(weights))
+        assert (np.abs(counts - shares * (end - start)) <= len(weights)).all(), (start, end)
+    for source in range(len(weights)):  # the n-th of a source stands at the n-th of its positions
+        assert places[sources == source].tolist() == list(range((sources == source).sum()))
+
+
+def test_each_source_comes_in_its_own_order_and_epochs() -> None:
+    mixed = mixture([7, 30, 11], (2, 3, 1))
+    epochs, samples = mixed.locate(np.arange(900))
+    for first, order in zip((0, 7, 37), mixed.orders, strict=True):
+        mine = (samples >= first) & (samples < first + order.num_samples)
+        expected_epochs, expected = order.locate(np.arange(mine.sum()))
+        assert samples[mine].tolist() == (first + expected).tolist()
+        assert epochs[mine].tolist() == expected_epochs.tolist()
+        assert expected_epochs.max() > 3
+
+
+def test_without_weights_an_epoch_holds_every_sample_of_all_sources_once() -> None:
+    sizes = [7, 30, 11, 64]
+    mixed = mixture(sizes, mixture_weights([None] * 4, sizes))
+    for epoch in range(3):
+        _, samples = mixed.locate(np.arange(epoch * 112, (epoch + 1) * 112))
+        assert sorted(samples.tolist()) == list(range(112))
+
+
+def test_a_position_of_a_mixture_does_not_depend_on_what_else_is_asked_for() -> None:
+    mixed = mixture([7, 30, 11], (2, 3, 1))
+    together = mixed.locate(np.arange(400))
+    alone = [mixed.locate(np.array([place])) for place in range(400)]
+    assert [int(samples[0]) for _, samples in alone] == together[1].tolist()
+    assert [int(epochs[0]) for epochs, _ in alone] == together[0].tolist()
+
+
+def test_numbers_of_a_long_run_over_large_datasets_stay_exact() -> None:
+    """Against Python's integers, at the end of 800 epochs of 14 million samples and more."""
+    weights = mixture_weights([None, None, None], [14_197_122, 1_281_167, 60_000])
+    positions = np.arange(800 * 15_000_000, 800 * 15_000_000 + 50)
+    _, places = mixture([10, 10, 10], weights).deal(positions)
+    total = sum(weights)
+    for position, place in zip(positions.tolist(), places.tolist(), strict=True):
+        before, after = position * weights[0] // total, (position + 1) * weights[0] // total
+        assert place == before if after > before else place < position - before + 1
+
+
+def test_shares_that_64_bits_cannot_tell_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.weight: .* are too fine; give weights with fewer digits"):
+        mixture_weights([999.999999, 999.999998, 999.999997], [1, 1, 1])
+    with pytest.raises(ValueError, match="too fine"):
+        mixture_weights([None, None], [2**31, 1])
+
+
+def test_weights_are_reduced() -> None:
+    assert mixture_weights([3.0, 1.5], [10, 10]) == (2, 1)
+    assert mixture_weights([None, None], [100, 250]) == (2, 5)
+    assert mixture_weights([0.001, 1000], [1, 1]) == (1, 1_000_000)
+
+
+def test_a_known_value_stays() -> None:
+    assert int(hash64(1, 2, 3)) == 15205877802699428709
+
+
+def test_values_are_uniform_and_uncorrelated_between_neighbours() -> None:
+    drawn = uniform(5, np.arange(200_000))
+    counts, _ = np.histogram(drawn, bins=50, range=(0, 1))
+    assert ((counts - 4000) ** 2 / 4000).sum() < 110  # 49 degrees of freedom
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.01
+    assert drawn.min() >= 0 and drawn.max() < 1
+
+
+def test_the_order_and_number_of_parts_matter() -> None:
+    assert len({int(hash64(*parts)) for parts in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,), (2,)]}) == 6
+
+
+def test_arrays_are_their_elements() -> None:
+    rows = np.arange(7)
+    assert hash64(3, rows, 9).tolist() == [int(hash64(3, row, 9)) for row in rows]
+
+
+def test_a_hex_digest_becomes_a_key() -> None:
+    assert hex_key("ff" * 32) == 2**63 - 1
