@@ -1,6 +1,6 @@
 """The order contract: every sample exactly once per epoch, the same global batches for every world, resume anywhere.
 
-Several datasets are one line: shares held in every stretch, each source in its own order. Its numbers: uniform, and fixed for ever."""
+Several datasets are one line: shares held in every stretch, each source in its own order. Random numbers are fixed for ever."""
 
 import itertools
 
