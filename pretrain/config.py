@@ -124,7 +124,6 @@ class DataSettings(CacheSettings):
     not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
     stage_dir: str | None = None
     """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
-    """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
     ranks and jobs of the node. Without room training reads them where they are, and warns. Remote shards have `cache_dir`."""
 
     @model_validator(mode="after")
