@@ -44,7 +44,7 @@ class ModelCard(Settings):
     """Of weights that were imported from timm: what its transform does (interpolation, crop_pct, crop_mode), for config.json."""
 
     def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
-        """What to say where the squares of a dataset were made in another way than those that the weights were trained on."""
+        """A warning where the squares of a dataset were made in another way than those that the weights were trained on."""
         known, here = (self.stored_crop, self.stored_interpolation), (manifest.crop, manifest.interpolation)
         if None in known or known == here:
             return None

@@ -105,7 +105,7 @@ def newest_whole(run_dir: Path) -> Path | None:
 
 
 def mark_of(directory: Path | None) -> int:
-    """A number that tells one checkpoint's content from another's: of its hashes, which are read, not checked."""
+    """A number that differs where the content of two checkpoints does: of their hashes, which are read, not checked."""
     if directory is None:
         return 0
     try:

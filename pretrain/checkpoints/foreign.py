@@ -6,8 +6,8 @@
 | scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | W act(norm(z)) |
 | timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels}, norm, head | LayerNorm with eps 1e-6 |
 
-The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names. What names and shapes cannot tell is given: how
-an image was made a vector, and the activation.
+The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names. What names and shapes do not show is given:
+how an image was made a vector, and the activation.
 """
 
 import math
@@ -31,7 +31,7 @@ Family = Literal["scaling_mlps", "timm"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What names and shapes say."""
+    """What names and shapes show."""
 
     family: Family
     spec: AnySpec

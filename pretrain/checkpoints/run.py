@@ -161,7 +161,7 @@ def _is_moved(old: Any, new: Any) -> bool:
         )
     try:
         return load_manifest(str(old)).pixels_hash == load_manifest(str(new)).pixels_hash
-    except DatasetError:  # one of them is gone: nothing tells that they are the same
+    except DatasetError:  # one of them is gone: nothing shows that they are the same
         return False
 
 

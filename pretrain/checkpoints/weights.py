@@ -96,10 +96,10 @@ def _read_torch(path: Path, *, is_pickle: bool) -> object:
 
 def _no_weights(error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-    told = (
-        "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
-    )  # torch's advice there is to run the pickle
-    return f"is not a whole file of weights (safetensors or torch); download or copy it again{told}"
+    detail = f" ({reason})"
+    if isinstance(error, pickle.UnpicklingError):  # torch's advice there is to run the pickle
+        detail = ""
+    return f"is not a whole file of weights (safetensors or torch); download or copy it again{detail}"
 
 
 def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:

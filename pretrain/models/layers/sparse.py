@@ -130,7 +130,7 @@ def _starts(counts: Tensor) -> Tensor:
 # ---- the product ------------------------------------------------------------------------------------------------------
 
 
-with warnings.catch_warnings():  # once per process torch says that compressed rows are in beta
+with warnings.catch_warnings():  # once per process torch warns that compressed rows are in beta
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1))
 
