@@ -3,20 +3,23 @@ be a mixture.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from data_prep.build import build as building
 from data_prep.build import merge as merging
 from data_prep.manifest import load_manifest
+from data_prep.sources import SourceError, SourceSettings, open_source
 from tests.data_prep.samples import write_classes, write_files
 from tests.data_prep.sources import test_cifar, test_imagenet1k, test_mnist, test_stl10, test_tinyimagenet
 from tests.data_prep.sources.archives import FIRST, write_synset_folders, write_synset_tars, write_whole_tar
-from tests.data_prep.sources.layouts import build
+from tests.data_prep.sources.layouts import build, listed
 
 COUNTS = dict.fromkeys(FIRST, 2)
 Case = tuple[str, Callable[[Path], Path], str]
@@ -39,6 +42,12 @@ CASES: dict[str, Case] = {
     ),
     "mnist": ("mnist", lambda root: write_files(root, test_mnist.files()), "t10k-labels-idx1-ubyte.gz"),
     "cifar": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True), "data_batch_3"),
+    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=False), ""),
+    "cifar.tar.gz": (
+        "cifar",
+        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"),
+        "",
+    ),
     "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=True), "fold_indices.txt"),
 }
 WORDS = {"imagenet21k": ["source.processing=raw"], "tinyimagenet": [], "folder": []}
@@ -145,3 +154,23 @@ def test_of_many_changed_files_all_are_counted_and_three_are_named(
     assert build_and(alter, case, source, tmp_path / "out", monkeypatch) == 2
     named = ", ".join(str(path.relative_to(source)) for path in files[3:6])
     assert f"source: 22 files have changed since they were listed ({named})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cifar", "cifar.tar.gz", "mnist", "stl10", "stl10.tar.gz", "tiny zip"])
+def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_is_another(
+    tmp_path: Path, name: str
+) -> None:
+    kind, make, file = CASES[name]
+    path = make(tmp_path / "in")
+    words = {"kind": kind, "path": str(path)} | ({} if kind == "tinyimagenet" else {"md5": "off"})
+    settings: TypeAdapter[SourceSettings] = TypeAdapter(SourceSettings)
+    source, again = (open_source(settings.validate_python(words), num_workers=1) for _ in range(2))
+    assert all(part.stamp for part in source.outline().containers) and source.outline() == again.outline()
+    entry = listed(source)[0]
+    with open(path / file, "ab") as changed:
+        changed.write(b"more")
+    with pytest.raises(SourceError, match=f"{re.escape(entry.locator)}: the source has changed since it was listed"):
+        source.read(entry)
+    (path / file).unlink()
+    with pytest.raises(SourceError, match=r"^source\.path: .* (is not there|lacks|holds no)"):
+        source.read(entry)

@@ -284,20 +284,6 @@ def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(
     assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
 
 
-def test_an_archive_that_changes_or_vanishes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
-    path = archive(tmp_path, "cifar-10-binary")
-    source = source_of(path)
-    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
-    assert source.outline() == source_of(path).outline()
-    entries = listed(source)
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(SourceError, match=r"data_batch_1\.bin/00000: the source has changed since it was listed"):
-        source.read(entries[0])
-    path.unlink()
-    with pytest.raises(SourceError, match="is not there"):
-        source.read(entries[0])
-
-
 # ---- hostile pickles --------------------------------------------------------------------------------------------
 
 SYSTEM = b"cos\nsystem\n(S'touch {place}'\ntR."

@@ -102,17 +102,6 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes |
     assert str(raised.value).startswith("source.path: ")
 
 
-def test_a_file_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
-    path = write_files(tmp_path / "mnist", files())
-    source = source_of(path)
-    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
-    assert source.outline() == source_of(path).outline()
-    entries = listed(source)
-    write_files(path, {"train-labels-idx1-ubyte.gz": b""})
-    with pytest.raises(SourceError, match="test/00000: the source has changed since it was listed"):
-        source.read(entries[0])
-
-
 @pytest.mark.soak
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
     path = write_files(tmp_path / "mnist", files(compressed=False))

@@ -139,21 +139,6 @@ def test_a_wrong_file_is_one_clear_line(
     assert str(raised.value).startswith("source.path: ")
 
 
-@pytest.mark.parametrize("unpacked", [False, True])
-def test_a_source_that_changes_after_it_was_listed_is_noticed(
-    tmp_path: Path, whole: dict[str, bytes], unpacked: bool
-) -> None:
-    path = place(tmp_path, whole, unpacked=unpacked)
-    source = source_of(path)
-    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
-    assert source.outline() == source_of(path).outline()
-    entry = listed(source)[0]
-    changed = path / "test_X.bin" if unpacked else path
-    changed.write_bytes(changed.read_bytes() + b"\0")
-    with pytest.raises(SourceError, match=r"test_X\.bin/000000: the source has changed since it was listed"):
-        source.read(entry)
-
-
 def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:
     path = place(tmp_path, whole, unpacked=False)
     data = path.read_bytes()

@@ -228,17 +228,6 @@ def test_a_cut_zip_and_something_else_are_refused(tmp_path: Path) -> None:
         source_of(tmp_path / "nothing").outline()
 
 
-def test_a_zip_that_changes_after_it_was_listed_is_noticed(tmp_path: Path) -> None:
-    path = place(tmp_path, WHOLE, unpacked=False)
-    source = source_of(path)
-    assert all(part.stamp for part in source.outline().containers)  # so that a resume need not list again
-    assert source.outline() == source_of(path).outline()
-    entry = listed(source)[0]
-    path.write_bytes(zip_of(altered("words.txt", b"")))
-    with pytest.raises(SourceError, match="the source has changed since it was listed"):
-        source.read(entry)
-
-
 @pytest.mark.soak
 def test_mutated_zips_are_read_or_refused(tmp_path: Path) -> None:
     small = {name: data if not name.endswith(".JPEG") else data[:40] for name, data in WHOLE.items()}
