@@ -277,8 +277,9 @@ def test_what_is_held_stays_and_whoever_needs_room_waits(
 ) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
-        ours.hold(shards[0])
-        others.hold(shards[1])
+        use(ours, shards[0])
+        ours.hold(shards[0])  # which is there
+        others.hold(shards[1])  # which is fetched
         with (
             closing(opened(place, room=2)) as third,
             pytest.raises(UserError, match=r"no room for .*/2.tar .* raise data.cache_gb"),
