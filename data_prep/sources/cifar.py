@@ -217,7 +217,10 @@ class _Fields(dict[str, Any]):
 
 
 def _fields(data: bytes) -> _Fields:
-    value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+    try:
+        value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+    except MemoryError:  # an opcode for a bytearray reserves whatever a damaged length is
+        raise ValueError("has a length that is more than memory holds") from None
     if not isinstance(value, dict):
         raise ValueError("is no dict")
     return _Fields({_text(key): item for key, item in value.items()})
