@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.evaluate.answering import answer
+from finetune.evaluate.answers import answer
 from finetune.evaluate.config import ViewSettings
 from finetune.split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
@@ -93,7 +93,6 @@ class Bench:
             self.reader,
             self.augmentation,
             views=views,
-            num_classes=self.num_classes,
             local_batch_size=self.case.batch,
             world=self.world,
         )

@@ -1,19 +1,26 @@
-"""`finetune evaluate` on the command line. No torch until the settings are known to be good."""
+"""`finetune evaluate` on the command line: checks, and what is printed of a result, made or stored. No torch until the settings are
+known to be good."""
 
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from data_prep.settings import load_settings
 from finetune.evaluate.config import EvaluateSettings
-from finetune.evaluate.console import say
-from finetune.evaluate.place import Evaluation
+from finetune.evaluate.identity import Evaluation
 from finetune.split import class_numbers
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show, warn_once
 from pretrain.cli import OK, leave, world_of
+from pretrain.config import AugmentSettings
+
+WORSE_BY = 0.02
+"""Than on the plain pictures: no chance any more."""
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -36,31 +43,86 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = load_settings(EvaluateSettings, path=None, overrides=overrides)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses
-    evaluation = Evaluation.of(settings)
+    world = world_of(options)
+    evaluation = Evaluation.of(settings, verify=world.local_rank == 0)
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     stored = evaluation.stored_result()
-    world = world_of(options)
     warn_once(evaluation.warning(), world)
     warn_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.dataset), world)
-    if stored is not None:
-        if world.is_first:
-            _print(stored, as_json=options.json, stored=True)
-        return OK
-    if options.ranks:
+    if stored is None and options.ranks:
         flags = ["--json"] if options.json else []
         return launch_ranks("evaluate", [options.pretrained, options.dataset, *flags], options)
-    options.started = True
-    end_on_signals()  # before the long imports
-    from finetune.evaluate.evaluate import evaluate_checkpoint
+    result = stored if world.is_first else None
+    if stored is None:
+        options.started = True
+        end_on_signals()  # before the long imports
+        from finetune.evaluate.evaluate import evaluate_checkpoint
 
-    result = evaluate_checkpoint(settings, world)
-    if result is not None:
-        _print(result, as_json=options.json)
-    return leave(True, run_dir=None, is_first=world.is_first)
-
-
-def _print(result: dict[str, Any], *, as_json: bool, stored: bool = False) -> None:
-    if as_json:
+        result = evaluate_checkpoint(evaluation, world)
+    if result is not None and options.json:
         print(json.dumps(result))
-    else:
-        say(result, Console(width=None if sys.stdout.isatty() else 120), stored=stored)
+    elif result is not None:
+        print_result(result, Console(width=None if sys.stdout.isatty() else 120), stored=stored is not None)
+    return OK if stored is not None else leave(True, run_dir=None, is_first=world.is_first)
+
+
+def print_result(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
+    left_out = result["num_unreadable"]
+    missing = f", {left_out:,} more do not decode: {', '.join(result['unreadable'])}" if left_out else ""
+    if left_out > len(result["unreadable"]):
+        missing += ", ..."
+    views = f", {result['num_views']} views each" if result["views"] else ""
+    heading = f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,} images{views}"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(heading + missing, highlight=False, markup=False, soft_wrap=True)
+    console.print(table, highlight=False)
+    plain = result.get("plain_top1")
+    if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
+        flips = ", its flips above all" if result["augment"]["flip_probability"] else ""
+        hint = f"the plain pictures reach {plain:.2%}: these views may not suit the classes; see augment{flips}"
+        console.print(hint, highlight=False, soft_wrap=True)
+    if stored:
+        console.print("asked before: the stored result; name another run_dir to do it anew", highlight=False)
+    place = Path(result["run_dir"])
+    place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
+    console.print(f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("top-1", f"{result['eval/top1']:.2%}")]
+    if "eval/real" in result:
+        rows.append(("top-1, ReaL", f"{result['eval/real']:.2%}"))
+    rows += [
+        ("top-5", f"{result['eval/top5']:.2%}"),
+        ("loss", f"{result['eval/loss']:.4f}"),
+        ("ECE", f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}"),
+    ]
+    if result["curve"]:
+        shown = "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"])
+        rows.append(("top-1 by views", shown))
+    if result.get("augment"):
+        rows.append(("views", escape(f"{recipe(result['augment'])}: {result['augment_from']}")))
+    worst = ", ".join(f"{escape(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+    rows.append(("class top-1", f"mean {result['eval/class_top1']:.2%}; worst: {worst}"))
+    if result["most_confused"]:
+        pairs = ", ".join(f"{escape(a)} as {escape(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
+        rows.append(("most confused", pairs))
+    rows.append(("speed", f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s"))
+    return rows
+
+
+def recipe(augment: dict[str, Any]) -> str:
+    """What such views are, in the words of the settings."""
+    none: dict[str, Any] = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
+    shown = {name: value for name, value in augment.items() if value != none[name]}
+    return ", ".join(f"{name} {_short(value)}" for name, value in shown.items()) or "none"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_short(each) for each in value)}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""`finetune evaluate`: a checkpoint's answers on a split, and everything that is told of them.
+"""`finetune evaluate`: a checkpoint's answers on a split, and everything that follows from them.
 
-1. every rank answers its share (`answering.py`), and the first one gathers the rows;
+1. every rank answers its share, and the first one gathers the rows (`answers.py`);
 2. from that table alone come the scores (`scoring.py`), the files (`files.py`) and the pictures (`pictures.py`);
-3. the books are told of it, and then result.json is written: a directory that has it is a whole evaluation, told of as well.
+3. MLflow gets them, and then result.json is written: a directory that has it is a whole evaluation, and a recorded one.
 """
 
 import time
@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from data_prep.manifest import DatasetError
-from finetune.evaluate.answering import answer
-from finetune.evaluate.answers import Answers
-from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.answers import Answers, answer
 from finetune.evaluate.files import (
     CONFUSION,
     PER_CLASS,
@@ -28,6 +26,7 @@ from finetune.evaluate.files import (
     write_per_class,
     write_predictions,
 )
+from finetune.evaluate.identity import Evaluation
 from finetune.evaluate.pictures import (
     CALIBRATION_PNG,
     CONFUSION_PNG,
@@ -37,7 +36,6 @@ from finetune.evaluate.pictures import (
     draw_views,
     save,
 )
-from finetune.evaluate.place import Evaluation
 from finetune.evaluate.scoring import Confusion, PerClass, calibration, moments, overall
 from finetune.session import Backbone, open_backbone, register, session
 from finetune.split import class_numbers
@@ -54,9 +52,9 @@ NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
 """In the result: pairs of classes, worst and best classes, pictures that do not decode."""
 
 
-def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, Any] | None:
+def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
-    evaluation = Evaluation.of(settings)
+    settings = evaluation.settings
     numbers = class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
     part = Part(Path(settings.dataset), evaluation.manifest, settings.split, numbers)
     with session(
@@ -78,7 +76,7 @@ def evaluate_checkpoint(settings: EvaluateSettings, world: World) -> dict[str, A
                 return None  # nothing is collective from here on, so nobody waits for the pictures
             if not len(answers):
                 raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
-            return _tell(evaluation, answers, reader, joined.tracker, seconds=seconds)
+            return _report(evaluation, answers, reader, joined.tracker, seconds=seconds)
 
 
 def _answers(evaluation: Evaluation, reader: ShardReader, *, device: torch.device, world: World) -> Answers | None:
@@ -90,7 +88,6 @@ def _answers(evaluation: Evaluation, reader: ShardReader, *, device: torch.devic
         reader,
         backbone.augmentation(augmentation, seed=settings.seed, device=device),
         views=settings.view_numbers,
-        num_classes=len(evaluation.card.classes),
         local_batch_size=settings.local_batch_size,
         world=world,
     )
@@ -108,10 +105,10 @@ def _logits_of(backbone: Backbone, device: torch.device, *, precision: str) -> C
     return logits_of
 
 
-def _tell(
+def _report(
     evaluation: Evaluation, answers: Answers, reader: ShardReader, tracker: Tracker, *, seconds: float
 ) -> dict[str, Any]:
-    """Files, pictures, books and last the result, all from the table."""
+    """Files, pictures, MLflow and last the result, all from the table."""
     (part,) = reader.parts
     names, numbers = part.manifest.classes, part.classes or range(len(part.manifest.classes))
     confusion = Confusion.of(answers, names=names, numbers=numbers)

@@ -93,7 +93,7 @@ def write_per_class(path: Path, found: PerClass, confusion: Confusion, *, number
 
 
 def _shown(column: Floats, row: int) -> str:
-    """Empty where there is nothing to tell."""
+    """Empty where there is nothing to show."""
     value = float(column[row])
     return "" if math.isnan(value) else f"{value:.6f}"
 

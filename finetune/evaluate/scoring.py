@@ -1,4 +1,4 @@
-"""How good the answers are: every figure is a pure function of the table. numpy alone.
+"""How good the answers are: every figure is a pure function of the table.
 
 K classes of the dataset; the model may have others, whose answers are counted together in the column K.
 """

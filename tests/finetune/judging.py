@@ -11,6 +11,7 @@ from torch import Tensor
 from data_prep.manifest import load_manifest
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.evaluate.identity import Evaluation
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_weights, save_folder
@@ -49,7 +50,7 @@ def settings_of(pretrained: Path, dataset: Path, run_dir: Path | None, **changes
 
 
 def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> dict[str, Any]:
-    result = evaluate_checkpoint(settings_of(pretrained, dataset, run_dir, **changes), ALONE)
+    result = evaluate_checkpoint(Evaluation.of(settings_of(pretrained, dataset, run_dir, **changes)), ALONE)
     assert result is not None
     return result
 

@@ -16,9 +16,8 @@ from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.cli import main
-from finetune.evaluate import answering
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.evaluate.place import Evaluation
+from finetune.evaluate.identity import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
@@ -153,9 +152,9 @@ def test_each_picture_is_read_once_for_all_views(
 
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
-    answering.ROWS_AT_ONCE = 10  # several messages
     changes = {"views": 2, "local_batch_size": 5}
-    result = evaluate_checkpoint(settings_of(Path(pretrained), Path(dataset), Path(run_dir), **changes), world)
+    settings = settings_of(Path(pretrained), Path(dataset), Path(run_dir), **changes)
+    result = evaluate_checkpoint(Evaluation.of(settings), world)
     return None if result is None else result["eval/top1"]
 
 

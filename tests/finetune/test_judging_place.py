@@ -15,9 +15,9 @@ from rich.console import Console
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError
 from finetune.cli import main
+from finetune.evaluate.command import print_result
 from finetune.evaluate.config import EvaluateSettings
-from finetune.evaluate.console import say
-from finetune.evaluate.place import Evaluation
+from finetune.evaluate.identity import Evaluation
 from pretrain.config import AugmentSettings
 from pretrain.tracking.tracker import Tracker
 from tests.data_prep.samples import change_manifest
@@ -102,7 +102,7 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
-            patches.setattr("finetune.evaluate.evaluate._tell", Mock(side_effect=KeyboardInterrupt))
+            patches.setattr("finetune.evaluate.evaluate._report", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
         evaluation = Evaluation.of(settings_of(pretrained, dataset, None, **changes))
@@ -171,7 +171,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
     result = judge(run, shapes, None, views=2)
     for plain, top1, hinted in ((0.9, 0.87, True), (0.9, 0.89, False), (None, 0.1, False)):
         console = Console(width=120, file=io.StringIO())
-        say(result | {"plain_top1": plain, "eval/top1": top1}, console)
+        print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
         assert ("the plain pictures reach 90.00%: these views may not suit the classes" in said) is hinted
         assert "crop_scale [0.4, 1], crop_ratio [1, 1], flip_probability 0.5: the public command's" in said

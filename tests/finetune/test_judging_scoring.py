@@ -1,13 +1,14 @@
 """Scores of a table of answers, against scikit-learn, plain loops and counts by hand."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sklearn.metrics as sk
 
-from finetune.evaluate.answers import Answers, Layout, moments_up_to
+from finetune.evaluate.answers import Answers, moments_up_to
 from finetune.evaluate.files import write_confusion, write_per_class
 from finetune.evaluate.pictures import draw_calibration, draw_confusion, draw_views, save
 from finetune.evaluate.scoring import Confusion, Moment, PerClass, calibration, overall
@@ -28,7 +29,6 @@ def table(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Answers:
         losses_N=-np.log(probabilities_NK[np.arange(size), labels_N]),
         entropies_N=-(probabilities_NK * np.log(probabilities_NK)).sum(axis=1),
         squares_N=(probabilities_NK**2).sum(axis=1),
-        moments=(),
         answers_NM=np.zeros((size, 0), np.int64),
         losses_NM=np.zeros((size, 0)),
     )
@@ -112,15 +112,17 @@ def test_calibration_is_that_of_a_plain_loop() -> None:
 
 
 def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
-    layout = Layout.of(num_classes=3, num_views=0)
-    rows = np.zeros((5, layout.width))
-    rows[:, 0] = [3, 0, -1, 2, -1]
-    assert Answers.of_rows(rows, layout, num_samples=4, num_bad=1).left_out(num_samples=4).tolist() == [1]
+    def share(*samples: int) -> Answers:
+        whole = table(*(each[: len(samples)] for each in random_case()))
+        return replace(whole, samples_N=np.array(samples))
+
+    found = Answers.of_ranks([share(3, 0), share(2)], num_samples=4, num_bad=1)
+    assert found.left_out(num_samples=4).tolist() == [1] and found.samples_N.tolist() == [0, 2, 3]
+    assert found.labels_N.tolist() == random_case()[1][[1, 0, 0]].tolist()
     with pytest.raises(AssertionError):
-        Answers.of_rows(rows, layout, num_samples=4, num_bad=0)
-    rows[2, 0] = 3
+        Answers.of_ranks([share(3, 0), share(2)], num_samples=4, num_bad=0)
     with pytest.raises(AssertionError, match="twice"):
-        Answers.of_rows(rows, layout, num_samples=4, num_bad=0)
+        Answers.of_ranks([share(3, 0), share(3)], num_samples=4, num_bad=1)
 
 
 @pytest.mark.parametrize(("views", "expected"), [(1, (1,)), (4, (1, 2, 4)), (100, (1, 2, 5, 10, 20, 50, 100))])

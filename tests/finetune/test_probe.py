@@ -14,6 +14,7 @@ from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.evaluate.identity import Evaluation
 from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
@@ -153,7 +154,7 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     assert result is not None and len(result["grid"]) == 4 and "held-out top-1" in capsys.readouterr().out
     silent = TrackingSettings(enabled=False)
     asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)
-    scores = evaluate_checkpoint(asked, ALONE)
+    scores = evaluate_checkpoint(Evaluation.of(asked), ALONE)
     assert scores is not None and scores["num_samples"] == 35
     assert scores["eval/top1"] == pytest.approx(result["test_top1"], abs=1e-9)
     assert scores["eval/top5"] == pytest.approx(result["test_top5"], abs=1e-9) == 1.0

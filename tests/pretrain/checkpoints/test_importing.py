@@ -16,6 +16,7 @@ from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
 from finetune.evaluate.config import EvaluateSettings
 from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.evaluate.identity import Evaluation
 from finetune.probe.config import ProbeSettings
 from finetune.probe.probe import probe
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -75,7 +76,9 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
 
     world = World(rank=0, local_rank=0, num_ranks=1)
     silent = TrackingSettings(enabled=False)
-    scores = evaluate_checkpoint(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent), world)
+    scores = evaluate_checkpoint(
+        Evaluation.of(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent)), world
+    )
     assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
     logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))

@@ -1,8 +1,12 @@
-"""Which evaluation it is, and where its results go. No torch here.
+"""Which evaluation it is: what is judged on what, with which views, and where its results go. No torch here.
 
 Two evaluations that may differ in a single answer have different identities, hence different directories: nothing is overwritten.
 What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it, so an evaluation that was killed is
-begun anew by whatever words mean the same: RUN/evaluation.json says which one a directory is of, from its beginning on.
+begun anew by whatever words mean the same: RUN/evaluation.json names the identity of a directory, from its beginning on.
+
+Views that the model was never trained on can cost more than averaging brings (flips, where classes are left and right). Hence the
+augmentation of views is, in this order: what the user names; the crops and flips of the training, where the run that made the
+weights records them; those of the paper's public command.
 """
 
 import json
@@ -15,15 +19,18 @@ from typing import Any
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.publish import hash_of_json, write_json
 from data_prep.settings import SettingsError, read_yaml, validate
-from finetune.evaluate.choice import choose
-from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.config import EvaluateSettings, ViewSettings
+from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import CONFIG_FILE, check_place, check_settings, finished_result
-from pretrain.config import TrackingSettings
+from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
 
 IDENTITY = "evaluation.json"
+GEOMETRY = ("crop_scale", "crop_ratio", "crop_interpolation", "crop_padding", "padding_mode", "flip_probability")
+"""All that is taken of a training: views are to be other pictures of the same thing, not harder ones."""
+PUBLIC: dict[str, Any] = {"crop_scale": (0.4, 1.0), "crop_ratio": (1.0, 1.0), "flip_probability": 0.5}
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,16 @@ class Evaluation:
     """Why this augmentation; None without."""
 
     @classmethod
-    def of(cls, settings: EvaluateSettings) -> "Evaluation":
+    def of(cls, settings: EvaluateSettings, *, verify: bool = True) -> "Evaluation":
+        """`verify`: the weights are held to their hash."""
         manifest = load_manifest(settings.dataset)
-        if not manifest.labelled_split(settings.split, directory=settings.dataset).num_samples:
-            raise DatasetError(f"{settings.dataset}: split {settings.split!r} is empty; choose another split")
-        checkpoint = Checkpoint.open(settings.pretrained)
+        check_split(manifest, settings.split, directory=settings.dataset)
+        checkpoint = Checkpoint.open(settings.pretrained, verify=verify)
         if not settings.views:
             return cls(settings, manifest, checkpoint)
-        choice = choose(settings.augment, checkpoint.run_dir)
-        augment = choice.augment.fed_as(checkpoint.card.fed_interpolation)
-        return cls(settings.model_copy(update={"augment": augment}), manifest, checkpoint, choice.source)
+        augment, source = choose_views(settings.augment, checkpoint.run_dir)
+        chosen = settings.model_copy(update={"augment": augment.fed_as(checkpoint.card.fed_interpolation)})
+        return cls(chosen, manifest, checkpoint, source)
 
     @property
     def card(self) -> ModelCard:
@@ -101,7 +108,7 @@ class Evaluation:
 
     @property
     def begun_settings(self) -> EvaluateSettings:
-        """What the run's books say: the words that it was begun with, where this directory is of this very evaluation already."""
+        """What the run is recorded with: those it was begun with, where this directory is of this very evaluation already."""
         path = self.run_dir / CONFIG_FILE
         if self._begun_identity() != self.identity or not path.exists():
             return self.settings
@@ -139,7 +146,7 @@ class Evaluation:
         return None
 
     def plain_top1(self) -> float | None:
-        """On the plain pictures of the same split, where the run that made the weights has said it."""
+        """On the plain pictures of the same split, where the run that made the weights has recorded it."""
         if self.owner is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
         result, settings = finished_result(self.owner) or {}, self._owners_settings
@@ -174,4 +181,35 @@ def _content_of(dataset: str) -> str | None:
     try:
         return load_manifest(dataset).content_hash
     except DatasetError:  # gone since
+        return None
+
+
+def choose_views(asked: ViewSettings, run_dir: Path | None) -> tuple[ViewSettings, str]:
+    """The augmentation, and why, in words. `run_dir`: of the run that made the weights."""
+    named = {name: getattr(asked, name) for name in sorted(asked.model_fields_set)}
+    base, source = PUBLIC, "the public command's, for the training's is not known"
+    trained = _trained_with(run_dir) if run_dir is not None else None
+    if run_dir is not None and trained is not None:
+        base = {name: getattr(trained, name) for name in GEOMETRY}
+        source = f"as {run_dir.name} was trained"
+        if trained.crop_scale is None and not trained.crop_padding and not trained.flip_probability:
+            base, source = PUBLIC, f"the public command's, for {run_dir.name} was trained without crops and flips"
+    if named.get("crop_padding") and "crop_scale" not in named:
+        base = base | {"crop_scale": None}  # the other way to crop
+    if named.get("crop_scale") and "crop_padding" not in named:
+        base = base | {"crop_padding": 0}
+    if named:
+        source = f"{', '.join(named)} as asked; the rest {source}"
+    # every field is set: config.yaml and --show say what was chosen
+    whole = ViewSettings().model_dump() | base | named
+    return validate(ViewSettings, whole), source
+
+
+def _trained_with(run_dir: Path) -> AugmentSettings | None:
+    try:
+        section = read_yaml(run_dir / CONFIG_FILE).get("augment")
+        if not isinstance(section, dict):
+            return None
+        return validate(AugmentSettings, {name: section[name] for name in GEOMETRY if name in section})
+    except SettingsError:  # of a stranger, or of another version
         return None
