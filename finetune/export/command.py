@@ -1,16 +1,22 @@
-"""`finetune export` on the command line. No torch until the settings are known to be good."""
+"""`finetune export` on the command line. No torch until the settings are known to be good; nothing that is there already is ever
+overwritten."""
 
 import argparse
+import importlib.util
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from data_prep.settings import load_settings
-from finetune.export.config import ExportSettings
-from finetune.export.place import check_libraries, check_space, exported_before, request_of
+from data_prep.publish import make_directory
+from data_prep.settings import UserError, load_settings
+from finetune.export.config import RECORD, ExportSettings
 from finetune.verbs import end_on_signals, show
-from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
+from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint, fault_of
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
+
+NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -36,14 +42,54 @@ def _export(options: argparse.Namespace) -> int:
     if not read_world().is_first:
         return OK  # of several ranks one is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
-    if exported_before(out, request_of(settings, weights_sha256=source.sha256)):
+    if _is_exported(out, settings.identity(weights_sha256=source.sha256)):
         print(f"{out}: exported before, and whole; remove it, or name another directory, to do it anew")
         return OK
-    check_libraries(settings)
-    check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
+    _check_libraries(settings)
+    _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
     options.started = True
     end_on_signals()  # before the long imports
     from finetune.export.export import export
 
     print("\n".join(export(settings, source)))
     return OK
+
+
+def _is_exported(out: Path, identity: dict[str, Any]) -> bool:
+    """Whether this very export stands there, whole. An error where something else does."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    advice = "name another directory, or remove it"
+    try:
+        found = json.loads((out / RECORD).read_text())["request"]
+        names = tuple(json.loads((out / HASHES).read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"out: {out} exists and is no export; {advice}") from None
+    if found != identity:
+        differing = [key for key, value in identity.items() if found.get(key) != value]
+        what = "other weights" if "weights_sha256" in differing else f"other settings ({', '.join(differing)})"
+        raise UserError(f"out: {out} holds an export of {what}; {advice}")
+    fault = fault_of(out, needed=names)
+    if fault is not None:
+        raise UserError(f"out: {out} holds this export, but {fault} since; {advice}")
+    return True
+
+
+def _check_libraries(settings: ExportSettings) -> None:
+    for graph in settings.graphs:
+        missing = [name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None]
+        if missing:
+            others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
+            raise UserError(
+                f"formats: {graph} needs {', '.join(missing)}, which is not installed; install it, or take --formats {others}"
+            )
+
+
+def _check_space(out: Path, *, num_bytes: int) -> None:
+    """Before minutes of work end on a full disk."""
+    make_directory(out.absolute().parent)
+    free = shutil.disk_usage(out.absolute().parent).free
+    if free < num_bytes:
+        raise UserError(
+            f"out: {out} would take {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; free some, or name another disk"
+        )

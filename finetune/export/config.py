@@ -1,12 +1,22 @@
-"""Settings of `finetune export`. No torch here."""
+"""Settings of `finetune export`, and what it writes. No torch here.
 
-from typing import Literal
+OUT/model.safetensors   the checkpoint's, byte for byte; under timm's names where timm has the architecture itself
+OUT/config.json         our card and timm's words for it
+OUT/README.md           a model card for the hub, see model_card.py
+OUT/model.onnx          and model.onnx.data, where they are too large for one file
+OUT/model.pt2           a torch.export program
+OUT/export.json         what was made of which weights, by which versions, and how far the graphs' answers are from the model's
+OUT/sha256.json         of all of these, written last
+"""
+
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from data_prep.settings import Settings
 
 Format = Literal["timm", "onnx", "torch"]
+README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
 
 
 class ExportSettings(Settings):
@@ -34,3 +44,12 @@ class ExportSettings(Settings):
     @property
     def graphs(self) -> tuple[Format, ...]:
         return tuple(each for each in ("onnx", "torch") if each in self.formats)
+
+    def identity(self, *, weights_sha256: str) -> dict[str, Any]:
+        """What makes two exports the same; `request` in export.json."""
+        return {
+            "weights_sha256": weights_sha256,
+            "formats": ["timm", *self.graphs],
+            "with_preprocessing": self.with_preprocessing,
+            "license": self.license,
+        }

@@ -24,10 +24,9 @@ from torch import nn
 from data_prep.publish import atomic_directory, sha256_of, write_atomic, write_json
 from data_prep.settings import UserError
 from finetune.export import graphs
-from finetune.export.config import ExportSettings
+from finetune.export.config import ONNX, PT2, README, RECORD, ExportSettings
 from finetune.export.graphs import Agreement
 from finetune.export.model_card import Facts, input_name, readme
-from finetune.export.place import ONNX, PT2, README, RECORD, exported_before, request_of
 from finetune.runs import results_of, run_of
 from pretrain.checkpoints.card import CONFIG, config_of, timms_own
 from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint
@@ -45,11 +44,8 @@ LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime"
 
 
 def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
-    """What to tell of it."""
+    """The lines to print."""
     out, card = Path(settings.out), source.card
-    request = request_of(settings, weights_sha256=source.sha256)
-    if exported_before(out, request):
-        return [f"{out}: exported before, and whole"]
     model, run = load_model(source).eval(), run_of(source.directory)
     beside = (
         Path(settings.results_from) if settings.results_from else (run.directory if run else source.directory).parent
@@ -57,18 +53,18 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     places = [beside, run.directory] if run else [beside]
     results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
-    with _told_if_full(out), atomic_directory(out) as directory:
+    with _explained_if_full(out), atomic_directory(out) as directory:
         checks = _write_weights(directory, source.directory, model, facts)
         checks |= _write_graphs(directory, model, facts)
         write_atomic(directory / README, readme(facts).encode())
-        write_json(directory / RECORD, record(facts, request, checks))
+        write_json(directory / RECORD, record(facts, checks))
         names = sorted(file.name for file in directory.iterdir())
         write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
-    return _told(out, facts, checks)
+    return _printed(out, facts, checks)
 
 
 @contextmanager
-def _told_if_full(out: Path) -> Iterator[None]:
+def _explained_if_full(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -141,12 +137,12 @@ def metadata(facts: Facts) -> dict[str, Any]:
     }
 
 
-def record(facts: Facts, request: dict[str, Any], checks: dict[str, Agreement]) -> dict[str, Any]:
+def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
     """export.json; without paths of this machine, as it is passed on."""
     card = facts.card
     return {
         "schema_version": SCHEMA_VERSION,
-        "request": request,
+        "request": facts.settings.identity(weights_sha256=facts.weights_sha256),
         "model": card.model.label,
         "step": card.step,
         "run": facts.run.name if facts.run else "",
@@ -170,7 +166,7 @@ def _version(library: str) -> str:
         return "not installed"
 
 
-def _told(out: Path, facts: Facts, checks: dict[str, Agreement]) -> list[str]:
+def _printed(out: Path, facts: Facts, checks: dict[str, Agreement]) -> list[str]:
     card, run = facts.card, facts.run
     where = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin}" if card.origin else ""
     lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]

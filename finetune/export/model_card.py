@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune.export.config import ExportSettings
-from finetune.export.place import ONNX, PT2
+from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.runs import Result, Run
 from pretrain.checkpoints.card import ModelCard, timms_own
 from pretrain.models.cost import cost_of
