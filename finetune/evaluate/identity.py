@@ -2,14 +2,13 @@
 
 Two evaluations that may differ in a single answer have different identities, hence different directories: nothing is overwritten.
 What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it, so an evaluation that was killed is
-begun anew by whatever words mean the same: RUN/evaluation.json names the identity of a directory, from its beginning on.
+begun anew by whatever words mean the same: RUN/evaluation.json holds all that its answers depend on, from its beginning on.
 
 Views that the model was never trained on can cost more than averaging brings (flips, where classes are left and right). Hence the
 augmentation of views is, in this order: what the user names; the crops and flips of the training, where the run that made the
 weights records them; those of the paper's public command.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from finetune.evaluate.config import EvaluateSettings, ViewSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import CONFIG_FILE, check_place, check_settings, finished_result
+from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result, is_begun
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
 
@@ -71,14 +70,19 @@ class Evaluation:
         return read_yaml(self.owner / CONFIG_FILE) if self.owner is not None else {}
 
     @cached_property
-    def identity(self) -> str:
+    def facts(self) -> dict[str, Any]:
+        """All that an answer depends on."""
         settings = self.settings
         facts: dict[str, Any] = {"split": settings.split, "precision": settings.precision, "views": settings.views}
         facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
-        return hash_of_json(facts | {"weights": self.checkpoint.sha256, "pixels": self.manifest.pixels_hash})
+        return facts | {"weights": self.checkpoint.sha256, "pixels": self.manifest.pixels_hash}
+
+    @cached_property
+    def identity(self) -> str:
+        return hash_of_json(self.facts)
 
     @property
     def run_dir(self) -> Path:
@@ -108,41 +112,23 @@ class Evaluation:
 
     @property
     def begun_settings(self) -> EvaluateSettings:
-        """What the run is recorded with: those it was begun with, where this directory is of this very evaluation already."""
-        path = self.run_dir / CONFIG_FILE
-        if self._begun_identity() != self.identity or not path.exists():
+        """What the run is recorded with: the words that it was begun with, where it was."""
+        if not self._is_begun():
             return self.settings
-        begun = validate(EvaluateSettings, read_yaml(path))
+        begun = validate(EvaluateSettings, read_yaml(self.run_dir / CONFIG_FILE))
         return begun.model_copy(update={"local_batch_size": self.settings.local_batch_size})
 
     def mark(self) -> None:
-        write_json(self.run_dir / IDENTITY, {"identity": self.identity})
+        write_json(self.run_dir / IDENTITY, self.facts)
 
-    def _begun_identity(self) -> str | None:
-        try:
-            return str(json.loads((self.run_dir / IDENTITY).read_text())["identity"])
-        except FileNotFoundError:
-            return None
+    def _is_begun(self) -> bool:
+        return is_begun(self.run_dir, self.facts, record=IDENTITY, what="an evaluation")
 
     def stored_result(self) -> dict[str, Any] | None:
         """Of this very evaluation, if it was finished before; a directory that holds anything else is refused."""
-        result = finished_result(self.run_dir)
-        if result is not None and result.get("identity") == self.identity:
-            return result
-        if result is not None:
-            what = f"of {result['dataset']}, {result['split']}" if "identity" in result else "of another run"
-            raise SettingsError(
-                f"run_dir: {self.run_dir} holds other results ({what}); name another run_dir, or leave it out"
-            )
-        begun = self._begun_identity()
-        if begun is None:
-            check_settings(self.run_dir, self.settings)
-        elif begun == self.identity:
-            check_place(self.run_dir)
-        else:
-            raise SettingsError(
-                f"run_dir: {self.run_dir} holds another evaluation, which was not finished; name another run_dir, or remove it"
-            )
+        if self._is_begun():
+            return finished_result(self.run_dir)
+        check_settings(self.run_dir, self.settings)
         return None
 
     def plain_top1(self) -> float | None:

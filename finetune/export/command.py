@@ -13,6 +13,7 @@ from data_prep.settings import UserError, load_settings
 from finetune.export.config import RECORD, ExportSettings
 from finetune.verbs import end_on_signals, show
 from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint, fault_of
+from pretrain.checkpoints.run import is_begun
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
 
@@ -57,21 +58,11 @@ def _export(options: argparse.Namespace) -> int:
 
 def _is_exported(out: Path, identity: dict[str, Any]) -> bool:
     """Whether this very export stands there, whole. An error where something else does."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not is_begun(out, identity, record=RECORD, key="request", what="an export", field="out", alone=True):
         return False
-    advice = "name another directory, or remove it"
-    try:
-        found = json.loads((out / RECORD).read_text())["request"]
-        names = tuple(json.loads((out / HASHES).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"out: {out} exists and is no export; {advice}") from None
-    if found != identity:
-        differing = [key for key, value in identity.items() if found.get(key) != value]
-        what = "other weights" if "weights_sha256" in differing else f"other settings ({', '.join(differing)})"
-        raise UserError(f"out: {out} holds an export of {what}; {advice}")
-    fault = fault_of(out, needed=names)
+    fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
     if fault is not None:
-        raise UserError(f"out: {out} holds this export, but {fault} since; {advice}")
+        raise UserError(f"out: {out} holds this export, but {fault} since; name another out, or remove it")
     return True
 
 

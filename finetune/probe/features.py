@@ -198,7 +198,9 @@ class FeatureMaker:
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
         rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
         shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
-        files = [_File(_temporary(place, self.settings.run_dir), shape, dtype, rank=world.rank) for place in wanted]
+        writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]  # another job may make the same now
+        names = [place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}") for place in wanted]
+        files = [_File(name, shape, dtype, rank=world.rank) for name in names]
         num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
 
         def lay_out() -> None:
@@ -334,12 +336,6 @@ class _File:
 
 def _name(rank: int) -> str:
     return f"rank-{rank:04d}.npy"
-
-
-def _temporary(place: Path, run_dir: str) -> Path:
-    """Of this run alone: another job may make the same features at the same time."""
-    writer = hashlib.sha256(str(Path(run_dir).absolute()).encode()).hexdigest()[:8]
-    return place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}")
 
 
 def _publish(temporary: Path, place: Path, facts: Facts) -> None:

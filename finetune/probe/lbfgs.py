@@ -3,7 +3,8 @@ all share each pass over the features.
 
 Every pass evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for rounding) takes
 it and chooses a new direction; another tries a shorter step in the next pass. So no head waits for the line search of another, as
-it would with torch.optim.LBFGS, which takes one head after the other: a pass over the features for each step of each head.
+it would with torch.optim.LBFGS, which takes one head after the other: a pass over the features for each step of each head (6 times
+as long for four decays of 8,000 x 512 features and 10 classes on one core, in as many passes each).
 Vectors of a head are kept in double precision; products over the features are in single.
 E rows of a head, G candidates, K classes, C = K G (heads.py).
 """

@@ -295,6 +295,8 @@ def test_training_pictures_are_warned_of_and_other_results_kept(
     before = (tmp_path / "run" / "result.json").read_bytes()
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"finetune: run_dir: {tmp_path}/run holds other results (of shapes-a, train); name another")
+    assert said.startswith(
+        f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split: val, was train)"
+    )
     assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
     assert Evaluation.of(settings_of(folder, shapes, None, split="train")).warning() is None

@@ -111,7 +111,9 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
     assert place is not None and place.parent == run / "evaluations"
     assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # as it was begun
     other = Evaluation.of(settings_of(run, shapes, place, views=3))
-    with pytest.raises(SettingsError, match="holds another evaluation, which was not finished; name another run_dir"):
+    with pytest.raises(
+        SettingsError, match=r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
+    ):
         other.stored_result()
     result = judge(run, shapes, None, views=2)
     assert Evaluation.of(settings_of(Path("x"), shapes, None, views=2)).stored_result() == json.loads(
