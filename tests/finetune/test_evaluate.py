@@ -28,14 +28,11 @@ from pretrain.loop.evaluate import evaluate
 from pretrain.ranks.world import World
 from tests.conftest import Command
 from tests.data_prep.test_verify import change_manifest
-from tests.finetune.judging import ALONE, MEAN, STD, judge, plain_logits, predictions, settings_of, write_folder
+from tests.finetune.tiny import ALONE, MEAN, STD, evaluation_settings, judge, plain_logits, predictions, write_folder
 from tests.ranks import run_ranks
 from tests.training import finish, start, write_config
 
-
-@pytest.fixture(scope="module")
-def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("weights") / "folder", shapes)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +42,6 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
     config, also = write_config(place, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
     finish(start(config, place / "run", "train.duration=30 steps", also, ranks=1))
     return place / "run"
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
-    monkeypatch.setattr("finetune.evaluate.evaluate._draw", lambda *unused: None)
 
 
 def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
@@ -153,7 +144,7 @@ def test_each_picture_is_read_once_for_all_views(
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
     changes = {"views": 2, "local_batch_size": 5}
-    settings = settings_of(Path(pretrained), Path(dataset), Path(run_dir), **changes)
+    settings = evaluation_settings(Path(pretrained), Path(dataset), Path(run_dir), **changes)
     result = evaluate_checkpoint(Evaluation.of(settings), world)
     return None if result is None else result["eval/top1"]
 
@@ -299,4 +290,4 @@ def test_training_pictures_are_warned_of_and_other_results_kept(
         f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split: val, was train)"
     )
     assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
-    assert Evaluation.of(settings_of(folder, shapes, None, split="train")).warning() is None
+    assert Evaluation.of(evaluation_settings(folder, shapes, None, split="train")).warning() is None

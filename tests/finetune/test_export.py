@@ -27,7 +27,7 @@ from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
-from tests.finetune.exporting import MLP, export_of, folder_of
+from tests.finetune.tiny import MEAN, STD, export_of, model_of, write_folder
 from tests.forked import begin, new_output, wait
 from tests.moments import Strike
 
@@ -74,7 +74,10 @@ def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
-    model, formats = folder_of(FAMILIES[name], tmp_path / "folder"), ["torch", "onnx"][: 1 + (name in BY_ONNX)]
+    model, formats = (
+        model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])),
+        ["torch", "onnx"][: 1 + (name in BY_ONNX)],
+    )
     out = export_of(tmp_path / "folder", tmp_path / "out", formats=tuple(formats))
     x = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
@@ -99,7 +102,8 @@ torch.save(model(torch.load(sys.argv[2])), sys.argv[3])
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6], ids=["trained here", "imported"])
 def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -> None:
-    model = folder_of(MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL), tmp_path / "folder")
+    spec = MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL)
+    model = model_of(write_folder(tmp_path / "folder", spec=spec))
     with torch.no_grad():
         for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
             if "stem" in name or "outer" in name:
@@ -132,17 +136,17 @@ def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path)
             (MixerSpec(kind="mixer", patch_size=16, permuted_blocks="all", **SMALL), "permuted"),
         )
     ):
-        folder_of(spec, tmp_path / f"folder{number}")
+        write_folder(tmp_path / f"folder{number}", spec=spec)
         out = export_of(tmp_path / f"folder{number}", tmp_path / f"out{number}", formats=("timm",))
         text = (out / "README.md").read_text()
         assert "library_name: wide-mlps\n" in text and "import pretrain.models.timm_names" in text, size
 
 
 def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
-    model = folder_of(MLP, tmp_path / "folder")
+    model = model_of(write_folder(tmp_path / "folder"))
     out = export_of(tmp_path / "folder", tmp_path / "out", with_preprocessing=True)
     pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
-    images = (pictures / 255 - [0.4, 0.5, 0.6]) / [0.1, 0.2, 0.3]
+    images = (pictures / 255 - list(MEAN)) / list(STD)
     with torch.no_grad():
         wanted = model(torch.from_numpy(images.transpose(0, 3, 1, 2)).float())
     near(onnx_answers(out, torch.from_numpy(pictures)), wanted)
@@ -150,7 +154,7 @@ def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) ->
 
 
 def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder_of(MLP, tmp_path / "folder")
+    write_folder(tmp_path / "folder")
 
     def off(model: ImageModel, **_: object) -> nn.Module:
         other = copy.deepcopy(model)
@@ -172,7 +176,7 @@ def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeyp
 def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder_of(MLP, tmp_path / "folder")
+    write_folder(tmp_path / "folder")
     words = ["export", str(tmp_path / "folder"), str(tmp_path / "out"), "--formats", "timm"]
     assert finetune(words) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
@@ -181,7 +185,7 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     assert "exported before, and whole" in capsys.readouterr().out
     assert finetune([*words, "license=mit"]) == 2
     assert "belongs to an export with other settings (license: " in capsys.readouterr().err
-    folder_of(MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1), tmp_path / "other")
+    write_folder(tmp_path / "other", spec=MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1))
     assert finetune(["export", str(tmp_path / "other"), *words[2:]]) == 2
     assert "belongs to an export with other settings (weights_sha256: " in capsys.readouterr().err
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
@@ -195,7 +199,7 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
 def test_mistakes_are_one_message_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder_of(MLP, tmp_path / "folder")
+    write_folder(tmp_path / "folder")
 
     def said(*words: str) -> str:
         assert finetune(["export", *words]) == 2
@@ -232,7 +236,7 @@ def test_mistakes_are_one_message_each(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: signal.Signals) -> None:
-    folder_of(MLP, tmp_path / "folder")
+    write_folder(tmp_path / "folder")
     out, output = tmp_path / "out", new_output()
     words = ["export", str(tmp_path / "folder"), str(out)]
     strike = Strike(tmp_path / ".tmp-out", 7, signal=number)  # where it opens model.onnx

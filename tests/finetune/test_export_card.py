@@ -13,7 +13,7 @@ from finetune.export.model_card import Facts, readme
 from finetune.runs import results_of, run_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import list_checkpoints
-from tests.finetune.exporting import MLP, folder_of
+from tests.finetune.tiny import write_folder
 
 
 def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) 
 
 
 def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
-    folder_of(MLP, tmp_path / "imported")
+    write_folder(tmp_path / "imported", origin="scaling_mlps: B_weights, sha256 0, read as chw")
     card = Checkpoint.open(tmp_path / "imported").card
     assert run_of(tmp_path / "imported") is None
     assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []

@@ -18,31 +18,21 @@ from data_prep.settings import UserError
 from finetune.probe import features
 from finetune.probe.features import FACTS
 from pretrain.augment.augmentation import Augmentation
-from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
-from tests.finetune.conftest import CPU, CROPS, feature_settings, maker_of, rows_of_table
+from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, whole
 
 
-def independent_features(folder: Path, dataset: Path, split: str) -> torch.Tensor:
-    """All pictures at once, normalised by hand."""
-    from pretrain.checkpoints.files import load_model
-
-    checkpoint = Checkpoint.open(folder)
-
-    card, model = checkpoint.card, load_model(checkpoint)
-    reader = open_split(dataset, load_manifest(dataset), split)
-    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
-    with torch.no_grad():
-        return pooled_features(model.eval(), (images - mean) / std)
+@torch.no_grad()
+def independent_features(folder: Path, dataset: Path) -> torch.Tensor:
+    return pooled_features(model_of(folder), normalised(folder, dataset)[0])
 
 
 def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = feature_settings(other_shapes, tmp_path, backbone_folder)
+    settings = feature_settings(other_shapes, tmp_path, folder)
     seen: list[int] = []
     maker = maker_of(settings)
     extract = maker.backbone.extract
@@ -53,20 +43,20 @@ def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
 
     first = maker_of(settings, extract=counted).tables("val", [None])[0]
     assert len(first) == 35 and first.num_features == 24
-    torch.testing.assert_close(rows_of_table(first), independent_features(backbone_folder, other_shapes, "val"))
+    torch.testing.assert_close(whole(first), independent_features(folder, other_shapes))
     assert np.bincount(first.labels_N).tolist() == [7] * 5
     assert first.labels_N.tolist() == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
     assert sum(seen) == 1 + 40  # one to learn the width; five batches of eight, of which the last is padded
     again = maker_of(settings, extract=counted).tables("val", [None])[0]
-    assert sum(seen) == 1 + 40 and torch.equal(rows_of_table(first), rows_of_table(again))
+    assert sum(seen) == 1 + 40 and torch.equal(whole(first), whole(again))
     assert "val: features found in" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")] == []
 
 
 def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path
+    folder: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    settings = feature_settings(other_shapes, tmp_path, backbone_folder, views=2, augment=CROPS)
+    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS)
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         backbone = {
@@ -114,15 +104,15 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     ],
 )
 def test_damaged_features_are_computed_again(
-    backbone_folder: Path,
+    folder: Path,
     other_shapes: Path,
     tmp_path: Path,
     damage: str,
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    maker = maker_of(feature_settings(other_shapes, tmp_path, backbone_folder))
-    good = rows_of_table(maker.tables("val", [None])[0]).clone()
+    maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
+    good = whole(maker.tables("val", [None])[0]).clone()
     (place,) = (tmp_path / "features").iterdir()
     file = place / "rank-0000.npy"
     content = file.read_bytes()
@@ -134,16 +124,16 @@ def test_damaged_features_are_computed_again(
             file.write_bytes(content[:-4] + b"\0\0\0\1")
         case _:
             (file if damage == "gone" else place / FACTS).unlink()
-    assert torch.equal(rows_of_table(maker.tables("val", [None])[0]), good)
+    assert torch.equal(whole(maker.tables("val", [None])[0]), good)
     said = capsys.readouterr().err
     assert words in said and "its features are computed again" in said
     assert file.read_bytes() == content
 
 
 def test_a_kill_leaves_nothing_that_counts_and_two_jobs_that_compute_the_same_end_well(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = feature_settings(other_shapes, tmp_path, backbone_folder)
+    settings = feature_settings(other_shapes, tmp_path, folder)
     maker, publish = maker_of(settings), features._publish
 
     def killed(*unused: object) -> None:
@@ -165,21 +155,21 @@ def test_a_kill_leaves_nothing_that_counts_and_two_jobs_that_compute_the_same_en
     monkeypatch.setattr(features, "_publish", late)
     table = maker.tables("val", [None])[0]
     assert [path.name[:3] for path in (tmp_path / "features").iterdir()] == ["sha"]
-    torch.testing.assert_close(rows_of_table(table), independent_features(backbone_folder, other_shapes, "val"))
+    torch.testing.assert_close(whole(table), independent_features(folder, other_shapes))
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
     with pytest.raises(
         UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"
     ):
-        maker_of(feature_settings(other_shapes, tmp_path, backbone_folder)).tables("val", [None])
+        maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
 
-def test_a_picture_that_does_not_decode_is_named(backbone_folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_a_picture_that_does_not_decode_is_named(folder: Path, shapes: Path, tmp_path: Path) -> None:
     for number in range(5):
         folder = tmp_path / "pictures" / "train" / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,14 +186,14 @@ def test_a_picture_that_does_not_decode_is_named(backbone_folder: Path, shapes: 
     tar[int(place.offsets[0]) : int(place.offsets[0]) + 40] = bytes(40)
     (out / manifest.splits["train"].shards[0].file).write_bytes(tar)
     with pytest.raises(DatasetError, match=f"{shard}: .*{Path(key).name} does not decode.*data_prep subset"):
-        maker_of(feature_settings(out, tmp_path, backbone_folder)).tables("train", [None])
+        maker_of(feature_settings(out, tmp_path, folder)).tables("train", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
 
 def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = feature_settings(other_shapes, tmp_path, backbone_folder, views=2, augment=CROPS, seed=3)
+    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS, seed=3)
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])
     reader, ids = open_split(other_shapes, load_manifest(other_shapes), "train"), np.array([7, 20, 59])
@@ -214,7 +204,7 @@ def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
         with torch.no_grad():
             expected = maker.backbone.extract(augmentation.prepare(batch).images_BCHW)
         torch.testing.assert_close(table.gather(torch.from_numpy(ids)), expected)
-    assert not torch.equal(*map(rows_of_table, tables))
+    assert not torch.equal(*map(whole, tables))
     made: list[int] = []
     start = features.FeatureMaker._write_all
 
@@ -233,8 +223,8 @@ def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, None, feature_dtype="float16")
     table = maker_of(settings).tables("val", [None])[0]
     whole = maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0]
-    half = rows_of_table(table)
+    half = whole(table)
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
-    torch.testing.assert_close(half.float(), rows_of_table(whole), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(half.float(), whole(whole), rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
         maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables("val", [None])

@@ -21,18 +21,9 @@ from finetune.evaluate.identity import Evaluation
 from pretrain.config import AugmentSettings
 from pretrain.tracking.tracker import Tracker
 from tests.data_prep.samples import change_manifest
-from tests.finetune.judging import judge, settings_of, write_folder
+from tests.finetune.tiny import evaluation_settings, judge, write_folder
 
-
-@pytest.fixture(scope="module")
-def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("weights") / "folder", shapes)
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
-    monkeypatch.setattr("finetune.evaluate.evaluate._draw", lambda *unused: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_path: Path) -> None:
@@ -46,10 +37,10 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
         {"split": "train"},
         {"precision": "bf16"},
     ]
-    places = {Evaluation.of(settings_of(folder, shapes, None, **changes)).run_dir for changes in variants}
+    places = {Evaluation.of(evaluation_settings(folder, shapes, None, **changes)).run_dir for changes in variants}
     assert len(places) == len(variants)
-    same = Evaluation.of(settings_of(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
-    plain = Evaluation.of(settings_of(folder, shapes, None))
+    same = Evaluation.of(evaluation_settings(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
+    plain = Evaluation.of(evaluation_settings(folder, shapes, None))
     assert same == plain.run_dir
     moved = Path(shutil.copytree(shapes, tmp_path / "moved"))
     for changes, is_same in (
@@ -57,7 +48,7 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
         ({"crop": "squash"}, False),
     ):
         change_manifest(moved, lambda manifest, changes=changes: manifest.update(changes))
-        assert (Evaluation.of(settings_of(folder, moved, None)).identity == plain.identity) is is_same
+        assert (Evaluation.of(evaluation_settings(folder, moved, None)).identity == plain.identity) is is_same
 
 
 @pytest.mark.parametrize("where", ["register", "save_result"])
@@ -105,18 +96,18 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
             patches.setattr("finetune.evaluate.evaluate._report", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
-        evaluation = Evaluation.of(settings_of(pretrained, dataset, None, **changes))
+        evaluation = Evaluation.of(evaluation_settings(pretrained, dataset, None, **changes))
         assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
         place = evaluation.run_dir.resolve()
     assert place is not None and place.parent == run / "evaluations"
     assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # as it was begun
-    other = Evaluation.of(settings_of(run, shapes, place, views=3))
+    other = Evaluation.of(evaluation_settings(run, shapes, place, views=3))
     with pytest.raises(
         SettingsError, match=r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
     ):
         other.stored_result()
     result = judge(run, shapes, None, views=2)
-    assert Evaluation.of(settings_of(Path("x"), shapes, None, views=2)).stored_result() == json.loads(
+    assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(
         json.dumps(result)
     )
 
@@ -155,12 +146,12 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
         ),
     ]
     for name, asked, expected, source in cases:
-        evaluation = Evaluation.of(settings_of(runs[name], shapes, None, views=2, augment=asked))
+        evaluation = Evaluation.of(evaluation_settings(runs[name], shapes, None, views=2, augment=asked))
         assert evaluation.settings.augment.model_dump() == expected.fed_as("bilinear").model_dump(), name
         assert evaluation.augment_from == source
     told = judge(runs["tuned"], shapes, None, views=2)
     assert told["augment"]["flip_probability"] == 0.0 and told["augment_from"] == "as tuned was trained"
-    whole = Evaluation.of(settings_of(runs["tuned"], shapes, None, views=2, augment=own.model_dump()))
+    whole = Evaluation.of(evaluation_settings(runs["tuned"], shapes, None, views=2, augment=own.model_dump()))
     assert str(whole.run_dir) == told["run_dir"]  # the same by name
 
 
@@ -169,7 +160,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
     known = write_folder(tmp_path / "known", shapes, pixels_hash=load_manifest(shapes).pixels_hash, step=6)
     run = run_of(known, tmp_path / "run", {"data": data}, {"eval/top1": 0.9, "step": 6})
     for changes, expected in (({}, 0.9), ({"split": "train"}, None)):
-        assert Evaluation.of(settings_of(run, shapes, None, views=2, **changes)).plain_top1() == expected
+        assert Evaluation.of(evaluation_settings(run, shapes, None, views=2, **changes)).plain_top1() == expected
     result = judge(run, shapes, None, views=2)
     for plain, top1, hinted in ((0.9, 0.87, True), (0.9, 0.89, False), (None, 0.1, False)):
         console = Console(width=120, file=io.StringIO())
@@ -186,7 +177,7 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
     """Its splits stand at the top of its config."""
     known = write_folder(tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash)
     probe = run_of(known, tmp_path / "probe", {"dataset": str(shapes), "train_split": "val", "test_split": "train"})
-    assert (Evaluation.of(settings_of(probe, shapes, None, split=split)).warning() is not None) is is_warned
+    assert (Evaluation.of(evaluation_settings(probe, shapes, None, split=split)).warning() is not None) is is_warned
 
 
 @pytest.mark.parametrize(

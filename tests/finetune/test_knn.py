@@ -16,8 +16,7 @@ from finetune.probe.features import Table
 from finetune.probe.knn import BlockSizes, accuracies, answers, neighbours_of, unit_rows, vote_weights
 from pretrain.ranks.world import World
 from tests.conftest import Command
-from tests.finetune.conftest import ALONE, CPU
-from tests.finetune.probing import Largest
+from tests.finetune.tiny import ALONE, CPU, Largest
 
 CLASSES, COUNTS = 4, (1, 5, 20, 60)
 KINDS: tuple[Any, ...] = ("softmax", "uniform", "distance")
@@ -101,11 +100,9 @@ def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: 
     assert 50_000 < largest.num_bytes < 1_000_000
 
 
-def test_the_command_judges_and_refuses(
-    command: Command, backbone_folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_the_command_judges_and_refuses(command: Command, folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     (tmp_path / "knn.yaml").write_text(
-        f"pretrained: {backbone_folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n"
+        f"pretrained: {folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n"
     )
     refused = command("finetune", "knn", "knn.yaml")
     assert refused.returncode == 2

@@ -57,11 +57,9 @@ def run_probe(case: str, folder: Path, place: Path, dataset: Path, **settings: o
     return wait(ranks, timeout_s=90), (place / "output").read_text()
 
 
-def test_a_stuck_rank_is_named_and_all_show_where_they_are(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_a_stuck_rank_is_named_and_all_show_where_they_are(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     case = with_one_stuck_rank.__name__
-    codes, output = run_probe(case, backbone_folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
+    codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [1, 1], output
     (line,) = re.findall("^rank 1 .* has made no progress for 1,0.*$", output, re.MULTILINE)
     assert "; the other rank is waiting for the other ranks; the run stops" in line
@@ -69,8 +67,8 @@ def test_a_stuck_rank_is_named_and_all_show_where_they_are(
     assert " in is_stuck\n" in stuck and " in all_sum\n" in waiting
 
 
-def test_ranks_that_have_left_hold_nobody_up(backbone_folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_ranks_that_have_left_hold_nobody_up(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     case = with_long_work_of_the_first_rank.__name__
-    codes, output = run_probe(case, backbone_folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
+    codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [0, 0], output
     assert (tmp_path / "run" / "result.json").exists() and not (tmp_path / "run" / "stacks").exists()

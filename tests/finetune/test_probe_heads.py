@@ -19,8 +19,7 @@ from finetune.probe.lbfgs import minimise
 from finetune.probe.probe import Classifier
 from finetune.probe.rows import OnDevice, Standard
 from pretrain.optim.lion import Lion
-from tests.finetune.conftest import CPU, CROPS
-from tests.finetune.probing import CLASSES, FEATURES, Largest, blobs, rows_of, settings_of
+from tests.finetune.tiny import CLASSES, CPU, CROPS, FEATURES, Largest, blobs, probe_settings, rows_of
 
 
 def standardised(table: Table) -> Tensor:
@@ -58,7 +57,7 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
 def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
     tables = [blobs(70, seed=1)]
     tables.append(Table((tables[0].files[0] * 1.5 + 1,), tables[0].labels_N))
-    settings = settings_of(
+    settings = probe_settings(
         lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov
     )
     candidates = candidates_of(settings)
@@ -79,7 +78,7 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
     """A thousand steps of four candidates with 50 classes: their rates by column would be 800 kB."""
-    rows, settings = rows_of(blobs(2000, seed=1)), settings_of(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
+    rows, settings = rows_of(blobs(2000, seed=1)), probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
     with Largest() as largest:
         train_heads(rows, candidates_of(settings)[:4], settings=settings, num_classes=50)
     assert 10_000 < largest.num_bytes < 100_000
@@ -142,7 +141,10 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
 def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, settings = rows_of(blobs(300, seed=1, spread=0.6)), settings_of(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,))
+    rows, settings = (
+        rows_of(blobs(300, seed=1, spread=0.6)),
+        probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)),
+    )
 
     def told(epochs: int) -> tuple[int, str]:
         (head,) = heads_of(rows, [Candidate(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)

@@ -21,13 +21,12 @@ from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.ranks.world import World
-from tests.finetune.conftest import ALONE, feature_settings, maker_of, rows_of_table
-from tests.finetune.probing import CLASSES, PROBE, blobs, rows_of, settings_of
+from tests.finetune.tiny import ALONE, CLASSES, PROBE, blobs, feature_settings, maker_of, probe_settings, rows_of, whole
 from tests.ranks import run_ranks
 
 
 def test_the_longest_cells_are_dealt_first_and_evenly() -> None:
-    candidates = candidates_of(settings_of(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
+    candidates = candidates_of(probe_settings(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
     for num_ranks in (1, 2, 3, 8, 60):
         dealt = shares(candidates, num_ranks)
         assert sorted(number for numbers in dealt for number in numbers) == list(range(50))
@@ -49,7 +48,7 @@ def patient_case(world: World) -> float:
         return plain(*words, **also)
 
     grid.heads_of = slow  # type: ignore[assignment]
-    rows, settings = rows_of(blobs(40, seed=1)), settings_of(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
+    rows, settings = rows_of(blobs(40, seed=1)), probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
     judged, _ = judged_candidates(rows, rows, settings=settings, num_classes=CLASSES, world=world)
     return judged[0].score.top1
 
@@ -81,12 +80,12 @@ def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str
     return said
 
 
-def test_a_fault_of_one_rank_is_the_end_of_all(backbone_folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_fault_of_one_rank_is_the_end_of_all(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    checkpoint = Checkpoint.open(backbone_folder)
+    checkpoint = Checkpoint.open(folder)
     card, model = checkpoint.card, load_model(checkpoint)
     save_folder(other, card=card, weights={name: tensor + 1 for name, tensor in model.state_dict().items()})
-    words = (str(backbone_folder), str(other), str(other_shapes), str(tmp_path / "place"))
+    words = (str(folder), str(other), str(other_shapes), str(tmp_path / "place"))
     one, two = run_ranks(quarrel_case, *words, num_ranks=2)
     assert "the ranks found different weights there" in one[0] and "the ranks found different weights there" in two[0]
     assert one[1:] == ["features: another rank could not go on; see its message"] * 2
@@ -112,15 +111,15 @@ def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
     rows, held = rows_of(splits.train[0]), rows_of(splits.test)
     judged, heads = judged_candidates(rows, held, settings=settings, num_classes=5, world=world)
     assert len(heads) == len(range(world.rank, 4, world.num_ranks))
-    table = rows_of_table(splits.test)
+    table = whole(splits.test)
     assert torch.equal(table, torch.cat(list(splits.test.chunks(4))))
     return [computed, table.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
 
 
 def test_three_ranks_make_each_row_once_and_share_the_candidates(
-    backbone_folder: Path, other_shapes: Path, tmp_path: Path
+    folder: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    words = (str(backbone_folder), str(other_shapes))
+    words = (str(folder), str(other_shapes))
     _, one_table, one_scores = rank_case(ALONE, *words, str(tmp_path / "one"))
     said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)
     rows = [row for computed, _, _ in said for row in computed]

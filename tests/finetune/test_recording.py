@@ -11,14 +11,11 @@ from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
 from finetune.session import recorded, register
 from finetune.verbs import end_on_signals
-from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import save_folder
 from pretrain.config import TrackingSettings
 from pretrain.data.datasets import Part
-from pretrain.models.build import build_model
-from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
+from tests.finetune.tiny import write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +25,7 @@ def no_deliverer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Checkpoint:
-    card = ModelCard(
-        model=MlpSpec(kind="mlp", depth=1, width=4),
-        image_size=8,
-        classes=("a", "b"),
-        channel_mean=(0.5, 0.5, 0.5),
-        channel_std=(0.2, 0.2, 0.2),
-        dataset="letters",
-        run_key="the maker's",
-    )
-    folder = tmp_path / "a:folder"
-    save_folder(folder, card=card, weights=build_model(card.model, num_classes=2, image_size=8).state_dict())
-    return Checkpoint.open(folder)
+    return Checkpoint.open(write_folder(tmp_path / "a:folder", dataset=None, run_key="the maker's"))
 
 
 def journal(run_dir: Path) -> list[dict[str, object]]:
@@ -89,6 +75,6 @@ def test_the_status_is_how_it_ended(
     assert (events[0]["event"], events[-1]["event"], events[-1]["status"]) == ("start", "end", status)
     (told,) = (event for event in events if event["event"] == "version")
     assert told["model"] == "a-folder" and told["parent_key"] == "the maker's" and told["weights_sha256"]
-    assert told["tags"] == {"model": "B-1/Wi-4", "trained_on": "letters", "probe/top1/my- data-set": "0.5000"}
+    assert told["tags"] == {"model": "B-1/Wi-12", "trained_on": "none", "probe/top1/my- data-set": "0.5000"}
     identity = json.loads((run_dir / "tracking" / "identity.json").read_text())
     assert identity["parent_key"] == "the maker's" and identity["uri"] == "sqlite:///x.db"

@@ -14,9 +14,7 @@ from finetune.probe.probe import probe
 from pretrain.cli import main as pretrain
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
-from tests.finetune.conftest import ALONE, feature_settings, opened
-from tests.finetune.judging import judge, predictions
-from tests.finetune.probing import PROBE
+from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions
 from tests.training import Run, finish, start_tuning, write_config
 
 OF_THE_PLACE = {"seconds", "images_per_s", "views_per_s", "run_dir"}
@@ -57,14 +55,14 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
 
 
 def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
-    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_credentials(monkeypatch)
-    local = findings(shapes, tmp_path / "local", backbone_folder)
+    local = findings(shapes, tmp_path / "local", folder)
     with web(shapes) as (address, server):
         server.faults = {"train-000001.tar": [500, "cut"], "val-000000.tar": ["cut", "wrong"]}
         dataset, cache = elsewhere(shapes, tmp_path / "far", address), tmp_path / "cache"
-        found = findings(dataset, tmp_path / "remote", backbone_folder, data={"cache_dir": str(cache)})
+        found = findings(dataset, tmp_path / "remote", folder, data={"cache_dir": str(cache)})
     shards = [each for split in load_manifest(shapes).splits.values() for each in split.shards]
     assert found == local
     assert sum(server.gets.values()) == len(shards) + 4, "each came once, but for the faults"
@@ -73,13 +71,13 @@ def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
 
 
 def test_tuning_and_its_preview_read_over_http(
-    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_credentials(monkeypatch)
     with web(shapes) as (address, _):
         dataset, results = elsewhere(shapes, tmp_path / "far", address), []
         for place in (shapes, dataset):
-            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.duration=4 steps", f"pretrained={backbone_folder}"]
+            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.duration=4 steps", f"pretrained={folder}"]
             config = write_tuning(tmp_path, dataset=place)
             finish(start_tuning(config, tmp_path / f"{place.name}-run", *words))
             result = json.loads((tmp_path / f"{place.name}-run" / "result.json").read_text())
@@ -100,14 +98,14 @@ def write_tuning(folder: Path, *, dataset: Path) -> Path:
 
 
 def test_s3_takes_its_options_from_the_section_data_and_no_file_holds_them(
-    shapes: Path, backbone_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_credentials(monkeypatch)
     run_dir = tmp_path / "run"
     with s3_server(shapes) as storage:
         dataset = elsewhere(shapes, tmp_path / "far", "s3://pictures/some")
-        words = [str(backbone_folder), str(dataset), f"run_dir={run_dir}", f"data.storage={storage}"]
+        words = [str(folder), str(dataset), f"run_dir={run_dir}", f"data.storage={storage}"]
         finish(Run(["evaluate", *words, f"data.cache_dir={tmp_path / 'cache'}"], ranks=2, program="finetune"))
     ours = json.loads((run_dir / "result.json").read_text())
-    assert ours["eval/top1"] == judge(backbone_folder, shapes, tmp_path / "local")["eval/top1"]
+    assert ours["eval/top1"] == judge(folder, shapes, tmp_path / "local")["eval/top1"]
     assert not any(b"secret-word" in data for data in files_of(run_dir).values())

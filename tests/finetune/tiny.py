@@ -1,0 +1,194 @@
+"""What the tests of finetune share: tiny weights, a run to export, made-up features, one evaluation in this process."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_prep.manifest import load_manifest
+from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.evaluate import evaluate_checkpoint
+from finetune.evaluate.identity import Evaluation
+from finetune.export.config import ExportSettings
+from finetune.export.export import export
+from finetune.probe.config import FeatureSettings, ProbeSettings
+from finetune.probe.features import FeatureMaker, Table
+from finetune.probe.rows import Rows, Standard
+from finetune.session import open_backbone
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model, save_folder
+from pretrain.config import AugmentSettings
+from pretrain.data.reader import open_split
+from pretrain.models.build import build_model
+from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import AnySpec, MlpSpec
+from pretrain.ranks.world import World
+from tests.training import finish, start, write_config
+
+ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
+CPU = torch.device("cpu")
+CROPS = AugmentSettings(crop_scale=(0.5, 1.0))
+MLP = MlpSpec(kind="mlp", depth=1, width=12)
+MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
+FEATURES, CLASSES = 6, 3
+SILENT = {"enabled": False}
+PROBE: dict[str, Any] = {
+    "optimizer": "sgd",
+    "lrs": (1e-3, 1e-1),
+    "weight_decays": (0.0, 1e-2),
+    "epochs": (6,),
+    "batch_size": 16,
+}
+"""Of a few seconds' work."""
+
+
+def write_folder(path: Path, dataset: Path | None = None, *, spec: AnySpec = MLP, **facts: Any) -> Path:
+    """Weights that know nothing, yet have opinions, of the classes of `dataset` or of three. `facts`: of their card."""
+    classes = load_manifest(dataset).classes if dataset else ("ant", "bee", "cat")
+    model, noise = build_model(spec, num_classes=len(classes), image_size=16, seed=1), torch.Generator().manual_seed(0)
+    weights = model.state_dict()
+    for tensor in weights.values():  # of a masked matrix also where the mask is 0: nothing may come of it
+        if tensor.is_floating_point():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=noise))
+    card = ModelCard(
+        model=spec, image_size=16, classes=classes, channel_mean=MEAN, channel_std=STD, dataset="none", content_hash="0"
+    )
+    save_folder(path, card=card.model_copy(update=facts), weights=weights)
+    return path
+
+
+def model_of(folder: Path) -> ImageModel:
+    return load_model(Checkpoint.open(folder)).eval()
+
+
+def normalised(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
+    """(pictures, labels) of the whole validation split, normalised by hand."""
+    card, reader = Checkpoint.open(checkpoint).card, open_split(dataset, load_manifest(dataset), "val")
+    images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
+    return (images - mean) / std, reader.labels
+
+
+@torch.no_grad()
+def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
+    images, labels = normalised(checkpoint, dataset)
+    return model_of(checkpoint)(images), labels
+
+
+# evaluations
+
+
+def evaluation_settings(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> EvaluateSettings:
+    base = {"pretrained": str(pretrained), "dataset": str(dataset), "run_dir": str(run_dir) if run_dir else None}
+    return EvaluateSettings.model_validate(base | {"tracking": SILENT} | changes, strict=False)
+
+
+def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> dict[str, Any]:
+    settings = evaluation_settings(pretrained, dataset, run_dir, **changes)
+    result = evaluate_checkpoint(Evaluation.of(settings), ALONE)
+    assert result is not None
+    return result
+
+
+def predictions(run_dir: Path) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = pq.read_table(run_dir / "predictions.parquet").to_pydict()
+    return columns
+
+
+# probes
+
+
+def probe_settings(**changes: Any) -> ProbeSettings:
+    tree = {"run_dir": "r", "dataset": "d", "optimizer": "sgd", "batch_size": 32, "epochs": (3,)}
+    return ProbeSettings.model_validate(tree | changes, strict=False)
+
+
+def feature_settings(dataset: Path, place: Path, pretrained: Path | None, **changes: Any) -> ProbeSettings:
+    tree = {
+        "run_dir": str(place / "run"),
+        "dataset": str(dataset),
+        "pretrained": str(pretrained) if pretrained else None,
+        "features_dir": str(place / "features"),
+        "feature_batch_size": 8,
+        "tracking": SILENT,
+    }
+    return ProbeSettings.model_validate(tree | changes, strict=False)
+
+
+def opened(settings: FeatureSettings) -> Checkpoint | None:
+    return Checkpoint.open(settings.pretrained) if settings.pretrained else None
+
+
+def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
+    """`changes`: other fields of the backbone."""
+    manifest = load_manifest(settings.dataset)
+    backbone = replace(open_backbone(opened(settings), manifest, device=CPU), **changes)
+    return FeatureMaker(settings, manifest, backbone, world, CPU, settings.augment, settings.seed)
+
+
+def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
+    """Clusters about the same centres for every seed, on unequal scales."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(1.0, 1 + FEATURES)
+    return Table((values + 5,), labels)
+
+
+def rows_of(*tables: Table) -> Rows:
+    return Rows(list(tables), standard=Standard.of(tables[0]), device=CPU)
+
+
+def whole(table: Table) -> Tensor:
+    return table.gather(torch.arange(len(table)))
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, made.nbytes)
+        return made
+
+
+# exports
+
+
+def export_of(source: Path, out: Path, **settings: object) -> Path:
+    wanted = ExportSettings.model_validate({"pretrained": str(source), "out": str(out)} | settings)
+    export(wanted, Checkpoint.open(source))
+    return out
+
+
+def write_run(folder: Path, shapes: Path) -> Path:
+    """Of two ranks at ZeRO 3, with runs beside it as an evaluation and a probe leave them."""
+    config = write_config(folder, dataset=shapes)
+    short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
+    finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=2))
+    for name, settings, result in (
+        ("judged", {"pretrained": str(folder / "run"), "split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
+        (
+            "probed",
+            {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"},
+            {"test_top1": 0.5},
+        ),
+        ("strange", {"pretrained": str(folder / "other"), "split": "val"}, {"eval/top1": 0.99}),
+        ("unfinished", {"pretrained": str(folder / "run"), "split": "val"}, None),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(settings | {"dataset": str(shapes)}))
+        if result is not None:
+            (folder / name / "result.json").write_text(json.dumps(result))
+    return folder / "run"
