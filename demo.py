@@ -66,10 +66,7 @@ def margins() -> list[str]:
     reached = {name: result.get("test_top1", result.get("eval/top1", 0.0)) for name, result in top1.items()}
     lines = []
     for model in SCRATCH_LR:
-        for better, worse, words in (
-            ("tune", f"scratch-{model}", "from scratch"),
-            ("probe", "probe-pixels", "on pixels"),
-        ):
+        for better, worse, words in (("tune", f"scratch-{model}", "from scratch"), ("probe", "probe-pixels", "on pixels")):
             gap = 100 * (reached[f"{better}-{model}"] - reached[worse])
             lines.append(f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f} points")
             if gap <= 0:
@@ -98,9 +95,7 @@ def main() -> int:
         code = code or run_stage(command)
     print(*margins(), sep="\n")
     print("checkpoints:", *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))), sep="\n")
-    print(
-        f"MLflow page: .venv/bin/mlflow server --backend-store-uri {STORE} --port 5000   then open http://127.0.0.1:5000"
-    )
+    print(f"MLflow page: .venv/bin/mlflow server --backend-store-uri {STORE} --port 5000   then open http://127.0.0.1:5000")
     return code
 
 

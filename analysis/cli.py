@@ -25,9 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     table = verbs.add_parser("table", help="what finished runs reached, beside the papers' tables: Markdown and PNG")
     table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
-    table.add_argument(
-        "--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs"
-    )
+    table.add_argument("--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs")
     table.set_defaults(run=_table)
     filters = verbs.add_parser("filters", help="the first-layer filters of an MLP checkpoint as a picture")
     filters.add_argument("checkpoint", type=Path)
@@ -111,11 +109,7 @@ def _efficiency(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     conditions = conditions_for(
-        options.device,
-        dtype=options.dtype,
-        compiled=options.compile,
-        batch_size=options.batch,
-        quick=options.quick,
+        options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick
     )
     place = machine(conditions)
     rows = measure_named(list(PRINTED), conditions)

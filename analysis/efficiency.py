@@ -103,9 +103,7 @@ def conditions_for(
 
 def measure_named(names: list[str], conditions: Conditions) -> list[Row]:
     """Of named models with ImageNet's classes at 64 px; ratios are to the first."""
-    models = {
-        name: build_model(spec_of(name), num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0) for name in names
-    }
+    models = {name: build_model(spec_of(name), num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0) for name in names}
     return summarise({name: cost_of_named(name) for name in names}, measure(models, conditions, image_size=IMAGE_SIZE))
 
 

@@ -74,7 +74,5 @@ def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) 
         write_atomic(path, markdown(rows, heading=title(conditions, machine)).encode())
         return
     found: dict[str, Any] = {"machine": machine, "conditions": asdict(conditions), "image_size": IMAGE_SIZE}
-    found["models"] = [
-        {**asdict(row), "paper": asdict(PRINTED[row.name]) if row.name in PRINTED else None} for row in rows
-    ]
+    found["models"] = [{**asdict(row), "paper": asdict(PRINTED[row.name]) if row.name in PRINTED else None} for row in rows]
     write_json(path, found)

@@ -29,7 +29,5 @@ def _weight(checkpoint: Path) -> tuple[Tensor, int]:
     card, weights = opened.card, load_weights(opened)
     side = filter_side(card.model, image_size=card.image_size)
     if side is None:
-        raise ValueError(
-            f"{checkpoint}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer"
-        )
+        raise ValueError(f"{checkpoint}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer")
     return weights[FIRST_LAYER], side

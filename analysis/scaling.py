@@ -40,13 +40,9 @@ def fit(compute: Array, error: Array) -> Law:
 
     start = (max(float(np.ptp(error)), 1e-3), 0.1, 0.3, max(float(error.min()) * 0.5, 0.0))
     try:
-        found, _ = curve_fit(
-            model, compute / unit, error, p0=start, bounds=([0, 0, 0, 0], [np.inf, np.inf, 5, 1]), maxfev=20_000
-        )
+        found, _ = curve_fit(model, compute / unit, error, p0=start, bounds=([0, 0, 0, 0], [np.inf, np.inf, 5, 1]), maxfev=20_000)
     except RuntimeError as problem:
-        raise ValueError(
-            f"scaling: the fit does not converge ({problem}); the points may not follow a power law"
-        ) from None
+        raise ValueError(f"scaling: the fit does not converge ({problem}); the points may not follow a power law") from None
     a, b, alpha, floor = (float(value) for value in found)
     return Law(a * unit**alpha, b * unit, alpha, floor)
 

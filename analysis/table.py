@@ -227,9 +227,7 @@ def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:
 def _model(run: Run, above: Sequence[Run]) -> str:
     """Its label, and in what an MLP differs from the papers' of that label."""
     params = next((each.params for each in (run, *above) if each.params.get("model.kind") == "mlp"), {})
-    unusual = [
-        f"{key.removeprefix('model.')} {params[key]}" for key in USUAL if params.get(key, USUAL[key]) != USUAL[key]
-    ]
+    unusual = [f"{key.removeprefix('model.')} {params[key]}" for key in USUAL if params.get(key, USUAL[key]) != USUAL[key]]
     return ", ".join([run.model_name, *unusual])
 
 
@@ -266,10 +264,6 @@ def _is_on(text: str) -> bool:
 
 def _recipe(run: Run) -> tuple[object, ...]:
     apart = (*REPEATED, *APART)
-    kept = {
-        key: value
-        for key, value in run.params.items()
-        if not any(key == free or key.startswith(f"{free}.") for free in apart)
-    }
+    kept = {key: value for key, value in run.params.items() if not any(key == free or key.startswith(f"{free}.") for free in apart)}
     kept["is_fold"] = str(_is_fold(run))
     return (run.model_name, run.dataset_name, run.tags.get("origin", ""), *sorted(kept.items()))

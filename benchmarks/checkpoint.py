@@ -73,9 +73,7 @@ def main() -> None:
     for _ in range(3):
         step_s()
     run_dir = Path(tempfile.mkdtemp(prefix="wide-mlps-checkpoint-"))
-    found: dict[str, list[float]] = {
-        name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")
-    }
+    found: dict[str, list[float]] = {name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")}
     for number in range(3 if options.quick else 9):
         alone_s = statistics.median(step_s() for _ in range(STEPS))
         writer = CheckpointWriter(run_dir, Retention(1))

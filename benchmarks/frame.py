@@ -35,9 +35,7 @@ def peer_python(name: str, packages: list[str]) -> Path:
     if not have.exists() or have.read_text() != wanted:
         uv = [sys.executable, "-m", "uv"]
         subprocess.run([*uv, "venv", "--quiet", "--clear", str(environment)], check=True)
-        subprocess.run(
-            [*uv, "--no-config", "pip", "install", "--quiet", "--python", str(python), *packages], check=True
-        )
+        subprocess.run([*uv, "--no-config", "pip", "install", "--quiet", "--python", str(python), *packages], check=True)
         have.write_text(wanted)
     return python
 
@@ -77,11 +75,7 @@ def machine() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return f"{names[0] if names else platform.processor()}, {len(names)} cores, no GPU"
 
 

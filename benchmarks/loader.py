@@ -87,10 +87,7 @@ class Field:
     def _start(self, name: str) -> Server:
         ours = name in ("ours", "limits")
         command = [sys.executable, str(HERE / "loader_ours.py")]
-        return Server(
-            command if ours else [str(self.python), str(HERE / "loader_peers.py"), name],
-            log=self.logs / f"{name}.log",
-        )
+        return Server(command if ours else [str(self.python), str(HERE / "loader_peers.py"), name], log=self.logs / f"{name}.log")
 
 
 def installed() -> tuple[Path, set[str]]:
@@ -158,9 +155,7 @@ def show(kind: str, task: Task, rates: dict[str, list[float]]) -> None:
         headline += f", {ratio(rates, 'ours', 'FFCV'):.2f} x FFCV"
     if limit:
         headline += f", {ratio(rates, 'ours', limit):.1%} of {limit}"
-    title = (
-        f"{kind}: {task.image_size} px, batches of {task.batch_size:,}, {CORES} cores, {rounds} rounds, no data.check"
-    )
+    title = f"{kind}: {task.image_size} px, batches of {task.batch_size:,}, {CORES} cores, {rounds} rounds, no data.check"
     report(title, rates, unit="images/s", against=limit or "ours", headline=headline)
     print(", ".join(f"{ratio(rates, 'ours', name):.2f} x {name}" for name in peers), flush=True)
 
@@ -195,10 +190,7 @@ def start(field: Field, task: Task, few: Task, *, rounds: int) -> None:
         medians = [f"{statistics.median(values):.2f}" if values else "" for values in (imports, first, resumed)]
         table.add_row(name, *medians, same)
     Console(width=120).print(table)
-    print(
-        "FFCV compiles its pipeline (numba) in every process; imports are of the whole process, torch included",
-        flush=True,
-    )
+    print("FFCV compiles its pipeline (numba) in every process; imports are of the whole process, torch included", flush=True)
 
 
 def memory(field: Field, found: dict[str, Task]) -> None:

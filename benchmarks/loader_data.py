@@ -47,9 +47,7 @@ def dataset(kind: str, *, num_samples: int, image_size: int) -> tuple[Path, Path
         encoding = "keep" if kind == "jpeg" else "raw"
         words = [f"image_size={image_size}", f"encoding={encoding}", f"samples_per_shard={SAMPLES_PER_SHARD}"]
         command = [sys.executable, "-m", "data_prep", "build", "--source", "folder", "--out", str(shards)]
-        subprocess.run(
-            [*command, f"source.path={files}", *words], cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run([*command, f"source.path={files}", *words], cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
     return shards, files
 
 

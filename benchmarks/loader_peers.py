@@ -46,9 +46,7 @@ class ToTensor:
         from torchvision.transforms import v2
 
         self.kind, self.size = task.kind, task.image_size
-        self.augment = v2.Compose(
-            [v2.RandomResizedCrop(task.image_size, scale=SCALE, antialias=True), v2.RandomHorizontalFlip()]
-        )
+        self.augment = v2.Compose([v2.RandomResizedCrop(task.image_size, scale=SCALE, antialias=True), v2.RandomHorizontalFlip()])
 
     def __call__(self, stored: Any) -> torch.Tensor:
         if self.kind == "jpeg":

@@ -223,10 +223,7 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
         row = [contestant, f"{1000 / per_s:,.1f}", f"{batch * per_s:,.0f}" if contestant != SQUARE else ""]
         row += [f"{ratio(rates, contestant, of):.1%}" if contestant != SQUARE else "" for of in (PRODUCTS, LIMIT)]
         row += [f"{ratio(rates, contestant, 'plain'):.2f}" if entry.activations else ""]
-        row += [f"{ratio(rates, contestant, each):.2f}" if each in rates else "" for each in against.values()] or [
-            "",
-            "",
-        ]
+        row += [f"{ratio(rates, contestant, each):.2f}" if each in rates else "" for each in against.values()] or ["", ""]
         row += [f"{entry.flops * per_s / 1e12:.3g}", f"{entry.activations / 1e6:,.1f}" if entry.activations else ""]
         row += [f"{entry.compiled_in_s:.1f}" if entry.compiled_in_s else ""]
         if on_gpu:

@@ -87,11 +87,7 @@ class PlainMixerBlock(nn.Module):
 class PlainMixer(nn.Module):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
         super().__init__()
-        self.patch, patches, tokens = (
-            spec.patch_size,
-            spec.num_patches(image_size=image_size),
-            spec.tokens(image_size=image_size),
-        )
+        self.patch, patches, tokens = (spec.patch_size, spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size))
         self.stem = nn.Linear(3 * self.patch**2, spec.num_channels)
         self.blocks = nn.Sequential(
             *(
@@ -172,8 +168,7 @@ def bare_products(products: list[Product], *, like: Tensor) -> Callable[[], None
     """All products of a step on tensors made beforehand, nothing between them. Weights and their gradients are each layer's own;
     layers of one shape share activations, which are too large to stay in a cache anyway."""
     activations = {
-        p: (like.new_empty(p.rows, p.inputs).normal_(), like.new_empty(p.rows, p.outputs).normal_())
-        for p in set(products)
+        p: (like.new_empty(p.rows, p.inputs).normal_(), like.new_empty(p.rows, p.outputs).normal_()) for p in set(products)
     }
     results = {p: (torch.empty_like(x), torch.empty_like(y)) for p, (x, y) in activations.items()}
     weights = [like.new_empty(p.outputs, p.inputs).normal_() for p in products]

@@ -145,13 +145,7 @@ def main() -> None:
     for column in ("stored", "shuffle", "block x blocks", "1,024: classes", "lumps", "16,384: classes", "lumps"):
         table.add_column(column, justify="left" if column in ("stored", "shuffle") else "right")
     for stored, classes in classes_by_storage().items():
-        shuffles = [
-            ("full", 1024, 16),
-            ("block", 1024, 16),
-            ("block", 256, 64),
-            ("block", 64, 256),
-            ("block", 16, 1024),
-        ]
+        shuffles = [("full", 1024, 16), ("block", 1024, 16), ("block", 256, 64), ("block", 64, 256), ("block", 16, 1024)]
         for shuffle, block_size, window_blocks in shuffles:
             order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
             row = [stored, shuffle, "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"]

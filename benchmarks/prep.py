@@ -54,9 +54,7 @@ def photograph(number: int, *, shape: tuple[int, int] | None = None) -> Image.Im
     frequency[0, 0] = 1
     planes = []
     for spread in (55, 14, 14):
-        plane = np.fft.irfft2(
-            generator.standard_normal((*frequency.shape, 2)) @ (1, 1j) / frequency**STEEPNESS, (height, width)
-        )
+        plane = np.fft.irfft2(generator.standard_normal((*frequency.shape, 2)) @ (1, 1j) / frequency**STEEPNESS, (height, width))
         planes.append(plane / plane.std() * spread)
     y, cb, cr = planes
     rgb = np.stack([y + 1.4 * cr, y - 0.34 * cb - 0.71 * cr, y + 1.77 * cb], axis=-1) + 125
@@ -99,16 +97,7 @@ def installed() -> tuple[Path, list[str]]:
 
 
 def ours(files: Path, *settings: str, num_workers: int = CORES) -> Callable[[], float]:
-    words = [
-        "build",
-        "--source",
-        "folder",
-        "--out",
-        str(OUT),
-        f"source.path={files}",
-        f"num_workers={num_workers}",
-        SHARDS,
-    ]
+    words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", f"num_workers={num_workers}", SHARDS]
     code = (
         "import sys, time; from data_prep.cli import main; import data_prep.build.build; began_s = time.perf_counter(); "
         "code = main(sys.argv[1:]); print(); print(time.perf_counter() - began_s); sys.exit(code)"
@@ -129,10 +118,7 @@ def peak_memory_mb(files: Path) -> float:
     shutil.rmtree(OUT, ignore_errors=True)
     words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", SHARDS]
     build = subprocess.Popen(
-        [sys.executable, "-m", "data_prep", *words],
-        cwd=HERE.parent,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", "data_prep", *words], cwd=HERE.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     peak = 0
     while build.poll() is None:
@@ -177,9 +163,7 @@ def main() -> None:
     few, many = peak_memory_mb(more_files), peak_memory_mb(files)
     title = f"{len(num_bytes):,} files, {np.mean(num_bytes) / 1000:.0f} kB, -> 64 px, {CORES} cores, {rounds} rounds"
     report(title, found, unit="images/s", against="limit, half", headline=headline)
-    print(
-        f"peak memory of our build, all processes: {few:,.0f} MB for {len(num_bytes) // 4:,} files, {many:,.0f} MB for all"
-    )
+    print(f"peak memory of our build, all processes: {few:,.0f} MB for {len(num_bytes) // 4:,} files, {many:,.0f} MB for all")
     print(", ".join(f"{ratio(found, 'ours', name):.2f} x {name}" for name in peers))
     for name in sorted(set(PEERS) - set(able)):
         print(f"{name}: not run")

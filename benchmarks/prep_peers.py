@@ -119,9 +119,7 @@ def to_sample(item: Item) -> dict[str, object]:
 def litdata(items: list[Item], out: Path, num_workers: int) -> None:
     from litdata import optimize
 
-    optimize(
-        to_sample, items, str(out), chunk_bytes="64MB", num_workers=num_workers, start_method="fork", verbose=False
-    )
+    optimize(to_sample, items, str(out), chunk_bytes="64MB", num_workers=num_workers, start_method="fork", verbose=False)
 
 
 def decode_share(job: tuple[list[tuple[bytes, int, int]], object]) -> float:
@@ -149,9 +147,7 @@ def limit(items: list[Item], num_workers: int, scale: int) -> float:
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(num_workers), context.Queue()
     processes = [
-        context.Process(
-            target=lambda share: results.put(decode_share((share, barrier))), args=(images[rank::num_workers],)
-        )
+        context.Process(target=lambda share: results.put(decode_share((share, barrier))), args=(images[rank::num_workers],))
         for rank in range(num_workers)
     ]
     for process in processes:

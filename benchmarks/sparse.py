@@ -50,9 +50,7 @@ def kept_bytes(layer: nn.Module) -> int:
 
 def compare(width: int, densities: tuple[float, ...], *, rounds: int, clock: Callable[[], float], table: Table) -> None:
     masked = MaskedLinear(width, num_outputs=width, density=0.5, variance=1 / width)
-    layers = {
-        density: SparseLinear(width, num_outputs=width, density=density, variance=1 / width) for density in densities
-    }
+    layers = {density: SparseLinear(width, num_outputs=width, density=density, variance=1 / width) for density in densities}
     measurements = {"masked": steps_of(masked, width, clock)}
     measurements |= {f"{density}": steps_of(layer, width, clock) for density, layer in layers.items()}
     found: dict[str, list[float]] = {name: [] for name in measurements}

@@ -41,9 +41,7 @@ def ddp_step(
     return step
 
 
-def public_step(
-    spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device
-) -> Step:
+def public_step(spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device) -> Step:
     """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the other), a number read each step."""
     torch.backends.cuda.matmul.allow_tf32 = True
     model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)

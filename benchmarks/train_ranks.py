@@ -93,9 +93,7 @@ def rank_main() -> None:
     start_distributed(world, timeout_s=120)
     rows = [measure(world, stage, precision) for precision in ("fp32", "bf16") for stage in range(4)]
     if world.is_first:
-        table = Table(
-            title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", title_justify="left", box=None
-        )
+        table = Table(title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", title_justify="left", box=None)
         for column in ("stage", "precision", "held", "formula", "sent", "formula "):
             table.add_column(column, justify="right")
         for row in rows:

@@ -88,14 +88,7 @@ class Bench:
         return result
 
     def evaluate(self, views: Sequence[int | None]) -> float:
-        found = answer(
-            self.logits,
-            self.reader,
-            self.augmentation,
-            views=views,
-            local_batch_size=self.case.batch,
-            world=self.world,
-        )
+        found = answer(self.logits, self.reader, self.augmentation, views=views, local_batch_size=self.case.batch, world=self.world)
         assert found is not None and len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
@@ -144,9 +137,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     found = rates(contestants, rounds=rounds)
     both = [
         ours * (1 / loader + 1 / forward)
-        for ours, loader, forward in zip(
-            found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True
-        )
+        for ours, loader, forward in zip(found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True)
     ]
     where = f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch {case.batch:,}"
     report(

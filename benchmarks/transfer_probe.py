@@ -68,9 +68,7 @@ class Bench:
         return Rows([table], standard=Standard.none(table.num_features), device=CPU)
 
     def heads(self, table: Table, candidates: list[Candidate], *, num_classes: int) -> Tensor:
-        return train_heads(
-            self.rows(table, num_classes=num_classes), candidates, settings=self.settings, num_classes=num_classes
-        )
+        return train_heads(self.rows(table, num_classes=num_classes), candidates, settings=self.settings, num_classes=num_classes)
 
 
 def prepare(place: Path, *, per_class: int) -> Bench:
@@ -83,15 +81,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
             "num_val_per_class=10",
             "image_size=64",
         ]
-        words = [
-            "build",
-            "--source",
-            "synthetic",
-            "--out",
-            str(dataset),
-            "image_size=64",
-            *(f"source.{w}" for w in source),
-        ]
+        words = ["build", "--source", "synthetic", "--out", str(dataset), "image_size=64", *(f"source.{w}" for w in source)]
         assert data_prep(words) == 0
     manifest, spec = load_manifest(dataset), MlpSpec(kind="mlp", depth=6, width=256)
     card = ModelCard(
@@ -177,18 +167,12 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
     middle = {name: statistics.median(values) for name, values in found.items()}
     test = bench.rows(bench.features("val"), num_classes=CLASSES)
     scores = [judge(test, head)[0] for head in (public.as_heads(), bench.heads(table, [cell], num_classes=CLASSES))]
-    print(
-        f"\n(a) {len(table.labels_N):,} pictures, {EPOCHS} epochs, {CLASSES} classes, seconds (medians of {rounds} rounds)"
-    )
-    print(
-        f"    public way: {middle['public']:.3f} an epoch; test top-1 {scores[0].top1:.2%}, loss {scores[0].loss:.4f}"
-    )
+    print(f"\n(a) {len(table.labels_N):,} pictures, {EPOCHS} epochs, {CLASSES} classes, seconds (medians of {rounds} rounds)")
+    print(f"    public way: {middle['public']:.3f} an epoch; test top-1 {scores[0].top1:.2%}, loss {scores[0].loss:.4f}")
     ours = (middle["features"] + middle["heads"]) / EPOCHS
     print(f"    ours: {ours:.4f} an epoch, all in; test top-1 {scores[1].top1:.2%}, loss {scores[1].loss:.4f}")
     print(f"    of it features once {middle['features']:.2f}, heads {middle['heads']:.2f} for all epochs")
-    print(
-        f"    ours is {statistics.median(ratios):.1f} x as fast per epoch (rounds {', '.join(f'{r:.1f}' for r in ratios)})"
-    )
+    print(f"    ours is {statistics.median(ratios):.1f} x as fast per epoch (rounds {', '.join(f'{r:.1f}' for r in ratios)})")
     return middle["features"]
 
 
@@ -218,9 +202,7 @@ def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
         "of products, 25",
     )
     shown = Shown(
-        title=f"(b), (c): features {features_s:.2f} s, of 50 views {VIEWS * features_s:.0f} s",
-        title_justify="left",
-        box=None,
+        title=f"(b), (c): features {features_s:.2f} s, of 50 views {VIEWS * features_s:.0f} s", title_justify="left", box=None
     )
     for column in columns:
         shown.add_column(column, justify="right")

@@ -36,8 +36,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     on_gpu = device.type == "cuda"
     tuning = tuning_engine(case, world, on_gpu=on_gpu)
     pretraining = {
-        stage: engine_of(case, world, device, num_classes=NUM_CLASSES, is_compiled=on_gpu, stage=stage)
-        for stage in (0, 1)
+        stage: engine_of(case, world, device, num_classes=NUM_CLASSES, is_compiled=on_gpu, stage=stage) for stage in (0, 1)
     }
     ddp = ddp_step(
         case.spec,

@@ -52,10 +52,7 @@ def main(arguments: list[str]) -> int:
         return 0
     stray = [word for word in submission.options if Path(word).suffix in (".yaml", ".yml")]
     if stray and submission.script is None:
-        print(
-            f"cluster/doctor: {stray[0]}: name the job script before it, such as cluster/pretrain.slurm",
-            file=sys.stderr,
-        )
+        print(f"cluster/doctor: {stray[0]}: name the job script before it, such as cluster/pretrain.slurm", file=sys.stderr)
         return 1
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     findings: list[Finding] = []
@@ -64,9 +61,7 @@ def main(arguments: list[str]) -> int:
             findings.append(finding)
             print(in_lines(finding, width=width), flush=True)  # at once, for some checks take seconds
     faults, warnings = (sum(each.verdict == verdict for each in findings) for verdict in ("FAULT", "warning"))
-    print(
-        f"\nfaults: {faults}, warnings: {warnings}{'; jobs will not run well until the faults are mended' if faults else ''}"
-    )
+    print(f"\nfaults: {faults}, warnings: {warnings}{'; jobs will not run well until the faults are mended' if faults else ''}")
     return 1 if faults else 0
 
 
@@ -91,11 +86,7 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]
         text = "both APPTAINER_IMAGE and PYXIS_IMAGE are set"
         return [Finding("python", "FAULT", text, "keep one of them in cluster/site.env")]
     image = apptainer or pyxis
-    if (
-        image
-        and (apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh"))
-        and not os.access(image, os.R_OK)
-    ):
+    if image and (apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh")) and not os.access(image, os.R_OK):
         return [Finding("python", "FAULT", f"{image}: no such readable image", "docs/cluster.md says how to make one")]
     if apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
         remedy = "it may be a module: write module load apptainer into cluster/site.env"
@@ -108,9 +99,7 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]
     if not stamp.exists():
         return [Finding("python", "FAULT", ".venv is half installed: its last step is missing", "sh install.sh")]
     if lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime and not _installed_from(lock):
-        return [
-            Finding("python", "FAULT", ".venv is older than requirements.lock", "sh install.sh brings it up to date")
-        ]
+        return [Finding("python", "FAULT", ".venv is older than requirements.lock", "sh install.sh brings it up to date")]
     return [Finding("python", "ok", ".venv is whole and as new as requirements.lock")]
 
 
@@ -145,8 +134,7 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> list[
         done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         answer = (done.stderr.strip().splitlines() or ["no answer"])[-1]  # SLURM's own words, as they are
         remedy = next(
-            (each for key, each in REMEDIES.items() if key in answer.lower()),
-            "mend SBATCH_... in site.env, or the options",
+            (each for key, each in REMEDIES.items() if key in answer.lower()), "mend SBATCH_... in site.env, or the options"
         )
         if done.returncode:
             findings.append(Finding("submission", "FAULT", f"sbatch refuses {script.name}: {answer}", remedy))
@@ -182,9 +170,7 @@ def judge_time_limit(name: str, partition: Mapping[str, str], *, asked: str | No
         return Finding("time limit", "warning", text, remedy)
     if limit == float("inf"):
         return Finding("time limit", "ok", f"partition {name} has none")
-    return Finding(
-        "time limit", "ok", f"{text}, saves {SIGNAL_LEAD_MIN:.0f} min before its end, and goes on in a new start"
-    )
+    return Finding("time limit", "ok", f"{text}, saves {SIGNAL_LEAD_MIN:.0f} min before its end, and goes on in a new start")
 
 
 def minutes_of(text: str) -> float | None:
@@ -218,11 +204,7 @@ def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Fi
         return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
     words = [".venv/bin/python", "-m", "cluster.submit", "--check", *submission.options, submission.script]
     findings = [
-        _answer(
-            "config",
-            [*words, *submission.arguments],
-            f"{' '.join(submission.arguments[:1])} resolves, its data are there",
-        )
+        _answer("config", [*words, *submission.arguments], f"{' '.join(submission.arguments[:1])} resolves, its data are there")
     ]
     ranks = num_ranks(submission, environment)
     if findings[0].verdict == "ok" and submission.name == "pretrain.slurm" and ranks:

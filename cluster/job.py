@@ -59,10 +59,7 @@ class Job:
         self.array, self.task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
         self.label = f"{self.array}_{self.task}" if self.array else self.number
         self.directory, self.restarts = Path("jobs", self.label), int(environment.get("SLURM_RESTART_COUNT") or 0)
-        self.snapshot, self.node = (
-            Path(environment["PYTHONPATH"]),
-            environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        )
+        self.snapshot, self.node = (Path(environment["PYTHONPATH"]), environment.get("SLURMD_NODENAME") or socket.gethostname())
         self.num_nodes = int(environment.get("SLURM_JOB_NUM_NODES") or 1)
         self.stopped, self.began_s = bool(environment.pop("STOPPED", "")), time.monotonic()
         self.step: subprocess.Popen[bytes] | None = None
@@ -167,13 +164,9 @@ class Job:
         self.nodes = nodes
         self.refuse_gpus([int(found[1]) for found in (re.search(r"gres/gpu=(\d+)", line) for line in lines) if found])
         # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
-        of_slurm = next(
-            (facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == nodes[0]), ""
-        )
+        of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == nodes[0]), "")
         own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
-        environment["MASTER_ADDR"] = next(
-            (name for name in (nodes[0], of_slurm, *own[:1]) if name and resolves(name)), nodes[0]
-        )
+        environment["MASTER_ADDR"] = next((name for name in (nodes[0], of_slurm, *own[:1]) if name and resolves(name)), nodes[0])
         # Below the ephemeral ports; another for each job and each start, whose ranks may linger; the next one if it is taken.
         first = 10000 + (int(self.number) * 16 + 2 * self.restarts) % 20000
         environment["MASTER_PORT"] = str(free_port(first))
@@ -182,9 +175,7 @@ class Job:
         """What cannot work, or would leave GPUs idle."""
         least = min(of_nodes, default=self.gpus)
         if least < self.gpus:
-            text = (
-                f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
-            )
+            text = f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
             raise End(text, BAD_INPUT)
         if self.gpus or os.environ.get("RANKS_PER_NODE"):
             return
@@ -209,11 +200,7 @@ class Job:
         ends.mkdir(parents=True)
         first = Path(f"{log}-0000.log")
         first.touch()
-        options = [
-            f"--nodes={self.num_nodes}",
-            f"--ntasks={self.num_nodes * self.ranks}",
-            f"--ntasks-per-node={self.ranks}",
-        ]
+        options = [f"--nodes={self.num_nodes}", f"--ntasks={self.num_nodes * self.ranks}", f"--ntasks-per-node={self.ranks}"]
         options += [f"--cpus-per-task={self.cpus}", f"--wait={wait_s}", "--kill-on-bad-exit=0", "--export=ALL"]
         options += ["--open-mode=append", f"--output={log}-%4t.log", *self.container_options]
         options += [f"--gres=gpu:{self.gpus}"] if self.gpus else []
@@ -287,11 +274,7 @@ class Job:
         )
         if with_preflight and os.environ.get("PREFLIGHT", "1") != "0":
             self.preflight()
-        code = (
-            0
-            if self.stopped
-            else self.run_step("rank", words, wait_s=int(os.environ.get("SLURM_WAIT") or 45), cache=self.cache)
-        )
+        code = 0 if self.stopped else self.run_step("rank", words, wait_s=int(os.environ.get("SLURM_WAIT") or 45), cache=self.cache)
         if is_finished(code):
             self.end_start("finished")
             return 0
@@ -303,9 +286,7 @@ class Job:
         if code == BAD_INPUT and not has_trained(read_starts(self.directory / "starts.jsonl")[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        self.stopped = (
-            self.stopped or code == 0 or was_stopped(code)
-        )  # ranks that were told to stop exit with 0, whoever told them
+        self.stopped = self.stopped or code == 0 or was_stopped(code)  # ranks that were told to stop exit with 0, whoever told them
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{self.run_dir} is not finished: {why}srun ended with {code}")
         self.start_again("stopped" if self.stopped else "failed")
@@ -335,9 +316,7 @@ class Job:
         if newest <= self.restarts or (starts and starts[-1]["restart"] == self.restarts):
             self.record(event="end", how=how, seconds=round(time.monotonic() - self.began_s))
         if newest > self.restarts:
-            raise End(
-                f"SLURM has taken the job back; this was start {self.restarts + 1}, the next is start {newest + 1}"
-            )
+            raise End(f"SLURM has taken the job back; this was start {self.restarts + 1}, the next is start {newest + 1}")
 
     def give_up_if_idle(self) -> None:
         starts, limit = read_starts(self.directory / "starts.jsonl"), int(os.environ.get("MAX_IDLE_STARTS") or 3)
@@ -388,16 +367,12 @@ class Job:
         """A job whose nodes do not suffice would pend for ever: SLURM may neither leave a --nodelist's node out nor take it."""
         wanted = sorted(set(hosts(about["ReqNodeList"])) & set(bad)) if "ReqNodeList" in about else []
         if wanted:
-            raise End(
-                f"not started again: {','.join(wanted)} will not do, and --nodelist asks for it; submit it again without"
-            )
+            raise End(f"not started again: {','.join(wanted)} will not do, and --nodelist asks for it; submit it again without")
         features = about.get("Features", "")
         if not re.fullmatch(r"[A-Za-z0-9_.\-&]*", features):
             features = ""  # more than a list of what nodes must have
         partition = os.environ["SLURM_JOB_PARTITION"]
-        lines = [
-            line.split() for line in slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N %f", tries=3).splitlines()
-        ]
+        lines = [line.split() for line in slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N %f", tries=3).splitlines()]
         needed = set(filter(None, features.split("&")))
         left = {node for node, has in lines if needed <= set(has.split(","))} - set(bad)
         if len(left) < self.num_nodes:
@@ -447,19 +422,12 @@ def python_words() -> tuple[list[str], list[str], list[str]]:
     srun alone: there .venv if there is one, otherwise a step of one task beside the others.
     """
     environment, here = os.environ, str(Path.cwd())
-    mounts = [
-        here,
-        *filter(None, [*environment.get("CONTAINER_MOUNTS", "").split(","), environment.get("NODE_SCRATCH")]),
-    ]
+    mounts = [here, *filter(None, [*environment.get("CONTAINER_MOUNTS", "").split(","), environment.get("NODE_SCRATCH")])]
     image = environment.get("APPTAINER_IMAGE")
     if image:
         program = "apptainer" if shutil.which("apptainer") else "singularity"
         environment["PYTHONNOUSERSITE"] = "1"
-        for name in (
-            "PYTHONPATH",
-            "PYTHONSAFEPATH",
-            "PYTHONNOUSERSITE",
-        ):  # variables of this prefix win over the image's own
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"):  # variables of this prefix win over the image's own
             environment[f"{program.upper()}ENV_{name}"] = environment.get(name, "")
         words = [program, "exec", "--bind", ",".join(mounts), "--pwd", here]
         words += ["--nv"] if Path("/dev/nvidiactl").exists() else []
@@ -493,9 +461,7 @@ def run_verb(job: Job, words: list[str]) -> int:
         raise End(f"no config given; sbatch cluster/{job.name}.slurm CONFIG [key=value ...]", BAD_INPUT)
     if words[0] == "grid":
         if len(words) != 3:
-            raise End(
-                "overrides are written in the plan file; sbatch --array=... cluster/grid.slurm PLAN STAGE", BAD_INPUT
-            )
+            raise End("overrides are written in the plan file; sbatch --array=... cluster/grid.slurm PLAN STAGE", BAD_INPUT)
         if job.task is None:
             raise End(f"which members? cluster/submit cluster/grid.slurm {words[1]} {words[2]}", BAD_INPUT)
         question = ["grid", job.kept(words[1]), words[2], job.task]
@@ -513,14 +479,10 @@ def run_verb(job: Job, words: list[str]) -> int:
     if answer["state"] == "blind":
         job.bad_here(f"{answer['about']} is not there")
     if answer["state"] == "taken":
-        raise End(
-            f"{job.run_dir} is taken by {answer['about']}, which was started first; submit this again when it has ended"
-        )
+        raise End(f"{job.run_dir} is taken by {answer['about']}, which was started first; submit this again when it has ended")
     job.mark = lambda: checksum(Path(job.run_dir).glob(pattern) for pattern in MARKS)
     job.settle_ranks()
-    extra = (
-        [f"data.stage_dir={job.cache}/data"] if answer["can_stage"] and os.environ.get("STAGE_DATA", "0") != "0" else []
-    )
+    extra = [f"data.stage_dir={job.cache}/data"] if answer["can_stage"] and os.environ.get("STAGE_DATA", "0") != "0" else []
     command = answer["words"]
     result = Path(job.run_dir, "result.json")
 
@@ -532,9 +494,7 @@ def run_verb(job: Job, words: list[str]) -> int:
         failed, found = job.run_python("-m", "cluster.work", *question)
         return not failed and json.loads(found)["state"] == "finished"
 
-    return job.live(
-        [*job.python, "-m", *command[:3], *extra, *command[3:]], is_finished=is_finished, with_preflight=True
-    )
+    return job.live([*job.python, "-m", *command[:3], *extra, *command[3:]], is_finished=is_finished, with_preflight=True)
 
 
 MARKS = [f"{above}{file}" for above in ("", "*/", "*/*/") for file in ("checkpoints/latest", "result.json")]
@@ -566,9 +526,7 @@ def prepare(job: Job, words: list[str]) -> int:
     is_done = lambda code: code == 0 and not job.stopped  # noqa: E731
     if stage == "--merge":
         both = '"${@:2}" -m data_prep merge "$1" && "${@:2}" -m data_prep verify "$1"'
-        return job.live(
-            ["bash", "-c", both, "merge-and-verify", out, *job.python], is_finished=is_done, with_preflight=False
-        )
+        return job.live(["bash", "-c", both, "merge-and-verify", out, *job.python], is_finished=is_done, with_preflight=False)
     first, last, count = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}") or 0) for name in ("MIN", "MAX", "COUNT"))
     if job.task is None or last - first + 1 != count:
         raise End("give all tasks of an array, without gaps: --array=0-7", BAD_INPUT)
@@ -594,10 +552,7 @@ def submit_merge(job: Job, words: list[str]) -> None:
             return
     environment = os.environ
     options = [f"--dependency=afterok:{job.array}", "--kill-on-invalid-dep=yes", "--array=0"]
-    options += [
-        f"--partition={environment['SLURM_JOB_PARTITION']}",
-        f"--account={environment.get('SLURM_JOB_ACCOUNT', '')}",
-    ]
+    options += [f"--partition={environment['SLURM_JOB_PARTITION']}", f"--account={environment.get('SLURM_JOB_ACCOUNT', '')}"]
     options += [f"--qos={environment['SLURM_JOB_QOS']}"] if environment.get("SLURM_JOB_QOS") else []
     options += [f"--cpus-per-task={environment.get('SLURM_CPUS_PER_TASK', 1)}"]
     command = ["sbatch", "--parsable", *options, str(job.snapshot / "cluster/data_prep.slurm"), "--merge", *words]

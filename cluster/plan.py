@@ -153,9 +153,7 @@ def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
                     code = _run_work(work, here, ranks=ranks)
                     is_done = code == 0 and work.is_finished()
                     outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
-                outcomes.append(
-                    [title, "stopped" if here.stopped and "finished" not in outcome else outcome, work.writes]
-                )
+                outcomes.append([title, "stopped" if here.stopped and "finished" not in outcome else outcome, work.writes])
             failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
             if failed:
                 break

@@ -87,9 +87,7 @@ def _entries(given: Any) -> Any:
 
 def _mapping(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ValueError(
-            f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides: [key=value]}}"
-        )
+        raise ValueError(f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides: [key=value]}}")
     return entry
 
 
@@ -272,8 +270,7 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
             raise SettingsError("each_pretrained: true is for probe and finetune beside a section `pretrain`")
         above = os.path.commonpath([Path(run).parent for run in runs])
         axes["pretrained"] = [
-            Choice(os.path.relpath(run, above or ".").replace("/", "-"), (_override("pretrained", run),))
-            for run in runs
+            Choice(os.path.relpath(run, above or ".").replace("/", "-"), (_override("pretrained", run),)) for run in runs
         ]
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
@@ -290,10 +287,7 @@ def _axis(name: str, given: Any) -> list[Choice]:
     if isinstance(given, list) and given:
         return [Choice(_label(name, value), (_override(name, value),)) for value in given]
     if isinstance(given, dict) and given and all(isinstance(case, dict) for case in given.values()):
-        return [
-            Choice(case, tuple(_override(key, value) for key, value in changes.items()))
-            for case, changes in given.items()
-        ]
+        return [Choice(case, tuple(_override(key, value) for key, value in changes.items())) for case, changes in given.items()]
     raise SettingsError(
         f"grid.{name}: {given!r} will not do; give a list of values, or cases such as {{small: {{model.width: 64}}}}"
     )

@@ -59,18 +59,12 @@ CERTAIN = ("no gpu", "gpus", "gpu error", "wrong product", "no answer", "died", 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="preflight", description="Measures each node of a job; bad ones: JOB_DIR/bad-nodes."
-    )
+    parser = argparse.ArgumentParser(prog="preflight", description="Measures each node of a job; bad ones: JOB_DIR/bad-nodes.")
     parser.add_argument("job_dir", type=Path, metavar="JOB_DIR")
     parser.add_argument("--nodes", default="", help="of the job, with commas between: where ranks are that never come")
-    parser.add_argument(
-        "--read", action="append", default=[], metavar="PATH", help="what every node must see (repeatable)"
-    )
+    parser.add_argument("--read", action="append", default=[], metavar="PATH", help="what every node must see (repeatable)")
     options = parser.parse_args(arguments)
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # rank 0 reports what is amiss; torch's warnings would bury it
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rank 0 reports what is amiss; torch's warnings would bury it
     try:
         world = read_world()
 
@@ -88,25 +82,18 @@ def inspect(world: World, options: argparse.Namespace, *, timeout_s: float) -> i
 
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = options.nodes.split(",") if options.nodes else [node]
-    began_s, come_s = (
-        time.monotonic(),
-        3 * timeout_s,
-    )  # importing torch is hundreds of MB, which a whole job reads at once
+    began_s, come_s = (time.monotonic(), 3 * timeout_s)  # importing torch is hundreds of MB, which a whole job reads at once
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not world.is_first:
         await_port(address, port, timeout_s=come_s)
-    store = TCPStore(
-        address, port, is_master=world.is_first, wait_for_workers=False, timeout=datetime.timedelta(seconds=20)
-    )
+    store = TCPStore(address, port, is_master=world.is_first, wait_for_workers=False, timeout=datetime.timedelta(seconds=20))
     groups = rounds(world.num_ranks, world.num_local_ranks)
     links_s = len(groups) * (LINK_TIMEOUT_S + 2 * MARGIN_S)
     figures = {"rank": world.rank, "node": node, "faults": []}
     figures |= in_child(lambda doing: check_node(world, options.read, doing), timeout_s=timeout_s)
     store.set(f"found/{world.rank}", json.dumps(figures))
     if world.is_first:
-        found = gather(
-            store, "found", world, nodes, timeout_s=max(1.0, began_s + come_s + timeout_s - time.monotonic())
-        )
+        found = gather(store, "found", world, nodes, timeout_s=max(1.0, began_s + come_s + timeout_s - time.monotonic()))
         sound = all(not each["faults"] for each in found)
         store.set("measure-links", json.dumps(sound))
     else:
@@ -171,10 +158,7 @@ def gather(store: Any, topic: str, world: World, nodes: Sequence[str], *, timeou
         if rank not in missing:
             found.append(json.loads(store.get(f"{topic}/{rank}")))
         elif len(nodes) * world.num_local_ranks == world.num_ranks:  # one node is filled after the other
-            fault = [
-                "absent" if topic == "found" else "no answer",
-                f"rank {rank} sent nothing within {timeout_s:.0f} s",
-            ]
+            fault = ["absent" if topic == "found" else "no answer", f"rank {rank} sent nothing within {timeout_s:.0f} s"]
             found.append({"rank": rank, "node": nodes[rank // world.num_local_ranks], "faults": [fault]})
     return found
 
@@ -254,9 +238,7 @@ def check_node(world: World, read: Sequence[str], doing: Callable[[str], None]) 
     expected, visible = expected_gpus(os.environ), torch.cuda.device_count()
     if visible < expected:
         why = "see nvidia-smi there" if torch.version.cuda else "this torch is built without CUDA: sh install.sh"
-        text = (
-            f"{visible or 'none'} of its {expected} GPUs visible to torch; {why} (PREFLIGHT_GPUS=ignore trains on CPUs)"
-        )
+        text = f"{visible or 'none'} of its {expected} GPUs visible to torch; {why} (PREFLIGHT_GPUS=ignore trains on CPUs)"
         return found | {"faults": [*faults, ["gpus" if visible else "no gpu", text]]}
     on_gpu = visible > world.local_rank
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
@@ -388,9 +370,7 @@ def measure_links(world: World, groups: list[list[list[int]]], *, on_gpu: bool) 
     return found
 
 
-def _all_reduce(
-    doing: Callable[[str], None], *, world: World, group: list[int], name: str, on_gpu: bool
-) -> dict[str, Any]:
+def _all_reduce(doing: Callable[[str], None], *, world: World, group: list[int], name: str, on_gpu: bool) -> dict[str, Any]:
     """`gb_per_s`: what each rank must send, by the second. The group is a world of its own for a moment, on rank 0's store: a link
     that does not come about fails its two nodes, and nobody else."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a timeout is then an error here, not the end of the process
@@ -405,9 +385,7 @@ def _all_reduce(
     timeout = datetime.timedelta(seconds=LINK_TIMEOUT_S)
     shared = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     store = PrefixStore(f"{name}/{min(group)}", shared)
-    distributed.init_process_group(
-        backend, store=store, rank=group.index(world.rank), world_size=len(group), timeout=timeout
-    )
+    distributed.init_process_group(backend, store=store, rank=group.index(world.rank), world_size=len(group), timeout=timeout)
     size = (128 if on_gpu else 4) * 2**20
     message = torch.zeros(size // 4, device=device)
     # Connects. Only a wait heeds the limit: torch passes over TORCH_NCCL_BLOCKING_WAIT for calls that return when they are done.
@@ -442,9 +420,7 @@ def judge(found: Sequence[Figures]) -> tuple[dict[str, list[str]], list[str]]:
         troubled = len({node for node, _ in same})
         is_common = troubled >= COMMON_SHARE * len(nodes) and kind != "no gpu"  # training would begin on their CPUs
         if is_common and not (len(nodes) == 1 and kind in CERTAIN):
-            warnings.append(
-                f"{troubled} of {len(nodes)} nodes have this, so no node is blamed: {same[0][1]} ({same[0][0]})"
-            )
+            warnings.append(f"{troubled} of {len(nodes)} nodes have this, so no node is blamed: {same[0][1]} ({same[0][0]})")
         elif kind in ("not checked", "slow CPU"):
             warnings += [f"{node}: {text}" for node, text in same]
         else:
@@ -455,10 +431,7 @@ def judge(found: Sequence[Figures]) -> tuple[dict[str, list[str]], list[str]]:
 
 def _cut_off(found: Sequence[Figures], nodes: Sequence[str]) -> list[str]:
     """Of a node that is gone its neighbours have lost one link, it has lost both."""
-    best = {
-        node: [rate for each in found if each["node"] == node for rate in each.get("links", {}).values()]
-        for node in nodes
-    }
+    best = {node: [rate for each in found if each["node"] == node for rate in each.get("links", {}).values()] for node in nodes}
     return [node for node, rates in best.items() if rates and not any(rates)]
 
 
@@ -474,32 +447,19 @@ def _slow(found: Sequence[Figures], *, name: str, what: str, min_share: float) -
         return []
     slow = []
     for node, own in values.items():
-        share = min(own) / statistics.median(
-            statistics.median(theirs) for other, theirs in values.items() if other != node
-        )
+        share = min(own) / statistics.median(statistics.median(theirs) for other, theirs in values.items() if other != node)
         if share < min_share:
             kind = "slow CPU" if devices == {"CPU"} else f"slow {name}"  # CPUs are shared with others
-            slow.append(
-                (
-                    node,
-                    kind,
-                    f"{min(own):.3g} {what}, {share:.0%} of the other nodes' median (threshold {min_share:.0%})",
-                )
-            )
+            slow.append((node, kind, f"{min(own):.3g} {what}, {share:.0%} of the other nodes' median (threshold {min_share:.0%})"))
     return slow
 
 
-def report(
-    found: Sequence[Figures], bad: Mapping[str, Sequence[str]], warnings: Sequence[str], *, took_s: float
-) -> list[str]:
+def report(found: Sequence[Figures], bad: Mapping[str, Sequence[str]], warnings: Sequence[str], *, took_s: float) -> list[str]:
     """A line for each node (its worst rank), then each trouble in a line of its own."""
     rows = [("node", "device", "matmul TFLOP/s", "between nodes GB/s", "scratch GB free", "verdict")]
     for node in dict.fromkeys(each["node"] for each in found):
         ranks = [each for each in found if each["node"] == node]
-        cells = [
-            min((each[name] for each in ranks if each.get(name) is not None), default=None)
-            for name in ("tflops", "free_gb")
-        ]
+        cells = [min((each[name] for each in ranks if each.get(name) is not None), default=None) for name in ("tflops", "free_gb")]
         link = min((max(each["links"].values()) for each in ranks if each.get("links")), default=None)
         figures = ["-" if value is None else f"{value:.3g}" for value in (cells[0], link, cells[1])]
         rows.append((node, str(ranks[0].get("device", "-")), *figures, "bad" if node in bad else "sound"))

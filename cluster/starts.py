@@ -55,8 +55,7 @@ def give_up_reason(starts: Sequence[Mapping[str, Any]], *, mark: str, limit: int
         in_a_row += 1
     if failed >= limit:
         return (
-            f"failed {failed} times without a new checkpoint (MAX_IDLE_STARTS={limit}); not started again; "
-            "submit it again to go on"
+            f"failed {failed} times without a new checkpoint (MAX_IDLE_STARTS={limit}); not started again; submit it again to go on"
         )
     if len(idle) >= 3 * limit:
         hint = "Is the time limit too short, or preemption too frequent for checkpoint.every?"

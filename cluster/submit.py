@@ -16,18 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
-from cluster.slurm import (
-    ALL_TASKS,
-    SlurmError,
-    Submission,
-    Writer,
-    jobs_of,
-    lines_of,
-    new_job,
-    read_submission,
-    slurm,
-    writers_of,
-)
+from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
 from cluster.work import Kind, Work, built_at, refuse_options
 from data_prep.settings import SettingsError
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -58,9 +47,7 @@ class Order:
 def examine(submission: Submission) -> Order:
     """Raises `ValueError` for what cannot run, `NothingLeft` for what need not."""
     if submission.script is None or not submission.arguments:
-        raise SettingsError(
-            "usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or PLAN.yaml"
-        )
+        raise SettingsError("usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or PLAN.yaml")
     script = Path(submission.script)
     if not script.is_file():
         raise SettingsError(f"{script}: no such file")
@@ -81,9 +68,7 @@ def examine(submission: Submission) -> Order:
 def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
     if submission.option("--array", "-a") is not None:
-        raise SettingsError(
-            f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan"
-        )
+        raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
     refuse_options(words)
     work = Work(kind, config, tuple(words))
     work.check()
@@ -224,9 +209,7 @@ def submit(submission: Submission) -> tuple[str, ...]:
 
 
 def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(
-        ["sbatch", "--parsable", *words], env=new_job(os.environ), stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run(["sbatch", "--parsable", *words], env=new_job(os.environ), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RefusedError
     lines = done.stdout.split()  # sites may print more before the number
@@ -268,9 +251,7 @@ def main(words: list[str]) -> int:
     except RefusedError:
         return 1
     if jobs:
-        print(
-            jobs[-1] if parsable else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
-        )
+        print(jobs[-1] if parsable else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now")
     return 0
 
 

@@ -187,9 +187,7 @@ def refuse_options(words: list[str]) -> None:
 
 def in_file(path: str, error: SettingsError) -> SettingsError:
     """The same mistakes, each with the file that they are in."""
-    return SettingsError(
-        "\n".join(line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines())
-    )
+    return SettingsError("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines()))
 
 
 def _tree(config: str) -> dict[str, Any]:
@@ -216,14 +214,11 @@ def _is_built(settings: BuildSettings) -> bool:
     source = settings.source.model_dump(mode="json")
     pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
     pairs += [
-        (key, getattr(settings, key), getattr(manifest, key))
-        for key in ("image_size", "encoding", "crop", "interpolation", "seed")
+        (key, getattr(settings, key), getattr(manifest, key)) for key in ("image_size", "encoding", "crop", "interpolation", "seed")
     ]
     for field, wanted, stored in pairs:
         if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place
-            raise SettingsError(
-                f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out, or remove it"
-            )
+            raise SettingsError(f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out, or remove it")
     return True
 
 
@@ -261,9 +256,7 @@ def main(arguments: list[str]) -> int:
     is_starting = arguments[:1] == ["--starting"]
     words = arguments[1:] if is_starting else arguments
     try:
-        answer = (
-            _of_dataset(words[2:]) if words[:2] == ["data_prep", "build"] else _of_run(words, is_starting=is_starting)
-        )
+        answer = _of_dataset(words[2:]) if words[:2] == ["data_prep", "build"] else _of_run(words, is_starting=is_starting)
     except UserError as error:
         config = words[1] if words[0] == "grid" else words[2]
         print(f"{words[0]}: {as_submitted(str(error), config)}", file=sys.stderr)
@@ -284,9 +277,7 @@ def _of_run(words: list[str], *, is_starting: bool) -> dict[str, object]:
 
         members = load_plan(words[1]).stage(words[2]).members
         if int(words[3]) >= len(members):
-            raise SettingsError(
-                f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}"
-            )
+            raise SettingsError(f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}")
         work = members[int(words[3])].work
     else:
         refuse_options(words[3:])

@@ -157,9 +157,7 @@ class Manifest(Settings):
     @property
     def pixels_hash(self) -> str:
         """Of the content, and of what readers make of it."""
-        reading = self.model_dump(
-            mode="json", include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"}
-        )
+        reading = self.model_dump(mode="json", include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"})
         return hash_of_json([self.content_hash, reading])
 
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
@@ -181,9 +179,7 @@ def load_manifest(directory: Path | str) -> Manifest:
     """The manifest of a finished dataset; every other state of `directory` is one clear error."""
     path = Path(directory) / MANIFEST_NAME
     if not path.parent.is_dir():
-        raise DatasetError(
-            f"{path.parent}: no such dataset directory; make it with data_prep build ... out={path.parent}"
-        )
+        raise DatasetError(f"{path.parent}: no such dataset directory; make it with data_prep build ... out={path.parent}")
     try:
         data = path.read_bytes()
     except FileNotFoundError:

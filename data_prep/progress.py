@@ -98,9 +98,7 @@ class ProgressLine:
             if time.monotonic() - self._started_s < 0.5:
                 return
             self._column = BarColumn(bar_width=_BAR, table_column=Column(no_wrap=True))
-            text = TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
-            )
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
             self._bar = Progress(self._column, text, console=Console(stderr=True), refresh_per_second=4)
             self._bar.start()
             self._task = self._bar.add_task("", total=self.total)

@@ -71,9 +71,7 @@ def check_not_superseded(path: Path) -> None:
             os.utime(workspace)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
-            raise Superseded(
-                f"{path}: a newer start has taken over ({workspace} is gone); this one changes nothing"
-            ) from error
+            raise Superseded(f"{path}: a newer start has taken over ({workspace} is gone); this one changes nothing") from error
 
 
 @contextmanager

@@ -93,9 +93,7 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int)
             _file_system(url, storage).get_file(url, str(place))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # is not the server's fault, and does not pass
-                raise UserError(
-                    f"{place}: {error.strerror}; make room there, then give the same command again"
-                ) from None
+                raise UserError(f"{place}: {error.strerror}; make room there, then give the same command again") from None
             raise
         num_bytes = place.stat().st_size
         if found.num_bytes is not None and num_bytes != found.num_bytes:
@@ -109,13 +107,7 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int)
 
 
 def fetch(
-    url: str,
-    write: Callable[[bytes], object],
-    *,
-    num_bytes: int,
-    storage: dict[str, Any],
-    silence_s: float,
-    stop: threading.Event,
+    url: str, write: Callable[[bytes], object], *, num_bytes: int, storage: dict[str, Any], silence_s: float, stop: threading.Event
 ) -> None:
     """One attempt to hand all bytes of `url`, of which `num_bytes` are expected, to `write`, one piece after the other.
 

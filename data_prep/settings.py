@@ -114,9 +114,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
-            raise SettingsError(
-                f"override {override!r}: {'.'.join(keys[: depth + 1])} is the value {child!r}, not a section"
-            )
+            raise SettingsError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is the value {child!r}, not a section")
         node = child
     try:
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
@@ -197,9 +195,7 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     field = ".".join(location) or "config"
     if kind == "extra_forbidden":
         _, models = _locate(schema, problem["loc"][:-1])
-        return (
-            f"{field}: unknown key; {nearest(location[-1], [name for model in models for name in model.model_fields])}"
-        )
+        return f"{field}: unknown key; {nearest(location[-1], [name for model in models for name in model.model_fields])}"
     if kind == "missing":
         return f"{field}: missing; set it in the config or as {field}=VALUE"
     if kind == "literal_error":
@@ -276,9 +272,7 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return special[text] if text in special else float(text)
 
 
-_NUMBER = re.compile(
-    r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
-)
+_NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 _Loader.yaml_implicit_resolvers = {
     first: [
         (tag, regexp)
@@ -287,8 +281,6 @@ _Loader.yaml_implicit_resolvers = {
     ]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)

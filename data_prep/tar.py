@@ -64,9 +64,7 @@ def members(
         end = start + num_bytes if num_bytes is not None else os.fstat(descriptor).st_size
         at: int | None = start
         while at is not None:
-            mark = yield from walk(
-                lambda offset, count: read_member(descriptor, offset, count), at, end, beginning=start
-            )
+            mark = yield from walk(lambda offset, count: read_member(descriptor, offset, count), at, end, beginning=start)
             at = _next_block(descriptor, mark, end) if ignore_zeros or goes_on else None
             if at is not None and not ignore_zeros and goes_on:
                 return goes_on(at - start)
@@ -110,9 +108,7 @@ def walk(
         if kind in _REGULAR:
             yield Member(announced.name if announced.name is not None else _name(block), data, num_bytes)
         elif kind != _FOLDER and refuse_links:
-            raise TarError(
-                f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only"
-            )
+            raise TarError(f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only")
         announced = _Announced()
 
 

@@ -167,10 +167,7 @@ class _Worker:
         assert self._process is not None
         who = f"worker {self._process.pid}"
         if code == -signal.SIGKILL:
-            return (
-                f"{who} was killed (signal 9), most likely for want of memory",
-                "give more memory, or take fewer workers",
-            )
+            return (f"{who} was killed (signal 9), most likely for want of memory", "give more memory, or take fewer workers")
         if code < 0:
             how = f"{who} died of signal {-code} ({signal.strsignal(-code)}), most likely a library's crash"
             return how, "leave out what it was at, or mend the installation"

@@ -178,9 +178,7 @@ class Run:
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric."""
-        events = [
-            event for event in _events(self.directory) if event["event"] == "metrics" and metric in event["values"]
-        ]
+        events = [event for event in _events(self.directory) if event["event"] == "metrics" and metric in event["values"]]
         return [event["step"] for event in events], [event["values"][metric] for event in events]
 
 

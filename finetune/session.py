@@ -147,9 +147,7 @@ class Backbone:
     interpolation: Filter = "bilinear"
     """With which pictures of another size are fed, unless settings name another."""
 
-    def augmentation(
-        self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
-    ) -> Augmentation:
+    def augmentation(self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device) -> Augmentation:
         return Augmentation(
             (settings or AugmentSettings()).fed_as(self.interpolation),
             seed=seed,

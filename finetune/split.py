@@ -33,13 +33,7 @@ def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> Non
 
 
 def check_apart(
-    directory: Path | str,
-    manifest: Manifest,
-    *,
-    train: str,
-    test: str,
-    holdout: str | None = None,
-    test_field: str = "test_split",
+    directory: Path | str, manifest: Manifest, *, train: str, test: str, holdout: str | None = None, test_field: str = "test_split"
 ) -> None:
     """What one learns from, chooses with and is judged on share no sample."""
     pairs = [(test_field, test, train)]
@@ -96,9 +90,7 @@ def batches_of(
     shown = title is not None and world.is_first
     with (
         progress(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
-        evaluation_batches(
-            reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=pin
-        ) as batches,
+        evaluation_batches(reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=pin) as batches,
     ):
         for batch in batches:
             PROGRESS.touch()

@@ -85,9 +85,7 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
         key, value = ("t", match[1]) if match and match[1] else (match[2], match[3]) if match else ("", "")
         if key not in known:
-            raise _wrong(
-                text, section, f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5"
-            )
+            raise _wrong(text, section, f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5")
         if key in given:
             raise _wrong(text, section, f"{key} is given twice")
         given[key] = value

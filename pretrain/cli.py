@@ -67,9 +67,7 @@ def _complain(program: str, message: str, *, alone: bool, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO."
-    )
+    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.")
     # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -90,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("overrides", nargs="*")
     show.set_defaults(run=_show)
     models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
-    models.add_argument(
-        "--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)"
-    )
+    models.add_argument("--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)")
     models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
     models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
     models.set_defaults(run=_models)

@@ -178,9 +178,7 @@ class AugmentSettings(Settings):
     def _ranges_are_ranges(self) -> "AugmentSettings":
         for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
             if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
-                raise ValueError(
-                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}"
-                )
+                raise ValueError(f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}")
         return self
 
     @model_validator(mode="after")
@@ -236,9 +234,7 @@ class OptimizerSettings(Settings):
         if self.betas is not None and self.name == "sgd":
             raise ValueError("optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or lamb")
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]"
-            )
+            raise ValueError(f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]")
         if self.name != "sgd" and self.momentum != 0.9:
             raise ValueError(
                 f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; set optimizer.betas, or leave it at 0.9"
@@ -406,9 +402,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
         near = f"{low} or {high}" if low else f"{high}"
-        raise ValueError(
-            f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest that does is {near}"
-        )
+        raise ValueError(f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest that does is {near}")
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
@@ -418,9 +412,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
             f"ranks); the nearest that does is {nearest}"
         )
     if augment.mixing and local % 2:
-        raise ValueError(
-            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even"
-        )
+        raise ValueError(f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even")
     return local
 
 

@@ -2,9 +2,7 @@
 
 import os
 
-os.environ["CUDA_VISIBLE_DEVICES"] = (
-    ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
-)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
 
 # Two processes of tests share two cores, and threads that spin while they wait take a third of both.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

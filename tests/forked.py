@@ -60,11 +60,7 @@ def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
     """What a launcher gives to each of so many local ranks."""
     from pretrain.ranks.world import free_port
 
-    shared = dict(os.environ) | {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "OMP_NUM_THREADS": "1",
-    }
+    shared = dict(os.environ) | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 

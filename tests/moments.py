@@ -21,22 +21,10 @@ from typing import Any, Literal
 
 from pretrain.ranks.hangs import PROGRESS
 
-_FILE_EVENTS = (
-    "open",
-    "os.rename",
-    "os.mkdir",
-    "os.remove",
-    "os.rmdir",
-    "os.link",
-    "os.truncate",
-    "os.listdir",
-    "os.scandir",
-)
+_FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate", "os.listdir", "os.scandir")
 
 
-def wait_until(
-    condition: Callable[[], bool], *, lives: Callable[[], bool] = lambda: True, timeout_s: float = 150
-) -> None:
+def wait_until(condition: Callable[[], bool], *, lives: Callable[[], bool] = lambda: True, timeout_s: float = 150) -> None:
     """Waits for a condition, for as long as those who are to bring it about live; the limit is for what hangs."""
     end_s = time.monotonic() + timeout_s
     while not condition():

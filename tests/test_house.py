@@ -45,13 +45,7 @@ def test_commands_run_as_printed(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     for line in printed_commands():
         done = subprocess.run(
-            ["/bin/sh", "-c", line],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
+            ["/bin/sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=400
         )
         assert done.returncode == 0, f"$ {line}\n{done.stdout}\n{done.stderr}"
     for left in (
@@ -124,9 +118,7 @@ def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:
 
 @pytest.mark.parametrize("command", [*PACKAGES[:-1], "cluster.plan"])
 def test_every_command_explains_itself(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert re.match(rf"usage: (python -m )?{command} ", done.stdout)
 
 

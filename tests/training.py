@@ -41,22 +41,13 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 class Run:
     """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
 
-    def __init__(
-        self, words: list[str], *, ranks: int, program: str = "pretrain", strikes: Mapping[int, Strike] | None = None
-    ):
+    def __init__(self, words: list[str], *, ranks: int, program: str = "pretrain", strikes: Mapping[int, Strike] | None = None):
         """`strikes`: of ranks that send themselves a signal."""
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         self.ranks = [
-            begin(
-                "tests.training:main",
-                program,
-                words,
-                (strikes or {}).get(rank),
-                environment=environment,
-                output=self._output,
-            )
+            begin("tests.training:main", program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
             for rank, environment in enumerate(environments(ranks))
         ]
 
@@ -95,9 +86,7 @@ def main(program: str, words: list[str], strike: Strike | None = None) -> int:
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
-def start(
-    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, strikes: Mapping[int, Strike] | None = None
-) -> Run:
+def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, strikes: Mapping[int, Strike] | None = None) -> Run:
     return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, strikes=strikes)
 
 
@@ -105,9 +94,7 @@ def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -
     return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune")
 
 
-def start_command(
-    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
-) -> subprocess.Popen[str]:
+def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str) -> subprocess.Popen[str]:
     """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a test can kill all of it."""
     words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
     process = subprocess.Popen(
@@ -151,10 +138,7 @@ def kill(process: AnyRun) -> None:
 
 def stop_while_it_waits(waiting: Run) -> str:
     """The output of a start that waits for another one, once all its ranks were asked to stop: they end well."""
-    wait_until(
-        lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
-        lives=lambda: waiting.poll() is None,
-    )
+    wait_until(lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM), lives=lambda: waiting.poll() is None)
     waiting.send_signal(signal.SIGTERM)
     output = finish(waiting)
     assert ": stopped" in output, output

@@ -88,9 +88,7 @@ def _opened(path: Path, stamp: str) -> GzippedTar:  # noqa: ARG001 (the stamp ma
     return GzippedTar(path)
 
 
-def _by_last_name(
-    path: Path, members: Iterable[Member], wanted: Container[str] | None = None
-) -> Iterator[tuple[str, Member]]:
+def _by_last_name(path: Path, members: Iterable[Member], wanted: Container[str] | None = None) -> Iterator[tuple[str, Member]]:
     seen = set()
     for member in members:
         name = PurePosixPath(member.name).name

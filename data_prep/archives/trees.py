@@ -100,9 +100,7 @@ class ZipTree(Tree):
         if inner in self._members:
             raise SourceError(f"source.path: {self.path} holds {inner} twice; download it again")
         if member.file_size > MAX_MEMBER_BYTES:
-            raise SourceError(
-                f"source.path: {self.path}: {inner} unpacks to {member.file_size:,} bytes; download it again"
-            )
+            raise SourceError(f"source.path: {self.path}: {inner} unpacks to {member.file_size:,} bytes; download it again")
         self._members[inner] = member
         self._files.setdefault(folder, []).append((last, 0, member.file_size))
 

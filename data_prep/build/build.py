@@ -108,9 +108,7 @@ def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
                 image = convert(data, job.work.begun.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
-            rejected.append(
-                Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest)
-            )
+            rejected.append(Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest))
             continue
         label = job.work.begun.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

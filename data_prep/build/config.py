@@ -43,9 +43,7 @@ class BuildSettings(ImageSpec):
 
     @model_validator(mode="after")
     def _out_is_not_the_source(self) -> "BuildSettings":
-        path = (
-            self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
-        )
+        path = self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
         if path is not None and Path(self.out).resolve().is_relative_to(Path(path).resolve()):
             raise ValueError(f"out: {self.out!r} is the source itself, or in it; name another directory")
         return self

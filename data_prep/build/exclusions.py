@@ -53,9 +53,7 @@ def load_exclusions(files: tuple[str, ...]) -> Exclusions:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"exclude: {file} cannot be read ({error}); name a list that data_prep dedup wrote"
-            ) from None
+            raise UserError(f"exclude: {file} cannot be read ({error}); name a list that data_prep dedup wrote") from None
         for number, line in enumerate(lines, start=1):
             try:
                 path = json.loads(line)["path"]

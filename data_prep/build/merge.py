@@ -25,16 +25,7 @@ from data_prep.build.parts import PARTS, forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
 from data_prep.build.workplan import Begun, Workplan, load_begun, outline_of
 from data_prep.images.channels import channel_statistics
-from data_prep.manifest import (
-    MANIFEST_NAME,
-    REJECTED_NAME,
-    Annotation,
-    Manifest,
-    Split,
-    load_manifest,
-    load_paths,
-    save_manifest,
-)
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, Annotation, Manifest, Split, load_manifest, load_paths, save_manifest
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
 from data_prep.settings import UserError
@@ -150,9 +141,7 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust:
     tars = [path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)]
     strangers = sorted(set(tars) - known)
     if strangers:
-        raise IncompleteParts(
-            f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge"
-        )
+        raise IncompleteParts(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
     if not faults:
         damaged = _damaged(directory, records, num_workers=num_workers, trust=trust)
         unfinished = {number % begun.num_tasks for number, files in enumerate(damaged) if files}
@@ -226,13 +215,7 @@ def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
 
 
 def manifest_of(
-    settings: Any,
-    records: list[ShardRecord],
-    split_of: dict[str, str],
-    *,
-    directory: Path,
-    classes: tuple[str, ...],
-    **more: Any,
+    settings: Any, records: list[ShardRecord], split_of: dict[str, str], *, directory: Path, classes: tuple[str, ...], **more: Any
 ) -> Manifest:
     """The manifest of shards whose splits `split_of` says; writes rejected.jsonl. `more` are further fields of it."""
     gathered: dict[str, list[ShardRecord]] = {split: [] for split in sorted(set(split_of.values()))}
@@ -241,9 +224,7 @@ def manifest_of(
     splits = {
         split: Split(
             shards=tuple(record.shard for record in mine),
-            class_counts=tuple(
-                sum(record.class_counts.get(str(label), 0) for record in mine) for label in range(len(classes))
-            ),
+            class_counts=tuple(sum(record.class_counts.get(str(label), 0) for record in mine) for label in range(len(classes))),
         )
         for split, mine in gathered.items()
     }

@@ -83,9 +83,7 @@ def write_record(directory: Path, name: str, record: Settings) -> None:
 
 def read_record(directory: Path, name: str, schema: type[S]) -> S:
     """ValueError where it is not as it was written."""
-    return schema.model_validate_json(
-        json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
-    )
+    return schema.model_validate_json(json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8")))))
 
 
 def record_path(directory: Path, name: str) -> Path:

@@ -64,9 +64,7 @@ class ShardRecord(Settings):
         return ChannelTotals(self.channel_sums, self.channel_square_sums, self.num_pixels)
 
 
-def write_shard(
-    directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]
-) -> ShardRecord:
+def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]) -> ShardRecord:
     """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
     channels = ChannelSums()
     labels: list[int] = []

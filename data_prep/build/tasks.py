@@ -42,9 +42,7 @@ class ArrayTask:
     def parse(cls, text: str) -> "ArrayTask":
         number, slash, total = text.partition("/")
         if not (slash and text.isascii() and number.isdigit() and total.isdigit() and int(number) < int(total)):
-            raise UserError(
-                f"--task: {text!r} will not do; write i/n with 0 <= i < n, such as 0/8 (tasks count from 0)"
-            )
+            raise UserError(f"--task: {text!r} will not do; write i/n with 0 <= i < n, such as 0/8 (tasks count from 0)")
         return cls(int(number), int(total))
 
 
@@ -55,9 +53,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     _refuse_merged(directory)
     claim(directory)
     own = directory / PARTS / f"task-{task.number}"
-    earlier = (
-        f"data_prep: task {task.number}/{task.total} is at work elsewhere, from an earlier start; waiting until it ends"
-    )
+    earlier = f"data_prep: task {task.number}/{task.total} is at work elsewhere, from an earlier start; waiting until it ends"
     others = f"data_prep: others are at work in {directory}; waiting for the plan"
     with worker_pool(settings.num_workers, tally=tally) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))

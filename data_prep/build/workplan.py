@@ -126,9 +126,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
         raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
     _check_decoder(directory, begun)
     if begun.num_tasks != num_tasks:
-        raise UserError(
-            f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end"
-        )
+        raise UserError(f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end")
     if Inventory(directory / PARTS / INVENTORY_NAME).outline != outline_of(settings, source):
         raise SourceError(
             "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
@@ -143,9 +141,7 @@ def load_begun(directory: Path) -> Begun | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise UserError(
-            f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again"
-        ) from None
+        raise UserError(f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again") from None
 
 
 def _check_decoder(directory: Path, begun: Begun | None) -> None:
@@ -168,9 +164,7 @@ def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions
 
 
 def _foreign(directory: Path, state: str) -> UserError:
-    return UserError(
-        f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory"
-    )
+    return UserError(f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory")
 
 
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
@@ -283,14 +277,10 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
     for split in sorted({container.split for container in inventory.containers}):
         rows = arrangement.splits.get(split)
         if rows is None or not readable[rows].any():
-            raise SourceError(
-                f"source.path: split {split} of this {name} source holds no pictures; complete the archive"
-            )
+            raise SourceError(f"source.path: split {split} of this {name} source holds no pictures; complete the archive")
     counts = np.bincount(inventory.container_numbers[readable], minlength=len(inventory.containers)).tolist()
     labelled = [part.label is not None and part.label >= 0 for part in inventory.containers]
-    empty = [
-        part.path for part, count, has in zip(inventory.containers, counts, labelled, strict=True) if has and not count
-    ]
+    empty = [part.path for part, count, has in zip(inventory.containers, counts, labelled, strict=True) if has and not count]
     if empty:
         raise SourceError(
             f"source.path: {len(empty)} classes of this {name} source hold no pictures ({', '.join(empty[:3])}); "

@@ -61,9 +61,7 @@ def _cells(
                             f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
                         ) from None
                     # as training does
-                    picture = resize(
-                        whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation
-                    )
+                    picture = resize(whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)
                     name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
                     found.append((label, LabelledPicture(picture, name)))
         start += shard.num_samples

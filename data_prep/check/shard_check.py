@@ -156,9 +156,7 @@ def _index(directory: Path, shard: Shard, faults: Faults) -> NDArray[np.int64] |
 class _Walk:
     """One pass over a tar and its index, side by side."""
 
-    def __init__(
-        self, shard: Shard, expected: Expected, content: mmap.mmap | bytes, index: NDArray[np.int64], faults: Faults
-    ):
+    def __init__(self, shard: Shard, expected: Expected, content: mmap.mmap | bytes, index: NDArray[np.int64], faults: Faults):
         self.shard, self.expected, self.content, self.faults = shard, expected, content, faults
         self.rows: list[list[int]] = index.tolist()
         self.row = 0
@@ -185,11 +183,7 @@ class _Walk:
         self._skip_rows_before(sample.members[0][1].offset)
         offset, length, label = self.rows[self.row] if self.row < len(self.rows) else (-1, -1, -1)
         picture = next((member for _, member in sample.members if member[1:] == (offset, length)), None)
-        if (
-            picture is None
-            and self.expected.is_borrowed
-            and offset not in (member.offset for _, member in sample.members)
-        ):
+        if picture is None and self.expected.is_borrowed and offset not in (member.offset for _, member in sample.members):
             return  # not one of the chosen
         self.row += 1
         Tally.add(1)

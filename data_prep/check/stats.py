@@ -22,9 +22,7 @@ NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
 
 
-def stats(
-    directory: Path, *, recompute: bool = False, num_workers: int = 1, storage: Storage | None = None
-) -> dict[str, Any]:
+def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1, storage: Storage | None = None) -> dict[str, Any]:
     """Everything as plain values, ready for JSON."""
     manifest = load_manifest(directory)
     found: dict[str, Any] = {

@@ -62,9 +62,7 @@ def _rejected_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{path.name}: {len(lines)} lines, {manifest.num_rejected} expected"
 
 
-def _split_faults(
-    directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int
-) -> Faults:
+def _split_faults(directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int) -> Faults:
     faults = Faults()
     counts, num_unlabelled = np.zeros(num_classes, np.int64), 0
     for findings in found:

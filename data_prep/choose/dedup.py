@@ -82,9 +82,7 @@ def find_duplicates(
 ) -> Duplicates:
     """What `splits` of the dataset have to lose; `near` is None where only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
-        raise UserError(
-            f"near: {near} of the hash's 64 bits; choose 0 to {MAX_NEAR} (beyond, different pictures are alike)"
-        )
+        raise UserError(f"near: {near} of the hash's 64 bits; choose 0 to {MAX_NEAR} (beyond, different pictures are alike)")
     parts = _parts(directory, against, splits)
     if cache is not None:
         try:
@@ -170,9 +168,7 @@ def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> lis
     everyone = np.unique(np.concatenate([found.positions, found.likes]))
     keys, paths = _names(found, everyone, storage=storage or {})
     lines = []
-    for position, like, distance in zip(
-        found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True
-    ):
+    for position, like, distance in zip(found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True):
         part, other = found.part_of(position), found.part_of(like)
         of = {"dataset": other.manifest.name, "split": other.split, "key": keys[like], "path": paths[like]}
         reason = {"reason": "exact" if distance < 0 else "near", "distance": max(distance, 0), "of": of}
@@ -227,9 +223,7 @@ def write_list(path: Path, lines: list[dict[str, Any]]) -> None:
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
     """How many are dropped, by (split, the other's dataset, the other's split, reason)."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
-    for position, like, distance in zip(
-        found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True
-    ):
+    for position, like, distance in zip(found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True):
         part, other = found.part_of(position), found.part_of(like)
         counts[part.split, other.manifest.name, other.split, "exact" if distance < 0 else "near"] += 1
     return counts

@@ -138,8 +138,6 @@ def _cosines() -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64
     """The transform, and the places of the lowest frequencies, by order."""
     k = np.arange(SIDE)
     matrix = np.cos(np.pi * (2 * k[None] + 1) * k[:, None] / (2 * SIDE))
-    places = sorted(
-        ((u, v) for u in k.tolist() for v in k.tolist() if u + v > 0), key=lambda place: (sum(place), place)
-    )
+    places = sorted(((u, v) for u in k.tolist() for v in k.tolist() if u + v > 0), key=lambda place: (sum(place), place))
     rows, columns = np.array(places[:NUM_BITS]).T
     return matrix, rows, columns

@@ -64,9 +64,7 @@ class Selection(Settings):
         if len(sizes) > 1:
             raise ValueError(f"{sizes[1]}: {sizes[0]} is given, too; ask for one of them")
         if not sizes and self.classes_file is None and not self.exclude:
-            raise ValueError(
-                "fraction: nothing is asked for; give --fraction, --count, --per-class or what to leave out"
-            )
+            raise ValueError("fraction: nothing is asked for; give --fraction, --count, --per-class or what to leave out")
         return self
 
 
@@ -116,18 +114,14 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
     known = set(parent.classes)
     for name in wanted:
         if name not in known:
-            raise UserError(
-                f"classes-file: {file} names {name!r}, which the dataset lacks; {nearest(name, list(known))}"
-            )
+            raise UserError(f"classes-file: {file} names {name!r}, which the dataset lacks; {nearest(name, list(known))}")
     if not wanted:
         raise UserError(f"classes-file: {file} names no class; write one on each line")
     kept = set(wanted)
     return tuple(name for name in parent.classes if name in kept)
 
 
-def _describe(
-    parent: Manifest, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions
-) -> dict[str, object]:
+def _describe(parent: Manifest, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions) -> dict[str, object]:
     """The source of the subset's manifest: its bytes depend on nothing else."""
     asked = selection.model_dump(mode="json", include={"fraction", "count", "per_class", "split", "seed"})
     numbers = {name: number for number, name in enumerate(parent.classes)}
@@ -163,9 +157,7 @@ def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
     if all(shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars):
         return manifest
     known = known_files(manifest) | {LOCK}
-    strange = [
-        path for path in sorted(out.iterdir()) if path.name not in known and not path.name.startswith(TEMPORARY_PREFIX)
-    ]
+    strange = [path for path in sorted(out.iterdir()) if path.name not in known and not path.name.startswith(TEMPORARY_PREFIX)]
     if strange:
         raise UserError(
             f"{out}: its tars have moved, so it would be made anew, but {strange[0].name} is no part of it; move that elsewhere, "
@@ -174,9 +166,7 @@ def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
     return None
 
 
-def _excluded_counts(
-    source: Path, selection: Selection, exclusions: Exclusions, chosen: dict[str, Chosen]
-) -> dict[str, int]:
+def _excluded_counts(source: Path, selection: Selection, exclusions: Exclusions, chosen: dict[str, Chosen]) -> dict[str, int]:
     found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
     if not found:
         raise UserError(
@@ -281,9 +271,7 @@ def _write_dataset(
     return load_manifest(fresh)
 
 
-def _write_split(
-    source: Path, out: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str
-) -> Split:
+def _write_split(source: Path, out: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str) -> Split:
     shards, start = [], 0
     with progress(f"writing {name}", total=split.num_samples, unit="rows") as line:
         for shard in split.shards:

@@ -37,9 +37,7 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=at_least(1), default=num_cores(), metavar="N", help="processes (one for each core)"
-    )
+    parser.add_argument("--workers", type=at_least(1), default=num_cores(), metavar="N", help="processes (one for each core)")
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:

@@ -40,25 +40,19 @@ REMEDIES = {
 
 
 def add_verbs(verbs: "Verbs") -> None:
-    build = verbs.add_parser(
-        "build", help="pack a source into shards + index + manifest; goes on after any interruption"
-    )
+    build = verbs.add_parser("build", help="pack a source into shards + index + manifest; goes on after any interruption")
     build.add_argument("config", nargs="?", help="a YAML file, such as configs/data_prep/demo_pretrain.yaml")
     build.add_argument("overrides", nargs="*", help="key.path=value, such as image_size=64 source.seed=1")
     build.add_argument("--source", metavar="KIND", help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)")
     build.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
-    build.add_argument(
-        "--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge"
-    )
+    build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
     build.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     build.add_argument("--json", action="store_true", help="print the summary as JSON")
     build.set_defaults(run=_build, after_a_stop=GOES_ON)
     merge = verbs.add_parser("merge", help="verify what array tasks have written, then publish the dataset")
     merge.add_argument("dataset", type=Path)
     add_workers(merge)
-    merge.add_argument(
-        "--trust", action="store_true", help="do not read the shards again: only their sizes are checked"
-    )
+    merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
     merge.add_argument("--json", action="store_true", help="print the summary as JSON")
     merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
     index = verbs.add_parser(
@@ -113,9 +107,7 @@ def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
     return _published(
-        lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust),
-        str(options.dataset),
-        as_json=options.json,
+        lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust), str(options.dataset), as_json=options.json
     )
 
 
@@ -157,9 +149,7 @@ def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> i
     if as_json:
         counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}
         left_out = {"left_out": manifest.num_left_out}
-        print(
-            json.dumps({"dataset": out, "splits": splits, "content_hash": manifest.content_hash, **counts, **left_out})
-        )
+        print(json.dumps({"dataset": out, "splits": splits, "content_hash": manifest.content_hash, **counts, **left_out}))
         return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")

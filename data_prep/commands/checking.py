@@ -74,24 +74,15 @@ def _stats(options: argparse.Namespace) -> int:
     heads = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
     columns = ("samples", "unlabelled", "shards")
     rows = [
-        (
-            name,
-            *(split[key] for key in columns),
-            *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")),
-        )
+        (name, *(split[key] for key in columns), *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")))
         for name, split in found["splits"].items()
     ]
     print_table(heads, rows)
     heads = ("per class", "classes", "min", "median", "max", "max/min")
     labelled = {name: split for name, split in found["splits"].items() if split["classes"]}
-    print_table(
-        heads,
-        [(name, each["classes"], *each["per_class"].values(), each["imbalance"]) for name, each in labelled.items()],
-    )
+    print_table(heads, [(name, each["classes"], *each["per_class"].values(), each["imbalance"]) for name, each in labelled.items()])
     for name, split in labelled.items():
-        most, least = (
-            ", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest")
-        )
+        most, least = (", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest"))
         print(f"{name}: largest {most}; smallest {least}")
     rows = [_channel_row("manifest", found["channel_mean"], found["channel_std"])]
     if options.recompute:
@@ -100,9 +91,7 @@ def _stats(options: argparse.Namespace) -> int:
     sizes = found["sizes"]
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
-    print_table(
-        ("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else [])
-    )
+    print_table(("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else []))
     return OK
 
 
@@ -116,12 +105,7 @@ def _show(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     sheet = contact_sheet(
-        options.dataset,
-        split=options.split,
-        shard=options.shard,
-        count=options.count,
-        seed=options.seed,
-        storage=options.storage,
+        options.dataset, split=options.split, shard=options.shard, count=options.count, seed=options.seed, storage=options.storage
     )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")

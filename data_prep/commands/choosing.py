@@ -24,12 +24,8 @@ def add_verbs(verbs: "Verbs") -> None:
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
     subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
-    subset.add_argument(
-        "--split", default="train", help="the split that the size is of (train); others are taken whole"
-    )
-    subset.add_argument(
-        "--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones"
-    )
+    subset.add_argument("--split", default="train", help="the split that the size is of (train); others are taken whole")
+    subset.add_argument("--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones")
     subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
     subset.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -43,12 +39,7 @@ def add_verbs(verbs: "Verbs") -> None:
     )
     dedup.add_argument("dataset", type=Path)
     dedup.add_argument(
-        "--against",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a dataset that stays whole; repeatable",
+        "--against", type=Path, action="append", default=[], metavar="DIR", help="a dataset that stays whole; repeatable"
     )
     dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
     how = dedup.add_mutually_exclusive_group()
@@ -72,9 +63,7 @@ def _subset(options: argparse.Namespace) -> int:
     excluded = manifest.source.get("exclude_paths")
     if options.json:
         more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
-        print(
-            json.dumps({"dataset": str(options.out), "splits": splits, "content_hash": manifest.content_hash, **more})
-        )
+        print(json.dumps({"dataset": str(options.out), "splits": splits, "content_hash": manifest.content_hash, **more}))
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
@@ -118,15 +107,11 @@ def _dedup(options: argparse.Namespace) -> int:
         out = None if options.out is None else str(options.out)
         print(json.dumps({"dataset": str(options.dataset), **counts, "by": rows, "out": out}))
         return OK
-    print(
-        f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture that is there already"
-    )
+    print(f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture that is there already")
     if rows:
         print_table(("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows])
     if found.num_plain:
-        print(
-            f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were compared pixel by pixel only"
-        )
+        print(f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were compared pixel by pixel only")
     if options.out is not None:
         print(f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as --exclude")
     return OK

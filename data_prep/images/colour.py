@@ -30,9 +30,7 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
     if mode.startswith("I;16") or (mode == "I" and image.format == "PPM"):  # a PGM's 16 bits come as 32
         return _high_bits(image)
     if mode not in _PLAIN + _LAYERED:
-        raise Rejection(
-            "unsupported", f"pixel mode {mode} ({image.format}): which values are black and white is not known"
-        )
+        raise Rejection("unsupported", f"pixel mode {mode} ({image.format}): which values are black and white is not known")
     if mode in _LAYERED or (transparent and mode in ("RGB", "L", "1", "P")):
         if transparent and mode in ("RGB", "L"):
             image.info["transparency"] = _in_8_bits(image.info["transparency"], rawmode)

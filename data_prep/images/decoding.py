@@ -134,9 +134,7 @@ def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: i
     pixels = decode_jpeg(data, frame, scale=scale)
     if pixels is None:
         return None
-    return Picture(
-        pixels if pixels.mode == "RGBX" else to_rgb(pixels), (width / scale, height / scale), orientation, "jpg"
-    )
+    return Picture(pixels if pixels.mode == "RGBX" else to_rgb(pixels), (width / scale, height / scale), orientation, "jpg")
 
 
 def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
@@ -171,9 +169,7 @@ def _without_text(data: bytes) -> bytes:
 def _open(data: bytes) -> Image.Image:
     with rejecting("not_an_image"):
         if data[:2] == b"\xff\xd8":
-            return JpegImageFile(
-                io.BytesIO(data)
-            )  # never an MPO: a good picture with a bad index of further ones is good
+            return JpegImageFile(io.BytesIO(data))  # never an MPO: a good picture with a bad index of further ones is good
         try:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:

@@ -14,15 +14,7 @@ from PIL import Image
 from data_prep.settings import UserError
 
 Reason = Literal[
-    "empty",
-    "not_a_file",
-    "too_large",
-    "not_an_image",
-    "truncated",
-    "damaged",
-    "too_many_pixels",
-    "unsupported",
-    "missing_codec",
+    "empty", "not_a_file", "too_large", "not_an_image", "truncated", "damaged", "too_many_pixels", "unsupported", "missing_codec"
 ]
 MAX_DETAIL_CHARACTERS = 200
 

@@ -263,10 +263,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
 
 def described(settings: IndexSettings) -> dict[str, Any]:
     """For the manifest: how the shards were read."""
-    return {
-        "kind": "index",
-        **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"}),
-    }
+    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"})}
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
@@ -281,9 +278,7 @@ def _refuse_empty(shards: list[StockShard], found: list[StockRecord]) -> None:
             raise UserError(f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or KEY.json")
 
 
-def _with_classes(
-    plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]
-) -> tuple[tuple[str, ...], list[ShardRecord]]:
+def _with_classes(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> tuple[tuple[str, ...], list[ShardRecord]]:
     """The classes of the dataset, and the records with the index written in their numbers."""
     words = sorted({word for part in found for word in part.names})
     if len(words) > MAX_CLASSES:
@@ -327,11 +322,7 @@ def _say_what_was_not_read(shards: list[StockShard], found: list[StockRecord]) -
 
 
 def _manifest(
-    plan: IndexPlan,
-    shards: list[StockShard],
-    found: list[StockRecord],
-    classes: tuple[str, ...],
-    records: list[ShardRecord],
+    plan: IndexPlan, shards: list[StockShard], found: list[StockRecord], classes: tuple[str, ...], records: list[ShardRecord]
 ) -> Manifest:
     settings = plan.settings
     raw_sizes = {part.raw_size for part in found if part.record.shard.num_samples}

@@ -60,9 +60,7 @@ def list_shards(settings: IndexSettings) -> list[StockShard]:
     for split, patterns in sorted(settings.splits.items()):
         found = sorted(place for pattern in patterns for place in expand(pattern, storage=settings.storage))
         places += [(split, number, place) for number, place in enumerate(found)]
-    double, count = Counter(
-        place if "://" in place else str(Path(place).resolve()) for _, _, place in places
-    ).most_common(1)[0]
+    double, count = Counter(place if "://" in place else str(Path(place).resolve()) for _, _, place in places).most_common(1)[0]
     if count > 1:
         raise UserError(f"splits: {double} is named {count} times; every shard belongs to one split, once")
     odd = next((place for _, _, place in places if place.encode(errors="ignore").decode() != place), None)
@@ -138,9 +136,7 @@ def _titles(places: list[str]) -> list[str]:
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The local paths or the URLs that `pattern` names, sorted."""
     if pattern.startswith("pipe:"):
-        raise UserError(
-            "pipe: webdataset's commands are not run here; give what they read, as local files, http(s):// or s3://"
-        )
+        raise UserError("pipe: webdataset's commands are not run here; give what they read, as local files, http(s):// or s3://")
     if "://" in pattern:
         _check_url(pattern)
         found = [file for part in braces(pattern) for file in _listed(part, storage)]
@@ -151,9 +147,7 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
         raise UserError(f"{pattern}: names {double} twice; name every shard once")
     for file in found:
         if urlsplit(file).path.lower().endswith(COMPRESSED):
-            raise UserError(
-                f"{file}: is compressed, so its pictures cannot be reached one by one; decompress it to a plain .tar"
-            )
+            raise UserError(f"{file}: is compressed, so its pictures cannot be reached one by one; decompress it to a plain .tar")
     return sorted(found)
 
 
@@ -248,9 +242,7 @@ def _check_url(url: str) -> None:
     """A manifest is for everybody to read: it must hold no password and no key; nor may an error show one."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https", "s3", "file"):
-        raise UserError(
-            f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://"
-        )
+        raise UserError(f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://")
     if "@" in parts.netloc:
         raise UserError(
             f"{remote.shown(url)}: holds a password, which would stand in the manifest; "

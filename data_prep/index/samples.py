@@ -25,9 +25,7 @@ from data_prep.settings import printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
 
-PICTURES = frozenset(
-    ("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff")
-)
+PICTURES = frozenset(("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff"))
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
@@ -105,9 +103,7 @@ def damaged_by(path: Path) -> str | None:
     with open(path, "rb") as file:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
-    return (
-        kind and f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar"
-    )
+    return kind and f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar"
 
 
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
@@ -198,9 +194,7 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
         size_of(data, max_pixels=plan.settings.max_pixels)
         return _raw(data[:32], len(data))
     image, _ = decode(data, max_pixels=plan.settings.max_pixels)
-    small = resize(
-        image, size=plan.settings.image_size, crop=plan.settings.crop, interpolation=plan.settings.interpolation
-    )
+    small = resize(image, size=plan.settings.image_size, crop=plan.settings.crop, interpolation=plan.settings.interpolation)
     found.channels.add(small)
     return _raw(data[:32], len(data))
 

@@ -81,9 +81,7 @@ def by_container(inventory: Inventory) -> Arrangement:
     names = sorted({container.split for container in inventory.containers})
     numbers = np.array([names.index(container.split) for container in inventory.containers], np.int8)
     of_row = numbers[inventory.container_numbers]
-    return Arrangement(
-        splits={name: np.flatnonzero(of_row == number).astype(np.int32) for number, name in enumerate(names)}
-    )
+    return Arrangement(splits={name: np.flatnonzero(of_row == number).astype(np.int32) for number, name in enumerate(names)})
 
 
 def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
@@ -95,9 +93,7 @@ def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, se
     return move_to_val(inventory, arrangement, count=count, seed=seed)
 
 
-def move_to_val(
-    inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int
-) -> Arrangement:
+def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int) -> Arrangement:
     """Of every class of `train`, `count(images of the class)` seeded ones become `val`."""
     train = arrangement.splits["train"]
     held = np.zeros(len(train), np.bool_)

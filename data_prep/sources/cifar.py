@@ -133,9 +133,7 @@ class CifarSource(RecordSource):
         contents, version = self._contents()
         kind = self.settings.labels
         if kind not in version.names:
-            raise SourceError(
-                f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the setting out"
-            )
+            raise SourceError(f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the setting out")
         file, key = version.names[kind]
         with refusing(self.path / file):
             classes = _class_names(contents[file], key)
@@ -173,8 +171,7 @@ class CifarSource(RecordSource):
             )
         if missing:
             raise SourceError(
-                f"source.path: {self.path} looks like {version.archive} but lacks {', '.join(missing[:3])}; "
-                "download it again"
+                f"source.path: {self.path} looks like {version.archive} but lacks {', '.join(missing[:3])}; download it again"
             )
         return version
 
@@ -189,9 +186,7 @@ def _class_names(data: bytes, key: str) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def _records(
-    data: bytes, version: Version, kind: Literal["fine", "coarse"]
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _records(data: bytes, version: Version, kind: Literal["fine", "coarse"]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """(records, 3072) pixels and (records,) labels."""
     if version.num_label_bytes:
         stride = version.num_label_bytes + _NUM_PICTURE_BYTES
@@ -263,9 +258,7 @@ class _PickledArray:
         _, self.shape, self.type, self.is_fortran, self.data = state
 
     def to_numpy(self) -> NDArray[Any]:
-        if not (
-            self.type.code in _NUMBERS and self.type.byte_order in ("<", ">", "|") and isinstance(self.data, bytes)
-        ):
+        if not (self.type.code in _NUMBERS and self.type.byte_order in ("<", ">", "|") and isinstance(self.data, bytes)):
             raise ValueError("an array of something else than integers")
         dtype = np.dtype(self.type.byte_order.replace("|", "<") + self.type.code)
         if not all(type(length) is int and length >= 0 for length in self.shape):

@@ -55,9 +55,7 @@ class DatasetSource(Source):
     def outline(self) -> Outline:
         counts = {split: self._len(split) for split in self.settings.splits}
         containers = [
-            Container(
-                path=f"{split}/{start // CHUNK:06d}", split=split, offset=start, num_bytes=min(CHUNK, count - start)
-            )
+            Container(path=f"{split}/{start // CHUNK:06d}", split=split, offset=start, num_bytes=min(CHUNK, count - start))
             for split, count in counts.items()
             for start in range(0, count, CHUNK)
         ]
@@ -146,8 +144,7 @@ def _made(factory: str, split: str, arguments: str) -> Any:
             made = getattr(made, part)
     except (ImportError, AttributeError) as error:
         raise SourceError(
-            f"source.factory: {factory} cannot be imported ({error}); write module:callable, with the module's folder on "
-            "PYTHONPATH"
+            f"source.factory: {factory} cannot be imported ({error}); write module:callable, with the module's folder on PYTHONPATH"
         ) from None
     with _calling(split, f"{factory} fails"):
         return made(**json.loads(arguments))

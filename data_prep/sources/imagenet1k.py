@@ -28,15 +28,7 @@ from data_prep.archives.gzipped import read_members
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, Source, by_container
-from data_prep.sources.synsets import (
-    changed_synset,
-    find_synsets,
-    labelled,
-    list_synset,
-    list_tar,
-    read_synset,
-    refuse_gzip,
-)
+from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, list_tar, read_synset, refuse_gzip
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
@@ -145,9 +137,7 @@ class ImageNet1kSource(Source):
             wanted = max(wanted, len(self._real_labels()))
         found = len(arrangement.splits.get("val", ()))
         if labels and found < wanted:
-            raise SourceError(
-                f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive"
-            )
+            raise SourceError(f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive")
         return arrangement
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:

@@ -25,18 +25,7 @@ _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
-    "fashion": (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
+    "fashion": ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
 }
 
@@ -91,9 +80,7 @@ class MnistSource(RecordSource):
             pixels = self._read(pictures, num_dimensions=3)
             if self.settings.transposed:
                 pixels = pixels.transpose(0, 2, 1)
-            batches[split] = Batch(
-                split=split, pixels=pixels, labels=self._read(labels, num_dimensions=1).astype(np.int64)
-            )
+            batches[split] = Batch(split=split, pixels=pixels, labels=self._read(labels, num_dimensions=1).astype(np.int64))
         return Records(classes=self._classes(batches), batches=batches)
 
     def _pairs(self) -> dict[str, tuple[Path, Path]]:
@@ -118,9 +105,7 @@ class MnistSource(RecordSource):
         known = self.settings.class_names or _CLASSES.get(self.settings.variant)
         if known is not None:
             return known
-        return tuple(
-            str(label) for label in range(1 + max(int(batch.labels.max(initial=0)) for batch in batches.values()))
-        )
+        return tuple(str(label) for label in range(1 + max(int(batch.labels.max(initial=0)) for batch in batches.values())))
 
 
 def parse_idx(data: bytes, *, num_dimensions: int) -> NDArray[Any]:

@@ -82,9 +82,7 @@ def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
     source = kind(settings)
     records = source.load()
     if stamp_of(source.files()) != stamp:
-        raise SourceError(
-            "source.path: the archive changes while it is read; wait until it is complete, then build again"
-        )
+        raise SourceError("source.path: the archive changes while it is read; wait until it is complete, then build again")
     check_batches(records)
     return records
 
@@ -94,8 +92,7 @@ def check_batches(records: Records) -> None:
     for name, batch in records.batches.items():
         if len(batch.pixels) != len(batch.labels) or not len(batch.labels):
             raise SourceError(
-                f"source.path: {name} holds {len(batch.pixels):,} pictures and {len(batch.labels):,} labels; "
-                "download it again"
+                f"source.path: {name} holds {len(batch.pixels):,} pictures and {len(batch.labels):,} labels; download it again"
             )
         wrong = np.flatnonzero((batch.labels < 0) | (batch.labels >= len(records.classes)))
         if len(wrong):

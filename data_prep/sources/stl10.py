@@ -14,15 +14,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.guard import (
-    SourceError,
-    changed_since,
-    check_md5,
-    check_size,
-    check_unchanged,
-    refusing,
-    stamp_of,
-)
+from data_prep.archives.guard import SourceError, changed_since, check_md5, check_size, check_unchanged, refusing, stamp_of
 from data_prep.archives.gzipped import open_gzipped_tar
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import ppm

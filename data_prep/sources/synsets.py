@@ -111,18 +111,14 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
         wnid = _wnid(member.name, path)
         if wnid in synsets:
             raise SourceError(f"source.path: {path} holds the synset {wnid} twice; download it again")
-        synsets[wnid] = Container(
-            f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp
-        )
+        synsets[wnid] = Container(f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp)
     return synsets
 
 
 def _wnid(name: str, place: Path) -> str:
     stem = name.rpartition("/")[2].removesuffix(".tar")
     if not _WNID.fullmatch(stem):
-        raise SourceError(
-            f"source.path: {place} holds {name!r}, which is no synset (n and 8 digits); is this ImageNet?"
-        )
+        raise SourceError(f"source.path: {place} holds {name!r}, which is no synset (n and 8 digits); is this ImageNet?")
     return stem
 
 

@@ -108,9 +108,7 @@ class SyntheticSource(FolderSource):
             )
         for path in (begun, complete):
             if path.exists() and json.loads(path.read_text()) != self.describe():
-                raise SourceError(
-                    f"source.images_dir: {self.root} holds pictures of other settings; remove it or name another"
-                )
+                raise SourceError(f"source.images_dir: {self.root} holds pictures of other settings; remove it or name another")
         if complete.exists():
             return
         write_json(begun, self.describe())
@@ -176,14 +174,7 @@ def _background(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
 
 
 def _paint(
-    canvas: Pixels,
-    x: Pixels,
-    y: Pixels,
-    shape: str,
-    hue: float,
-    centre: Pixels,
-    radius: float,
-    generator: np.random.Generator,
+    canvas: Pixels, x: Pixels, y: Pixels, shape: str, hue: float, centre: Pixels, radius: float, generator: np.random.Generator
 ) -> None:
     """Lays one object over the canvas, with edges one pixel soft."""
     angle = generator.uniform(0, 2 * np.pi)

@@ -56,8 +56,7 @@ class TinyImageNetSource(Source):
             if names:
                 raise SourceError(f"source.path: {message} ({', '.join(names[:3])}); download the archive again")
         containers = [
-            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp)
-            for label, name in enumerate(classes)
+            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp) for label, name in enumerate(classes)
         ]
         containers.append(Container(path="val/images", split="val", stamp=stamp))
         if self.settings.unlabelled_test:
@@ -77,10 +76,7 @@ class TinyImageNetSource(Source):
             return Entries.of(rows, label=container.label)
         labels = _val_labels(tree)
         for names, message in (
-            (
-                sorted(labels.keys() - {name for name, _, _ in rows}),
-                f"{_ANNOTATIONS} names pictures that are not there",
-            ),
+            (sorted(labels.keys() - {name for name, _, _ in rows}), f"{_ANNOTATIONS} names pictures that are not there"),
             (sorted({name for name, _, _ in rows} - labels.keys()), f"{_ANNOTATIONS} lacks pictures that are there"),
         ):
             if names:

@@ -35,11 +35,7 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    overrides = [
-        f"pretrained={json.dumps(options.pretrained)}",
-        f"dataset={json.dumps(options.dataset)}",
-        *options.overrides,
-    ]
+    overrides = [f"pretrained={json.dumps(options.pretrained)}", f"dataset={json.dumps(options.dataset)}", *options.overrides]
     settings = load_settings(EvaluateSettings, path=None, overrides=overrides)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses

@@ -56,9 +56,7 @@ class EvaluateSettings(ShortRunSettings):
                     "include_plain: true, but views is 0, which takes the plain picture alone; set views, such as views=100"
                 )
             if self.augment != ViewSettings():
-                raise ValueError(
-                    "augment: is set, but views is 0, which augments nothing; set views, such as views=100"
-                )
+                raise ValueError("augment: is set, but views is 0, which augments nothing; set views, such as views=100")
         return self
 
     @property

@@ -18,24 +18,9 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError
 from finetune.evaluate.answers import Answers, answer
-from finetune.evaluate.files import (
-    CONFUSION,
-    PER_CLASS,
-    PREDICTIONS,
-    write_confusion,
-    write_per_class,
-    write_predictions,
-)
+from finetune.evaluate.files import CONFUSION, PER_CLASS, PREDICTIONS, write_confusion, write_per_class, write_predictions
 from finetune.evaluate.identity import Evaluation
-from finetune.evaluate.pictures import (
-    CALIBRATION_PNG,
-    CONFUSION_PNG,
-    VIEWS_PNG,
-    draw_calibration,
-    draw_confusion,
-    draw_views,
-    save,
-)
+from finetune.evaluate.pictures import CALIBRATION_PNG, CONFUSION_PNG, VIEWS_PNG, draw_calibration, draw_confusion, draw_views, save
 from finetune.evaluate.scoring import Confusion, PerClass, calibration, moments, overall
 from finetune.session import Backbone, open_backbone, register, session
 from finetune.split import class_numbers
@@ -105,9 +90,7 @@ def _logits_of(backbone: Backbone, device: torch.device, *, precision: str) -> C
     return logits_of
 
 
-def _report(
-    evaluation: Evaluation, answers: Answers, reader: ShardReader, tracker: Tracker, *, seconds: float
-) -> dict[str, Any]:
+def _report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracker: Tracker, *, seconds: float) -> dict[str, Any]:
     """Files, pictures, MLflow and last the result, all from the table."""
     (part,) = reader.parts
     names, numbers = part.manifest.classes, part.classes or range(len(part.manifest.classes))

@@ -157,10 +157,7 @@ class Evaluation:
             return bool(data.get("train_split", "train") == self.settings.split)
         parts = [(data.get("dataset"), data.get("train_split", "train"))] if data.get("also") else []
         parts += [(other.get("dataset"), other.get("split", "train")) for other in data.get("also") or ()]
-        return any(
-            split == self.settings.split and _content_of(dataset) == self.manifest.content_hash
-            for dataset, split in parts
-        )
+        return any(split == self.settings.split and _content_of(dataset) == self.manifest.content_hash for dataset, split in parts)
 
 
 def _content_of(dataset: str) -> str | None:

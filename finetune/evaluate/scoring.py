@@ -118,9 +118,7 @@ class Confusion:
         """Counts; a last column for other answers, if there are any. With `num_blocks`, of blocks of neighbouring classes."""
         size = len(self.names)
         rows = size if num_blocks is None else num_blocks
-        labels, answers = (
-            np.where(values < size, values * rows // size, rows) for values in (self.labels, self.answers)
-        )
+        labels, answers = (np.where(values < size, values * rows // size, rows) for values in (self.labels, self.answers))
         matrix = np.zeros((rows, rows + int(self.has_others)))
         np.add.at(matrix, (labels, answers), self.counts)
         return matrix

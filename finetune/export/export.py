@@ -47,9 +47,7 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     """The lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
-    beside = (
-        Path(settings.results_from) if settings.results_from else (run.directory if run else source.directory).parent
-    )
+    beside = Path(settings.results_from) if settings.results_from else (run.directory if run else source.directory).parent
     places = [beside, run.directory] if run else [beside]
     results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
@@ -112,9 +110,7 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     checks: dict[str, Agreement] = {}
     for graph in wanted:
         path = directory / FILES[graph]
-        print(
-            f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True
-        )  # of a large model it takes minutes
+        print(f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True)  # of a large model it takes minutes
         write, read = TOOLS[graph]
         write(exported, example, path, metadata=metadata(facts))
         checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)

@@ -103,9 +103,7 @@ def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
     return found
 
 
-def agreement(
-    expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str
-) -> Agreement:
+def agreement(expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str) -> Agreement:
     """An error where the graph's answers are not the model's."""
     max_abs = max_rel = 0.0
     for x, wanted_BK in zip(inputs, expected, strict=True):

@@ -169,9 +169,7 @@ def _results(results: Sequence[Result]) -> str:
         )
         for each in results
     ]
-    note = (
-        "\n\n\\* of what was trained on top of these weights, or of another step; the others are of the weights here."
-    )
+    note = "\n\n\\* of what was trained on top of these weights, or of another step; the others are of the weights here."
     return _table(rows, header=header) + (note if any(not each.is_of_these_weights for each in results) else "")
 
 
@@ -188,9 +186,7 @@ def _use(facts: Facts) -> str:
         "With the commands of wide-mlps:",
         "```sh\nfinetune evaluate DIRECTORY DATASET\nfinetune tune CONFIG pretrained=DIRECTORY\n```",
     ]
-    shape = (
-        f"(batch, {size}, {size}, 3), uint8" if settings.with_preprocessing else f"(batch, 3, {size}, {size}), float32"
-    )
+    shape = f"(batch, {size}, {size}, 3), uint8" if settings.with_preprocessing else f"(batch, 3, {size}, {size}), float32"
     name = input_name(settings)
     given = f"{name}, {shape}, " + ("as decoded" if settings.with_preprocessing else "normalised as above")
     if "onnx" in settings.graphs:

@@ -31,9 +31,7 @@ def _probe(options: argparse.Namespace) -> int:
 
     def check(manifest: Manifest) -> None:
         if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
-            raise DatasetError(
-                f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another"
-            )
+            raise DatasetError(f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another")
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
         from finetune.probe.probe import probe
@@ -41,9 +39,7 @@ def _probe(options: argparse.Namespace) -> int:
         result = probe(settings, world, checkpoint)
         if result is None:
             return None
-        return (
-            f"{result['test_top1']:.1%} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
-        )
+        return f"{result['test_top1']:.1%} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
 
     return _run("probe", options, settings, check=check, work=work, holdout=settings.holdout_split)
 

@@ -15,11 +15,7 @@ HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
 VoteWeights = Literal["softmax", "uniform", "distance"]
 
 _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "lion": {
-        "lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
-        "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0),
-        "epochs": (50,),
-    },
+    "lion": {"lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0), "epochs": (50,)},
     "sgd": {"lrs": (1e-3, 1e-2, 3e-2, 1e-1, 3e-1), "weight_decays": (0.0, 1e-5, 1e-4, 1e-3, 1e-2), "epochs": (50,)},
     "adamw": {"lrs": (1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (1e-2,), "epochs": (50,)},
     "lbfgs": {"lrs": (1.0,), "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), "epochs": (500,)},
@@ -179,7 +175,5 @@ class KnnSettings(FeatureSettings):
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
         if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
-            raise ValueError(
-                f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on"
-            )
+            raise ValueError(f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on")
         return self

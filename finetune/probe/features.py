@@ -254,9 +254,7 @@ class FeatureMaker:
             raise fault or ElsewhereError("features: another rank could not go on; see its message")
         return result
 
-    def _write_all(
-        self, reader: ShardReader, files: "Sequence[_File]", views: Sequence[int | None], *, title: str
-    ) -> None:
+    def _write_all(self, reader: ShardReader, files: "Sequence[_File]", views: Sequence[int | None], *, title: str) -> None:
         """This rank's rows. On a GPU a batch is written while the next ones are computed."""
         augmentation = self.backbone.augmentation(self.fed, seed=self.seed, device=self.device)
         waiting: deque[Callable[[], None]] = deque()

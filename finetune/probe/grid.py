@@ -153,9 +153,7 @@ def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
 
 def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
     """Of the candidates that are as long as the best: darker is better, the best has a frame."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # a second, which ranks that draw nothing need not spend
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second, which ranks that draw nothing need not spend
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 

@@ -79,9 +79,7 @@ def accuracies(
         for start in range(first, end, blocks.num_queries):
             mine = torch.arange(start, min(end, start + blocks.num_queries))
             (queries_QD,) = unit_rows([test.gather(mine)], device=device)
-            parts = (
-                train.chunks(blocks.num_training) if placed_TD is None else torch.split(placed_TD, blocks.num_training)
-            )
+            parts = train.chunks(blocks.num_training) if placed_TD is None else torch.split(placed_TD, blocks.num_training)
             similarities, places = neighbours_of(queries_QD, unit_rows(parts, device=device), count=counts[-1])
             found = answers(
                 similarities,
@@ -110,9 +108,7 @@ class BlockSizes:
         """So that all that is made of them takes no more than that, or one row of each where that is too much."""
         per_training = 20 * num_features  # as they are, and twice in double precision
         num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
-        per_query = (
-            20 * num_features + 24 * num_training + 56 * count + 8 * num_classes
-        )  # products, keys, their merging; votes
+        per_query = 20 * num_features + 24 * num_training + 56 * count + 8 * num_classes  # products, keys, their merging; votes
         left = num_bytes - num_training * per_training
         return BlockSizes(max(1, left // per_query), num_training)
 
@@ -133,13 +129,7 @@ def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int)
 
 
 def answers(
-    similarities_QM: Tensor,
-    labels_QM: Tensor,
-    *,
-    counts: Sequence[int],
-    num_classes: int,
-    weights: VoteWeights,
-    temperature: float,
+    similarities_QM: Tensor, labels_QM: Tensor, *, counts: Sequence[int], num_classes: int, weights: VoteWeights, temperature: float
 ) -> dict[int, Tensor]:
     """The class with most votes of the k nearest, for each k; of equals the first class."""
     votes_QM = vote_weights(similarities_QM, weights=weights, temperature=temperature)

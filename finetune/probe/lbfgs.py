@@ -111,9 +111,7 @@ class End:
     """Largest entry of the gradient that is left."""
 
 
-def minimise(
-    rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
-) -> tuple[Tensor, list[End]]:
+def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[End]]:
     """(G, E, K) on the rows' device, and how each has ended within its number of passes."""
     most = max(candidate.epochs for candidate in candidates)
     starts = torch.zeros(len(candidates), rows.width, num_classes, dtype=torch.float64, device=rows.device)

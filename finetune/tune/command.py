@@ -18,9 +18,7 @@ from pretrain.ranks.preemption import StopFlag
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    tune = verbs.add_parser(
-        "tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)"
-    )
+    tune = verbs.add_parser("tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)")
     tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
     add_common(tune, _tune)
 

@@ -64,18 +64,14 @@ class TuneSettings(Settings):
         check_best(self.checkpoint, self.data)
         check_repeats(self)
         if self.train.ema_decay is not None:
-            raise ValueError(
-                f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out"
-            )
+            raise ValueError(f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out")
         return self
 
     def as_training(self, card: ModelCard) -> PretrainSettings:
         """The same task in the words of the one training loop."""
         size = self.data.image_size or card.image_size
         if size != card.image_size:
-            raise ValueError(
-                f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size}; leave it out"
-            )
+            raise ValueError(f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size}; leave it out")
         return PretrainSettings(
             run_dir=self.run_dir,
             resume=self.resume,
@@ -96,6 +92,4 @@ def check_repeats(settings: TuneSettings) -> None:
     if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
         raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
     if settings.folds and settings.data.fold is not None:
-        raise ValueError(
-            f"folds: true repeats on every fold, but data.fold is {settings.data.fold}; leave one of them out"
-        )
+        raise ValueError(f"folds: true repeats on every fold, but data.fold is {settings.data.fold}; leave one of them out")

@@ -28,12 +28,7 @@ class AccelerateEngine:
         label_smoothing: float,
         world: World,
     ):
-        self.accelerator, self.settings, self.world, self.label_smoothing = (
-            accelerator,
-            settings,
-            world,
-            label_smoothing,
-        )
+        self.accelerator, self.settings, self.world, self.label_smoothing = (accelerator, settings, world, label_smoothing)
         self.device = accelerator.device
         self.input_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         self.module = model.to(self.device)
@@ -52,9 +47,7 @@ class AccelerateEngine:
         for number, batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self._model):
-                loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(
-                    micro_batches
-                )
+                loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(micro_batches)
                 total += loss.detach()
                 # a loss that is not finite shows in the gradients of all ranks
                 self.accelerator.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))

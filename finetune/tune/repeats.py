@@ -81,9 +81,7 @@ def is_finished(settings: TuneSettings) -> bool:
 
 def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
     """The mean under the name of the figure itself, the sample standard deviation beside it; all runs are finished."""
-    results = {
-        name: finished_result(Path(each.run_dir)) or {} for name, each in zip(_names(repeats), repeats, strict=True)
-    }
+    results = {name: finished_result(Path(each.run_dir)) or {} for name, each in zip(_names(repeats), repeats, strict=True)}
     found: dict[str, Any] = {"runs": results, "num_runs": len(results)}
     for name in SPREAD:
         values = [result[name] for result in results.values() if name in result]

@@ -29,9 +29,7 @@ from pretrain.tracking.tracker import Tracker
 
 
 class Tuning(Task):
-    def __init__(
-        self, settings: TuneSettings, data: TrainingData, checkpoint: Checkpoint, *, group: Path | None = None
-    ):
+    def __init__(self, settings: TuneSettings, data: TrainingData, checkpoint: Checkpoint, *, group: Path | None = None):
         """`group`: the run directory of what it is a repetition of."""
         card = checkpoint.card
         super().__init__(
@@ -112,9 +110,7 @@ def tune_repeatedly(
                 tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))
                 save_result(run_dir, result)
                 if settings.init == "pretrained":
-                    register(
-                        tracker, checkpoint, _scores(result, names=REGISTERED), target=target_of(parts[0].manifest)
-                    )
+                    register(tracker, checkpoint, _scores(result, names=REGISTERED), target=target_of(parts[0].manifest))
         return True
     return False
 

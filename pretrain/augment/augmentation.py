@@ -74,9 +74,7 @@ class Augmentation:
         self.settings, self.seed, self.image_size, self.device, self.dtype = settings, seed, image_size, device, dtype
         self.normalisation = normalisation
         self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
-        self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(
-            1, 3, 1, 1
-        )
+        self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(1, 3, 1, 1)
         mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
@@ -146,12 +144,7 @@ class Augmentation:
         if settings.crop_padding:
             top, left = draw_offsets(settings, draws)
             images_BHWC = padded_crop(
-                images_BHWC,
-                top,
-                left,
-                flip=draw_flips(settings, draws),
-                padding=settings.crop_padding,
-                mode=settings.padding_mode,
+                images_BHWC, top, left, flip=draw_flips(settings, draws), padding=settings.crop_padding, mode=settings.padding_mode
             )
             boxes, done = whole_boxes(count, stored), True
         kernels = draw_kernels(settings, draws, count=count)

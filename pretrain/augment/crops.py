@@ -83,18 +83,14 @@ def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | Non
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
-    down_BOWC = torch.bmm(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
-        batch, size, width, colours
-    )
+    down_BOWC = torch.bmm(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(batch, size, width, colours)
     across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
     out_BOOC = torch.bmm(columns_BOW, across_BWOC).view(batch, size, size, colours)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
 
-def resample_levels(
-    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
-) -> Tensor:
+def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False) -> Tensor:
     """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as PIL does it."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True)
@@ -147,13 +143,7 @@ def axis_weights(
 
 
 def padded_crop(
-    images_BHWC: Tensor,
-    top: NDArray[np.int64],
-    left: NDArray[np.int64],
-    *,
-    flip: Flags,
-    padding: int,
-    mode: PaddingMode,
+    images_BHWC: Tensor, top: NDArray[np.int64], left: NDArray[np.int64], *, flip: Flags, padding: int, mode: PaddingMode
 ) -> Tensor:
     """Crops of the stored size from the pictures with `padding` pixels around them, at (top, left), then flipped."""
     _, height, width, _ = images_BHWC.shape

@@ -50,19 +50,13 @@ class Feed:
         self._device = self._stream.device  # with its number, which accelerate's may lack and `set_device` needs
         # the constants of the augmentation may still be on their way, on the stream of whoever made it
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,)
-        )
-        self._ahead: collections.deque[Future[Fed]] = collections.deque(
-            self._thread.submit(self._launch) for _ in range(NUM_AHEAD)
-        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,))
+        self._ahead: collections.deque[Future[Fed]] = collections.deque(self._thread.submit(self._launch) for _ in range(NUM_AHEAD))
 
     def __enter__(self) -> "Feed":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._batches.reader.end_waits()  # or closing would last as long as a download
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)

@@ -110,17 +110,13 @@ def crop_mix_normalise(
 def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
     """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return crop_mix_normalise(
-        images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32, area=area
-    )
+    return crop_mix_normalise(images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32, area=area)
 
 
 def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> tuple[int, int]:
     """Batch and stored size. The loops below read memory unchecked: nothing may pass here that leads them astray."""
     if images_BHWC.dtype != torch.uint8 or images_BHWC.device.type != "cpu" or images_BHWC.ndim != 4:
-        raise ValueError(
-            f"pictures are {images_BHWC.dtype} on {images_BHWC.device}: they must be uint8 (B, H, W, 3) on the CPU"
-        )
+        raise ValueError(f"pictures are {images_BHWC.dtype} on {images_BHWC.device}: they must be uint8 (B, H, W, 3) on the CPU")
     batch, stored, width, colours = images_BHWC.shape
     if width != stored or colours != 3:
         raise ValueError(f"pictures are {stored} x {width} with {colours} colours: they must be square and RGB")
@@ -131,9 +127,7 @@ def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | N
         if not ((start >= 0) & (extent >= 1) & (start + extent <= stored)).all():
             raise ValueError(f"a box leaves its picture of {stored} pixels, or is smaller than one pixel")
     if weights is not None and (weights.shape != (batch,) or batch % 2):
-        raise ValueError(
-            f"MixUp of {batch} pictures with {len(weights)} weights: it needs pairs, and a weight for each picture"
-        )
+        raise ValueError(f"MixUp of {batch} pictures with {len(weights)} weights: it needs pairs, and a weight for each picture")
     return batch, stored
 
 
@@ -173,9 +167,7 @@ def _kept(function: Function) -> Function:
 
 
 @_inner
-def _taps(
-    start: float, extent: float, mirror: bool, stored: int, first: NDArray[np.int64] | Words, weights: Floats
-) -> int:
+def _taps(start: float, extent: float, mirror: bool, stored: int, first: NDArray[np.int64] | Words, weights: Floats) -> int:
     """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the most taps that one has."""
     size = first.shape[0]
     ratio = extent / size
@@ -207,13 +199,7 @@ def _taps(
 
 @_inner
 def _area_taps(
-    start: float,
-    extent: float,
-    mirror: bool,
-    stored: int,
-    enlarged: bool,
-    first: NDArray[np.int64] | Words,
-    weights: Floats,
+    start: float, extent: float, mirror: bool, stored: int, enlarged: bool, first: NDArray[np.int64] | Words, weights: Floats
 ) -> int:
     """The same of INTER_AREA, as `_covered`."""
     size = first.shape[0]
@@ -253,9 +239,7 @@ def _colour(pixel: np.uint32, shift: np.uint32) -> np.float32:
 
 
 @_inner
-def _across(
-    words: Words, start: np.uint64, offsets: Words, weights: Floats, taps: int, near: Words, row: Floats
-) -> None:
+def _across(words: Words, start: np.uint64, offsets: Words, weights: Floats, taps: int, near: Words, row: Floats) -> None:
     """One source row, which starts at a byte, resized across into three planes (3, O)."""
     size = near.shape[0]
     row[:] = 0
@@ -285,9 +269,7 @@ def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats
 
 
 @_inner
-def _finish(
-    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Floats, b: int, o: int
-) -> None:
+def _finish(own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Floats, b: int, o: int) -> None:
     """Mixes two rows of three planes, and normalises."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
@@ -297,9 +279,7 @@ def _finish(
 
 
 @_inner
-def _finish_rounded(
-    own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Bits, b: int, o: int
-) -> None:
+def _finish_rounded(own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Bits, b: int, o: int) -> None:
     """The same as the bits of bfloat16, to nearest, ties to even."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]

@@ -55,13 +55,7 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     if len(fixed):
         arrays["fixed"] = fixed
         arrays["fixed.tables"] = fixed_tables(operations[fixed], strengths[fixed])
-    for operation in (
-        Operation.AUTOCONTRAST,
-        Operation.EQUALIZE,
-        Operation.CONTRAST,
-        Operation.COLOR,
-        Operation.SHARPNESS,
-    ):
+    for operation in (Operation.AUTOCONTRAST, Operation.EQUALIZE, Operation.CONTRAST, Operation.COLOR, Operation.SHARPNESS):
         rows = np.flatnonzero(operations == operation)
         if len(rows):
             arrays[operation.name] = rows
@@ -96,10 +90,7 @@ def _apply_tables(pictures_BHWC: Tensor, sent: dict[str, Tensor]) -> None:
     if "fixed" in sent:
         rows.append(sent["fixed"])
         tables.append(sent["fixed.tables"].unsqueeze(1).expand(-1, pictures_BHWC.shape[-1], -1))
-    for operation, make in (
-        (Operation.AUTOCONTRAST, autocontrast_tables),
-        (Operation.EQUALIZE, equalize_tables),
-    ):
+    for operation, make in ((Operation.AUTOCONTRAST, autocontrast_tables), (Operation.EQUALIZE, equalize_tables)):
         if operation.name in sent:
             rows.append(sent[operation.name])
             tables.append(make(pictures_BHWC.index_select(0, rows[-1])))
@@ -166,9 +157,7 @@ def equalize_tables(pictures_nHWC: Tensor) -> Tensor:
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
     histogram = torch.zeros(count * colours * 256, dtype=torch.int32, device=device)
-    histogram_nCL = histogram.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32)).view(
-        count, colours, 256
-    )
+    histogram_nCL = histogram.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32)).view(count, colours, 256)
     up_to_nCL = histogram_nCL.cumsum(dim=-1, dtype=torch.int32)
     highest_nC = pictures_nHWC.amax(dim=(1, 2)).long().unsqueeze(-1)
     step_nC1 = (height * width - histogram_nCL.gather(-1, highest_nC)) // 255
@@ -228,13 +217,7 @@ _TOGETHER_ON_CPU = 8
 """Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
 
 
-GEOMETRIC = (
-    Operation.ROTATE,
-    Operation.SHEAR_X,
-    Operation.SHEAR_Y,
-    Operation.TRANSLATE_X,
-    Operation.TRANSLATE_Y,
-)
+GEOMETRIC = (Operation.ROTATE, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
@@ -286,9 +269,7 @@ def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Te
     rows = []
     for tap in taps:
         row = first + (top_nHW + tap).clamp(0, height - 1).int() * width
-        values = (
-            flat.index_select(0, (row + column).view(-1)).view(pictures_nHWC.shape).double() for column in columns
-        )
+        values = (flat.index_select(0, (row + column).view(-1)).view(pictures_nHWC.shape).double() for column in columns)
         rows.append(blend(*values, right_of_nHW1))
     found = blend(*rows, below_nHW1).clamp_(0, 255).to(torch.uint8)
     return torch.where(inside_nHW.unsqueeze(-1), found, fill_C)

@@ -131,9 +131,7 @@ def read_card(directory: Path) -> ModelCard:
         tree = json.loads(path.read_text())
         if isinstance(tree, dict):
             if "pretrained_cfg" in tree and "model" not in tree:
-                raise CheckpointError(
-                    f"{path}: is of a model of timm's own; pretrain import makes its weights usable here"
-                )
+                raise CheckpointError(f"{path}: is of a model of timm's own; pretrain import makes its weights usable here")
             tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
         return ModelCard.model_validate_json(json.dumps(tree))
     except ValidationError as error:

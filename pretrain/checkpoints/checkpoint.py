@@ -98,9 +98,7 @@ def newest_whole(run_dir: Path) -> Path | None:
         print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
     if found or (checkpoints_dir(run_dir) / LATEST).exists():
         where = checkpoints_dir(run_dir)
-        raise CheckpointError(
-            f"{where}: no checkpoint is whole, and training never silently starts over; move it away to do so"
-        )
+        raise CheckpointError(f"{where}: no checkpoint is whole, and training never silently starts over; move it away to do so")
     return None
 
 
@@ -118,9 +116,5 @@ def _no_checkpoint(place: Path) -> CheckpointError:
     repetitions = [str(each) for each in sorted(place.glob("*/")) if list_checkpoints(each)]
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
-        return CheckpointError(
-            f"{place}: holds no checkpoint itself, but its repetitions do; name one of them: {names}"
-        )
-    return CheckpointError(
-        f"{place}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
-    )
+        return CheckpointError(f"{place}: holds no checkpoint itself, but its repetitions do; name one of them: {names}")
+    return CheckpointError(f"{place}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*")

@@ -152,9 +152,7 @@ def _standard(found: Shapes, activation: Activation) -> Layout:
     depth, names = _num("layers", found), _pairs("linear_in", "stem")
     for i in range(depth):
         names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(f"layers.{i}", f"blocks.{i}.linear")
-    spec = MlpSpec(
-        kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=activation
-    )
+    spec = MlpSpec(kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=activation)
     return Layout("scaling_mlps", spec, side, "linear_out.weight", names | _pairs("linear_out", "head"))
 
 

@@ -61,9 +61,7 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
         raise UserError("--mean and --std: one is given without the other; give both")
     for name, values in (("mean", wishes.mean), ("std", wishes.std)):
         if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
-            raise UserError(
-                f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255"
-            )
+            raise UserError(f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255")
     stored, beside = read_weights(file, kind=wishes.kind), config_beside(file)
     activation, learned_from = _activation(wishes, beside)
     foreign = convert(stored.weights, source=file, flattening=wishes.flattening, activation=activation)
@@ -146,10 +144,7 @@ def _transform(beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[di
     found = {key: timms[key] for key in TRANSFORM if key in timms} if isinstance(timms, dict) else {}
     if found:
         return found, "of the config beside the file"
-    return {
-        "interpolation": "bilinear" if "miil" in file.name.lower() else "bicubic",
-        "crop_pct": 0.875,
-    }, "the usual of timm"
+    return {"interpolation": "bilinear" if "miil" in file.name.lower() else "bicubic", "crop_pct": 0.875}, "the usual of timm"
 
 
 def _normalisation(wishes: Wishes, beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[Normalisation, str]:
@@ -169,9 +164,7 @@ def _normalisation(wishes: Wishes, beside: dict[str, Any], foreign: Foreign, fil
 
 def _three(values: object) -> tuple[float, float, float]:
     if not (isinstance(values, list) and len(values) == 3 and all(isinstance(value, int | float) for value in values)):
-        raise UserError(
-            f"the config beside the file: {values!r} is no mean or std of three colours; give --mean and --std"
-        )
+        raise UserError(f"the config beside the file: {values!r} is no mean or std of three colours; give --mean and --std")
     red, green, blue = map(float, values)
     return red, green, blue
 
@@ -184,9 +177,7 @@ def _classes(wishes: Wishes, beside: dict[str, Any], foreign: Foreign) -> tuple[
     if given is None or given.isdigit():
         if given is not None and int(given) != count:
             raise UserError(f"--classes: {given}, but the last layer has {count}")
-        unnamed = (
-            "their names are not in the file; --classes LIST.txt or --classes DATASET gives them, for finetune evaluate"
-        )
+        unnamed = "their names are not in the file; --classes LIST.txt or --classes DATASET gives them, for finetune evaluate"
         return tuple(f"class_{number:05d}" for number in range(count)), unnamed
     names = load_manifest(given).classes if Path(given).is_dir() else tuple(read_lines("--classes", given))
     if len(names) != count:

@@ -135,9 +135,7 @@ def is_begun(
         if not is_free(key, _at(begun, key), _at(wanted, key))
     ]
     if changes:
-        raise SettingsError(
-            f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}"
-        )
+        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}")
     return True
 
 
@@ -169,9 +167,7 @@ def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
     """Refuses a place where nothing can be put, before ranks are started."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
-        raise SettingsError(
-            f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}"
-        )
+        raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}")
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -194,9 +190,7 @@ def claim(
     if not is_first:
         yield
         return
-    with started(
-        run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop
-    ):  # the other ranks wait meanwhile
+    with started(run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop):  # the other ranks wait meanwhile
         check_settings(run_dir, settings)
         write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield
@@ -209,9 +203,7 @@ def check_resume(run_dir: Path, resume: str) -> None:
             f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to start from scratch"
         )
     if resume == "never" and has:
-        raise SettingsError(
-            f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on"
-        )
+        raise SettingsError(f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on")
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:

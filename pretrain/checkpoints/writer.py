@@ -20,16 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretrain.checkpoints.card import CheckpointError, ModelCard
-from pretrain.checkpoints.files import (
-    Best,
-    Retention,
-    Snapshot,
-    TrainerState,
-    publish,
-    published_best,
-    settle,
-    write_best,
-)
+from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, publish, published_best, settle, write_best
 from pretrain.checkpoints.run import checkpoints_dir
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
@@ -107,9 +98,7 @@ class Saver:
             return
         if not self._data_is_right():
             if is_last:  # asked to stop: there will be a last one
-                self._warn(
-                    f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)"
-                )
+                self._warn(f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)")
             self._leave_out(step)
             return
         PROGRESS.mark("making a checkpoint", step=step)

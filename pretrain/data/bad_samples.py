@@ -49,9 +49,7 @@ class BadSamples:
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self._note(bad, candidate)
                 return candidate
-        raise DatasetError(
-            f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it"
-        )
+        raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it")
 
     def _candidate(self, sample: int, attempt: int) -> int:
         if self._chosen is None:

@@ -11,16 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.manifest import (
-    CropPolicy,
-    DatasetError,
-    Filter,
-    Manifest,
-    Shard,
-    Split,
-    load_annotation,
-    load_manifest,
-)
+from data_prep.manifest import CropPolicy, DatasetError, Filter, Manifest, Shard, Split, load_annotation, load_manifest
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
 from pretrain.data.order import Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
@@ -156,9 +147,7 @@ class TrainingData:
     def eval_part(self) -> Part | None:
         """Of the first dataset, in the classes of the whole."""
         first, split = self.parts[0], self.settings.eval_split
-        return (
-            None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
-        )
+        return None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
 
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]
@@ -183,23 +172,18 @@ def load_training_data(data: DataSettings) -> TrainingData:
         found.append(Part(Path(other.dataset), also, other.split))
     _check_sizes(data, found)
     _check_names(found)
-    weights = mixture_weights(
-        [data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found]
-    )
+    weights = mixture_weights([data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found])
     if len(found) == 1:
         return TrainingData(data, tuple(found), weights, manifest.classes)
     classes = tuple(dict.fromkeys(name for part in found for name in part.manifest.classes))
     number_of = {name: number for number, name in enumerate(classes)}
     parts = tuple(
-        Part(part.directory, part.manifest, part.split, tuple(number_of[name] for name in part.manifest.classes))
-        for part in found
+        Part(part.directory, part.manifest, part.split, tuple(number_of[name] for name in part.manifest.classes)) for part in found
     )
     return TrainingData(data, parts, weights, classes)
 
 
-def check_against_data(
-    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
-) -> int:
+def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings) -> int:
     """The number of steps of the run; raises what only the datasets can tell."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
@@ -213,9 +197,7 @@ def check_against_data(
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
     warmup = data.steps(schedule.warmup, global_batch_size=batch)
     if warmup >= steps:
-        raise ValueError(
-            f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter"
-        )
+        raise ValueError(f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter")
     return steps
 
 

@@ -85,9 +85,7 @@ class FirstRead(threading.Thread):
         while True:
             is_under_way = any_rank(self.is_alive(), device=device)
             if any_rank(self._fault is not None, device=device):  # asked last: who has ended has said it
-                raise self._fault or WrongElsewhere(
-                    "data.check: another rank found a shard that is not right; see its message"
-                )
+                raise self._fault or WrongElsewhere("data.check: another rank found a shard that is not right; see its message")
             if not is_under_way:
                 self._all_are_right = True
                 return True
@@ -110,9 +108,7 @@ class FirstRead(threading.Thread):
                 line = _line(path, sha256)
                 found = sha256 if line in known else sha256_of(path, gets_on=self._got_on)
             except OSError as error:
-                raise DatasetError(
-                    f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}"
-                ) from None
+                raise DatasetError(f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}") from None
             if found != sha256:
                 raise DatasetError(
                     f"{path}: its bytes are not those of the manifest any more (sha256 {found[:12]}..., not {sha256[:12]}...); "

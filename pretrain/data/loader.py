@@ -114,10 +114,7 @@ def evaluation_batches(
 ) -> "Batches[Batch]":
     """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
     slices = evaluation_slices(
-        num_samples=reader.num_samples,
-        local_batch_size=local_batch_size,
-        num_ranks=world.num_ranks,
-        rank=world.rank,
+        num_samples=reader.num_samples, local_batch_size=local_batch_size, num_ranks=world.num_ranks, rank=world.rank
     )
     return Batches(
         reader,
@@ -216,9 +213,7 @@ class Batches(Generic[T]):
             if self._following.num_requests:
                 self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
         # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
-        num_parts = (
-            max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
-        )
+        num_parts = max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
         job = _Job(self, group, request, start=start, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):

@@ -164,9 +164,7 @@ class Order:
             samples[rows] = blocks * self.block_size + offsets
         tail = np.flatnonzero(within >= whole)
         if len(tail):
-            samples[tail] = whole + permute(
-                within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3))
-            )
+            samples[tail] = whole + permute(within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3)))
         rotation = int(hash64(key, 4)) % self.num_samples
         return (samples + rotation) % self.num_samples
 
@@ -276,9 +274,7 @@ class BatchPlan:
                 yield self.positions(consumed=start, micro_step=micro_step, rank=rank)
 
 
-def evaluation_slices(
-    *, num_samples: int, local_batch_size: int, num_ranks: int, rank: int
-) -> list[tuple[Ids, NDArray[np.bool_]]]:
+def evaluation_slices(*, num_samples: int, local_batch_size: int, num_ranks: int, rank: int) -> list[tuple[Ids, NDArray[np.bool_]]]:
     """(positions, mask) of every batch of a rank: the same number of equal batches on each rank, padding masked out."""
     num_batches = -(-num_samples // (local_batch_size * num_ranks))
     slices = []

@@ -136,9 +136,7 @@ class ShardReader:
         batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
         for bad in self.read(places, batch):
             directory = self._placed[places.shards[bad.place]][0].directory
-            raise DatasetError(
-                f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}"
-            )
+            raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}")
         return batch
 
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
@@ -223,12 +221,7 @@ class ShardReader:
 
 
 def open_split(
-    directory: Path | str,
-    manifest: Manifest,
-    split: str,
-    *,
-    image_size: int | None = None,
-    store: ShardStore | None = None,
+    directory: Path | str, manifest: Manifest, split: str, *, image_size: int | None = None, store: ShardStore | None = None
 ) -> ShardReader:
     manifest.split(split, directory=directory)
     return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, store=store)
@@ -251,9 +244,7 @@ def open_store(settings: CacheSettings, parts: Sequence[Part]) -> ShardStore | N
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
     directory = Path(settings.cache_dir) if settings.cache_dir else default
-    return ShardStore(
-        directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage
-    )
+    return ShardStore(directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
 
 
 def _class_numbers(parts: Sequence[Part]) -> tuple[Ids | None, Ids]:
@@ -280,9 +271,7 @@ def _index_size(part: Part, shard: Shard) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise DatasetError(
-            f"{path}: index cannot be read ({error.strerror}); run data_prep verify {part.directory}"
-        ) from None
+        raise DatasetError(f"{path}: index cannot be read ({error.strerror}); run data_prep verify {part.directory}") from None
 
 
 def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: int | None) -> None:

@@ -68,9 +68,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     """Joins the ranks and returns this rank's device."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     if on_gpu and world.local_rank >= num_gpus:
-        raise SettingsError(
-            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU"
-        )
+        raise SettingsError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -128,9 +126,7 @@ class DeepSpeedEngine:
             optimizer=make_optimizer(model),
             config=deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda"),
         )
-        self._state = ShardedState(
-            self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device
-        )
+        self._state = ShardedState(self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device)
         self._num_updates = 0
         self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
         self._average = WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None

@@ -219,14 +219,7 @@ class Trial:
     """Steps of a copy of the model, as the engine will do them. It does not change the model, and leaves no memory behind."""
 
     def __init__(
-        self,
-        settings: PretrainSettings,
-        num_classes: int,
-        image_size: int,
-        device: torch.device,
-        *,
-        available: int,
-        fixed: int,
+        self, settings: PretrainSettings, num_classes: int, image_size: int, device: torch.device, *, available: int, fixed: int
     ):
         self.settings, self.num_classes, self.image_size, self.device = settings, num_classes, image_size, device
         self.on_gpu, self.dtype = device.type == "cuda", DTYPES[settings.engine.precision]

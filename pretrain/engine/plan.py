@@ -65,9 +65,7 @@ def rows(plan: Plan) -> list[Row]:
                 compute_ms=3 * 2 * cost.multiply_adds * local / (plan.teraflops * 1e12) * 1e3,
                 held_gb=tuple(held(training).on_device / 1e9 for training in trainings),
                 sent_mb=tuple(count / 1e6 for count in bytes_sent),
-                network_ms=tuple(
-                    count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in bytes_sent
-                ),
+                network_ms=tuple(count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in bytes_sent),
             )
         )
     return found
@@ -92,8 +90,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             " ".join(f"{value:4.1f}" for value in row.network_ms),
         )
     console.print(
-        f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node",
-        style="bold",
+        f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node", style="bold"
     )
     console.print(table)
     console.print(

@@ -56,9 +56,7 @@ class ShardedState:
                 yield tensor, cut_each(numels, num_ranks=ranks)
         else:
             for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
-                in_order = zip(
-                    zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
-                )
+                in_order = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
                 placed = [Placed(numbers[id(each)], offset, each.numel()) for each, offset in in_order]
                 yield tensor, cut_across(placed, shard_size=tensor.numel(), num_ranks=ranks)
 
@@ -131,9 +129,7 @@ class ShardedState:
                     dist.gather(piece, None, dst=0)
             return {}
         on_gpu = self.device.type == "cuda"
-        found = {
-            name: torch.empty(shape, pin_memory=on_gpu) for name, shape in zip(self._names, self._shapes, strict=True)
-        }
+        found = {name: torch.empty(shape, pin_memory=on_gpu) for name, shape in zip(self._names, self._shapes, strict=True)}
         rows = [found[name].view(-1) for name in self._names]
         for flat, shard in zip(self.flats, shards, strict=True):
             offset = 0

@@ -50,13 +50,7 @@ def evaluate(
 ) -> Scores:
     """Raises Interrupted, on all ranks at the same batch, once one of them is to stop."""
     sums = tally(
-        logits_of,
-        reader,
-        augmentation,
-        local_batch_size=local_batch_size,
-        world=world,
-        num_threads=num_threads,
-        stop=stop,
+        logits_of, reader, augmentation, local_batch_size=local_batch_size, world=world, num_threads=num_threads, stop=stop
     )
     return scores_of(all_sum(sums), num_samples=reader.num_samples)
 
@@ -120,9 +114,7 @@ def count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """(right in 1, right in 5, loss, number) of the unmasked rows, summed."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
-    columns = torch.stack(
-        [top[:, 0].double(), top.any(dim=1).double(), losses.double(), torch.ones_like(losses).double()]
-    )
+    columns = torch.stack([top[:, 0].double(), top.any(dim=1).double(), losses.double(), torch.ones_like(losses).double()])
     return (columns * mask).sum(dim=1)
 
 

@@ -31,13 +31,7 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
 
 
 def _fed(
-    settings: PretrainSettings,
-    data: TrainingData,
-    normalisation: Normalisation,
-    *,
-    count: int,
-    epoch: int,
-    num_threads: int,
+    settings: PretrainSettings, data: TrainingData, normalisation: Normalisation, *, count: int, epoch: int, num_threads: int
 ) -> Prepared:
     batch_size, seed = settings.train.global_batch_size, settings.train.seed
     augmentation = Augmentation(

@@ -31,13 +31,7 @@ class SkippedSteps:
     """What one rank makes of them."""
 
     def __init__(
-        self,
-        samples_of: Callable[[int], Ids],
-        reader: ShardReader,
-        *,
-        log: Path,
-        max_in_a_row: int,
-        scales_loss: bool = False,
+        self, samples_of: Callable[[int], Ids], reader: ShardReader, *, log: Path, max_in_a_row: int, scales_loss: bool = False
     ):
         self._samples_of, self._reader, self._log = samples_of, reader, log
         self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
@@ -95,7 +89,6 @@ def samples_of_rank(order: Line, plan: BatchPlan, *, step: int, rank: int) -> Id
     """The samples of a rank's share of the step's global batch."""
     consumed = step * plan.global_batch_size
     positions = [
-        plan.positions(consumed=consumed, micro_step=micro_step, rank=rank)
-        for micro_step in range(plan.accumulation_steps)
+        plan.positions(consumed=consumed, micro_step=micro_step, rank=rank) for micro_step in range(plan.accumulation_steps)
     ]
     return order.locate(np.concatenate(positions))[1]

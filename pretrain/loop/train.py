@@ -166,9 +166,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     size: Any = {"num_classes": len(task.data.classes), "image_size": task.data.image_size}
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
-    local_batch_size = micro_batch_size(
-        model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy
-    )
+    local_batch_size = micro_batch_size(model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy)
     settings = with_local_batch_size(task.settings, local_batch_size)
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     engine = task.engine(model, plan, device=device, world=world)
@@ -242,9 +240,7 @@ def restore(trainer: Trainer) -> TrainerState:
     if path is None:
         return TrainerState(step=0, samples_consumed=0)
     engine, state = on_all_ranks(
-        lambda: load_state(path),
-        device=trainer.engine.device,
-        failed=f"{path}: another rank could not read it; see its message",
+        lambda: load_state(path), device=trainer.engine.device, failed=f"{path}: another rank could not read it; see its message"
     )
     if read_card(path).pixels_hash != trainer.data.pixels_hash:
         raise CheckpointError(
@@ -277,9 +273,7 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> P
     path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
     agrees = world.local_rank != 0 or found == path
     if any_rank(not agrees, device=device) or not same_on_all_ranks(mark_of(path), device=device):
-        raise CheckpointError(
-            f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
-        )
+        raise CheckpointError(f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry")
     return path
 
 
@@ -289,11 +283,7 @@ def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_we
         return "", Tracker(None, params={}, tags={})
     run_dir, tracking, data = Path(settings.run_dir), settings.tracking, task.data
     identity = RunIdentity.of(
-        run_dir,
-        experiment=tracking.experiment,
-        uri=tracking.uri,
-        parent_key=task.parent_key,
-        parent_dir=task.parent_dir,
+        run_dir, experiment=tracking.experiment, uri=tracking.uri, parent_key=task.parent_key, parent_dir=task.parent_dir
     )
     facts = {"num_ranks": world.num_ranks, "num_weights": num_weights, "content_hash": data.content_hash}
     tracker = Tracker(

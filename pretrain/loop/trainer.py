@@ -41,15 +41,7 @@ from pretrain.ranks.collectives import Exchange, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
-from pretrain.tracking.pictures import (
-    FIRST_LAYER,
-    draw_filters,
-    fed_sheet,
-    filter_side,
-    first_of,
-    recipe,
-    strongest_filters,
-)
+from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, recipe, strongest_filters
 from pretrain.tracking.tracker import Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
@@ -137,10 +129,7 @@ class Trainer:
         self.saver.go_on(start)
         self.first_read.start()
         title, shown = self.run_dir.name, self.world.is_first
-        with (
-            progress(title, total=self.num_steps, unit="step", start=self.step, enabled=shown) as self.line,
-            self._feed() as feed,
-        ):
+        with progress(title, total=self.num_steps, unit="step", start=self.step, enabled=shown) as self.line, self._feed() as feed:
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed before result.json
                 self._evaluate()
@@ -174,9 +163,7 @@ class Trainer:
             self.step,
             finished=self.step >= self.num_steps and is_saved and not self.owes_evaluation,
             scores=self.scores,
-            images_per_s=(self.step - self.start_step)
-            * self.plan.global_batch_size
-            / max(time.monotonic() - began_s, 1e-9),
+            images_per_s=(self.step - self.start_step) * self.plan.global_batch_size / max(time.monotonic() - began_s, 1e-9),
         )
 
     def _feed(self) -> Feed:
@@ -216,10 +203,7 @@ class Trainer:
         torch.manual_seed(int(seed))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
-            result.loss,
-            result.gradient_norm,
-            flag=self.stop.raised_by is not None,
-            num_bad=sum(each.num_bad for each in fed),
+            result.loss, result.gradient_norm, flag=self.stop.raised_by is not None, num_bad=sum(each.num_bad for each in fed)
         )
         return QueuedStep(step + 1, lr, result.applied, exchange)
 

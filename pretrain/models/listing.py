@@ -103,9 +103,7 @@ def print_models(listing: Listing, console: Console) -> None:
         console.print(f"Left out, as they cannot take images of that size: {', '.join(listing.unfit)}.")
 
 
-def print_widths(
-    omega: float, *, gamma: float, channels: Iterable[int], densities: Iterable[float], console: Console
-) -> None:
+def print_widths(omega: float, *, gamma: float, channels: Iterable[int], densities: Iterable[float], console: Console) -> None:
     """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections per layer."""
     mixers = [(count, tokens_for(omega, num_channels=count, gamma=gamma)) for count in channels]
     sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]

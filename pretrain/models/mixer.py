@@ -101,9 +101,7 @@ class MixerBlock(nn.Module):
         if not self.is_permuted:
             mixed_BSC: Tensor = self.token_mixing(x_BSC.transpose(1, 2)).transpose(1, 2)
             return mixed_BSC
-        mixed_BM = pk(
-            x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens
-        )
+        mixed_BM = pk(x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens)
         return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
 
     def _mix_channels(self, x_BSC: Tensor) -> Tensor:
@@ -112,11 +110,7 @@ class MixerBlock(nn.Module):
             return mixed_BSC
         _, tokens, channels = x_BSC.shape
         mixed_BM = pk(
-            x_BSC.flatten(1),
-            self.channel_mixing,
-            num_copies=tokens,
-            before=self.before_channels,
-            after=self.after_channels,
+            x_BSC.flatten(1), self.channel_mixing, num_copies=tokens, before=self.before_channels, after=self.after_channels
         )
         return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
 

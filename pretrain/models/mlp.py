@@ -9,11 +9,7 @@ from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear, hidden_linear
 from pretrain.models.spec import MlpSpec
 
-NORMS: dict[Literal["layer", "batch", "none"], type[nn.Module]] = {
-    "layer": nn.LayerNorm,
-    "batch": BatchNorm1d,
-    "none": nn.Identity,
-}
+NORMS: dict[Literal["layer", "batch", "none"], type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm1d, "none": nn.Identity}
 
 
 class InvertedBlock(nn.Module):
@@ -46,11 +42,7 @@ class StandardBlock(nn.Module):
 
     def forward(self, x_BM: Tensor) -> Tensor:
         normed_BM = self.norm(x_BM)
-        y_BM = (
-            self.linear(self.activation(normed_BM))
-            if self.activation_first
-            else self.activation(self.linear(normed_BM))
-        )
+        y_BM = self.linear(self.activation(normed_BM)) if self.activation_first else self.activation(self.linear(normed_BM))
         y: Tensor = self.dropout(y_BM)
         return y
 

@@ -115,21 +115,11 @@ def _sparse_mlps() -> dict[str, Preset]:
 
 def _others() -> dict[str, Preset]:
     structured = {
-        f"{form}_mnist": Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
-        for form in ("monarch", "kronecker")
+        f"{form}_mnist": Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10) for form in ("monarch", "kronecker")
     }
     # Without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py).
-    compared = {
-        name: Preset({"kind": "timm", "name": name}, 64, "B, efficiency") for name in ("resnet152_64", "vit_b_4")
-    }
+    compared = {name: Preset({"kind": "timm", "name": name}, 64, "B, efficiency") for name in ("resnet152_64", "vit_b_4")}
     return structured | compared
 
 
-PRESETS: dict[str, Preset] = {
-    **_mlps(),
-    **_mixers(),
-    **_patch_sweep(),
-    **_simple_mixers(),
-    **_sparse_mlps(),
-    **_others(),
-}
+PRESETS: dict[str, Preset] = {**_mlps(), **_mixers(), **_patch_sweep(), **_simple_mixers(), **_sparse_mlps(), **_others()}

@@ -49,9 +49,7 @@ class MlpSpec(Settings):
         if self.bottleneck == "none":
             check_unread(self.expansion, where="bottleneck none")
         if self.activation_first and self.bottleneck == "inverted":
-            raise ValueError(
-                "model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it"
-            )
+            raise ValueError("model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it")
         return self
 
     @property
@@ -105,9 +103,7 @@ class MixerSpec(Settings):
         elif self.token_hidden and self.channel_hidden:
             check_unread(self.expansion, where="token_hidden and channel_hidden")
         if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
-            raise ValueError(
-                "model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and channel_hidden, or set 2"
-            )
+            raise ValueError("model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and channel_hidden, or set 2")
         return self
 
     @property
@@ -242,9 +238,7 @@ def check_patch_size(patch_size: int, *, image_size: int) -> None:
     if image_size % patch_size:
         fits = [size for size in range(1, image_size + 1) if image_size % size == 0]
         near = min(fits, key=lambda size: abs(size - patch_size))
-        raise ValueError(
-            f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest that does is {near}"
-        )
+        raise ValueError(f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest that does is {near}")
 
 
 AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec

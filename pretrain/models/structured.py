@@ -45,10 +45,7 @@ class Monarch(nn.Module):
         return torch.einsum("bhc,csh->bsc", x_BHC, self.per_column)
 
 
-LAYERS: dict[Literal["monarch", "kronecker"], type[Kronecker] | type[Monarch]] = {
-    "monarch": Monarch,
-    "kronecker": Kronecker,
-}
+LAYERS: dict[Literal["monarch", "kronecker"], type[Kronecker] | type[Monarch]] = {"monarch": Monarch, "kronecker": Kronecker}
 
 
 def _normal(*shape: int) -> nn.Parameter:
@@ -70,9 +67,7 @@ class StructuredBlock(nn.Module):
 
 class StructuredMlp(ImageModel):
     def __init__(self, spec: StructuredMlpSpec, *, num_classes: int, image_size: int):
-        super().__init__(
-            num_features=spec.num_rows * spec.num_columns, num_classes=num_classes, pixels_per_place=image_size
-        )
+        super().__init__(num_features=spec.num_rows * spec.num_columns, num_classes=num_classes, pixels_per_place=image_size)
         grid = (spec.num_rows, spec.num_columns)
         self.greyscale = spec.greyscale
         self.stem = LAYERS[spec.form]((image_size, image_size * (1 if spec.greyscale else 3)), out=grid)

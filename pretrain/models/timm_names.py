@@ -47,11 +47,7 @@ def check_colours(in_chans: int) -> None:
 
 def _entry_point(name: str) -> Callable[..., ImageModel]:
     def construct(
-        num_classes: int,
-        img_size: int | tuple[int, int],
-        in_chans: int = 3,
-        drop_rate: float | None = None,
-        **changes: Any,
+        num_classes: int, img_size: int | tuple[int, int], in_chans: int = 3, drop_rate: float | None = None, **changes: Any
     ) -> ImageModel:
         check_colours(in_chans)
         if drop_rate:
@@ -78,9 +74,7 @@ for _name in PRESETS:
     setattr(sys.modules[__name__], _name, _registered)
 
 
-def _of_spec(
-    spec: dict[str, Any], num_classes: int = 1000, img_size: int | tuple[int, int] = 64, in_chans: int = 3
-) -> ImageModel:
+def _of_spec(spec: dict[str, Any], num_classes: int = 1000, img_size: int | tuple[int, int] = 64, in_chans: int = 3) -> ImageModel:
     check_colours(in_chans)
     parsed: AnySpec = TypeAdapter(ModelSpec).validate_json(json.dumps(spec))
     return build_model(parsed, num_classes=num_classes, image_size=one_side(img_size))
@@ -88,9 +82,7 @@ def _of_spec(
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
     """Any spec: the architecture that the config.json of every checkpoint names, for `create_model("local-dir:DIRECTORY")`."""
-    model: ImageModel = build_model_with_cfg(
-        _of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs
-    )
+    model: ImageModel = build_model_with_cfg(_of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
     return model
 
 

@@ -68,12 +68,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         scale = _lr_scale(name, settings, num_layers=num_layers)
         groups.setdefault((_is_decayed(model, name, parameter), scale), []).append(parameter)
     return [
-        {
-            "params": parameters,
-            "weight_decay": settings.weight_decay if decayed else 0.0,
-            "is_decayed": decayed,
-            "lr_scale": scale,
-        }
+        {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0, "is_decayed": decayed, "lr_scale": scale}
         for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
 

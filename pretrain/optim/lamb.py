@@ -45,9 +45,7 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ):
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_decayed": True}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_decayed": True})
         self._segments: dict[Tensor, tuple[Segment, ...]] | None = None
         self._numbers: dict[Tensor, Tensor] = {}
         """By tensor, beside it on its device: the parameters that its pieces are of."""
@@ -58,9 +56,7 @@ class Lamb(Optimizer):
         self._segments = {tensor: tuple(pieces) for tensor, pieces in segments.items()}
         named = {tensor: [each.parameter_number for each in pieces] for tensor, pieces in self._segments.items()}
         # once, for to bring a list to a GPU is to wait for it
-        self._numbers = {
-            tensor: torch.tensor(each, dtype=torch.long, device=tensor.device) for tensor, each in named.items()
-        }
+        self._numbers = {tensor: torch.tensor(each, dtype=torch.long, device=tensor.device) for tensor, each in named.items()}
         highest = torch.tensor(max((number for each in named.values() for number in each), default=-1))
         self._num_parameters = int(_over_ranks(highest, dist.ReduceOp.MAX)) + 1
 

@@ -24,9 +24,7 @@ class Lion(Optimizer):
     is not finite makes its weight NaN: torch's sign(NaN) is 0, and the weight would silently never move again.
     """
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
-    ):
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -24,9 +24,7 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}  # no fast math: its bits wou
 
 
 def takes(tensors: Sequence[Tensor]) -> bool:
-    return all(
-        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
-    )
+    return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
 def update(
@@ -43,8 +41,7 @@ def update(
     parts = [
         (weight[start : start + size], gradient[start : start + size], momentum[start : start + size])
         for weight, gradient, momentum in (
-            tuple(tensor.detach().view(-1).numpy() for tensor in three)
-            for three in zip(weights, gradients, momenta, strict=True)
+            tuple(tensor.detach().view(-1).numpy() for tensor in three) for three in zip(weights, gradients, momenta, strict=True)
         )
         for size in [max(SMALLEST_PART, -(-len(weight) // torch.get_num_threads()))]
         for start in range(0, len(weight), size)

@@ -39,8 +39,7 @@ def cut_across(parameters: Sequence[Placed], *, shard_size: int, num_ranks: int)
         tuple(
             Segment(each.parameter_number, low - rank * shard_size, high - low, low - each.offset)
             for each in parameters
-            if (low := max(each.offset, rank * shard_size))
-            < (high := min(each.offset + each.numel, (rank + 1) * shard_size))
+            if (low := max(each.offset, rank * shard_size)) < (high := min(each.offset + each.numel, (rank + 1) * shard_size))
         )
         for rank in range(num_ranks)
     )

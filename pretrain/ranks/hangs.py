@@ -175,9 +175,7 @@ def _behind(known: list[tuple[Peer, Standing]]) -> list[tuple[Peer, Standing]]:
 
 def _described(last: list[tuple[Peer, Standing]]) -> str:
     standing, more = last[0][1], [str(peer.rank) for peer, _ in last[1:]]
-    alike = (
-        f"{len(more)} others" if len(more) > _MOST_NAMED else f"rank{'s' if len(more) > 1 else ''} {', '.join(more)}"
-    )
+    alike = f"{len(more)} others" if len(more) > _MOST_NAMED else f"rank{'s' if len(more) > 1 else ''} {', '.join(more)}"
     found = f"has made no progress for {standing.stalled_s:,.0f} s, {standing.place}"
     return f"{found}, like {alike}" if more else found
 

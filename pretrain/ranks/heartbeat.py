@@ -185,11 +185,7 @@ class Heartbeat:
         if self._thread is None or self._is_ending:
             return
         names = {kind.__name__ for kind in type(error).__mro__}
-        is_own = not isinstance(error, RuntimeError) or names & {
-            "OutOfMemoryError",
-            "NotImplementedError",
-            "RecursionError",
-        }
+        is_own = not isinstance(error, RuntimeError) or names & {"OutOfMemoryError", "NotImplementedError", "RecursionError"}
         if not self._is_alone and not is_own and self._has_verdict.wait(BLAME_S):
             time.sleep(600)  # the thread ends this process
         self._leave({"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"})

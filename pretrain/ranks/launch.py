@@ -49,9 +49,7 @@ def launch(
     cores = len(os.sched_getaffinity(0))
     shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     ranks: list[subprocess.Popen[bytes]] = []
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS
-    )  # ranks inherit it; what comes to us meanwhile is passed on afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:
         for rank in range(num_ranks):
             facts = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

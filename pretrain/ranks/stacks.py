@@ -98,9 +98,7 @@ class Stacks:
 
         threading.Thread(target=write, name="stacks", daemon=True).start()
         if not done.wait(WRITE_S):
-            shown = (
-                f"{self._path(peer)} could not be written in {WRITE_S:g} s; it would hold:\n{text[:_LONGEST_SHOWN]}\n"
-            )
+            shown = f"{self._path(peer)} could not be written in {WRITE_S:g} s; it would hold:\n{text[:_LONGEST_SHOWN]}\n"
             os.write(2, shown.encode())
 
 
@@ -140,9 +138,7 @@ def _in_words(peer: Peer, threads: list[_Thread]) -> str:
             return f"{peer}: thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk ({thread.state})"
     if main.state[:1] in "ZX":
         return f"{peer}: its process is dead ({main.state})"
-    return (
-        f"{peer}: its process is alive ({main.state}), but kept its heartbeat from running; its stacks should say why"
-    )
+    return f"{peer}: its process is alive ({main.state}), but kept its heartbeat from running; its stacks should say why"
 
 
 def _heading(peer: Peer, why: str) -> str:

@@ -149,9 +149,7 @@ def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopF
     """Waits for the workspace's lock. True: it is held still, by a start that is over."""
     deadline_s, held = time.monotonic() + lock_wait_s, is_held(workspace)
     if held[0]:
-        print(
-            f"{run_dir}: {_words(workspace, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True
-        )
+        print(f"{run_dir}: {_words(workspace, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
     while held[0]:
         if stop is not None and stop.raised_by is not None:
             raise Interrupted
@@ -196,9 +194,7 @@ def _is_over(holder: Holder) -> bool:
 
 def _asked(*words: str) -> str:
     try:
-        done = subprocess.run(
-            ["scontrol", "-o", "show", *words], capture_output=True, text=True, check=False, timeout=60
-        )
+        done = subprocess.run(["scontrol", "-o", "show", *words], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr

@@ -57,13 +57,9 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    missing = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment
-    ]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
-        raise ValueError(
-            f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK"
-        )
+        raise ValueError(f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK")
     rank, local_rank, num_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])

@@ -139,9 +139,7 @@ class Nvml:
         self._library, count = library, c_uint()
         library.nvmlDeviceGetCount_v2(byref(count))
         handles = [(c_void_p(), number) for number in range(count.value)]
-        self._handles = [
-            handle for handle, number in handles if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0
-        ]
+        self._handles = [handle for handle, number in handles if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0]
 
     def read(self) -> list[GpuReading]:
         return [self._read(handle) for handle in self._handles]

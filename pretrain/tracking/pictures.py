@@ -62,16 +62,12 @@ def coloured(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     return levels
 
 
-def fed_sheet(
-    prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str
-) -> Image.Image:
+def fed_sheet(prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str) -> Image.Image:
     """What the model is fed, with the labels that go with it; only the normalisation is undone, which no eye could do."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
     levels = ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
     pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
-    cells = [
-        LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)
-    ]
+    cells = [LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
     return draw_sheet(cells, title=title, facts=facts)
 
 

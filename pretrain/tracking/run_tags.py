@@ -83,9 +83,7 @@ def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
     """One for each part that is trained on, and one for what is evaluated on."""
     used = [(part, "training") for part in data.parts]
     evaluated = data.eval_part()
-    return tuple(
-        dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else [])
-    )
+    return tuple(dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
 
 
 def dataset_of(part: Part, context: str) -> dict[str, str]:
@@ -160,11 +158,7 @@ def git_commit() -> str:
         if said.exists():
             return said.read_text().strip() or "unknown"
         return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -117,9 +117,7 @@ class Store:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, event["time_ms"], event["step"])
-            for event in events
-            for name, value in event["values"].items()
+            Metric(name, value, event["time_ms"], event["step"]) for event in events for name, value in event["values"].items()
         ]
         for start in range(0, len(metrics), _METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
@@ -191,9 +189,7 @@ class Store:
         except MlflowException as error:
             if error.error_code in _MAY_PASS:
                 raise
-            print(
-                f"model {name!r}: the registry does not take it ({error}); it is left out", file=sys.stderr, flush=True
-            )
+            print(f"model {name!r}: the registry does not take it ({error}); it is left out", file=sys.stderr, flush=True)
 
     def _new_version(self, run_id: str, event: dict[str, Any]) -> str:
         """Made, unless another process has made it just now."""
@@ -286,9 +282,7 @@ class EmbeddedStore:
     def check_in_place(self) -> None:
         """A store that was moved away while it was open would go on taking what nobody finds."""
         if self._file is not None and self._file != self._identity():
-            raise UserError(
-                f"{self.path}: was moved or removed while this run wrote to it; when the run has ended: sync it"
-            )
+            raise UserError(f"{self.path}: was moved or removed while this run wrote to it; when the run has ended: sync it")
 
     def remedy_for(self, error: Exception) -> str | None:
         """Where the error is of a damaged file."""
@@ -307,9 +301,7 @@ class EmbeddedStore:
         for end in _BESIDE:
             left = self.path.with_name(self.path.name + end)
             if left.exists():
-                raise UserError(
-                    f"{left}: was left by a store that is gone and would spoil a new one; move it away, too"
-                )
+                raise UserError(f"{left}: was left by a store that is gone and would spoil a new one; move it away, too")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / self.path.name
             make_database(made, files=self.files)

@@ -66,12 +66,7 @@ class RunIdentity(Settings):
 
     @staticmethod
     def of(
-        run_dir: Path,
-        *,
-        experiment: str,
-        uri: str | None,
-        parent_key: str | None = None,
-        parent_dir: Path | None = None,
+        run_dir: Path, *, experiment: str, uri: str | None, parent_key: str | None = None, parent_dir: Path | None = None
     ) -> "RunIdentity":
         """The parent is the run in `parent_dir`, else whoever has `parent_key`. A child that is given no store goes to that
         of its parent, or nobody would see it there."""
@@ -172,14 +167,10 @@ class Tracker:
 
         self._start(draw_and_report)
 
-    def version(
-        self, model: str, *, checkpoint: Path, weights_sha256: str, parent_key: str, tags: dict[str, str]
-    ) -> None:
+    def version(self, model: str, *, checkpoint: Path, weights_sha256: str, parent_key: str, tags: dict[str, str]) -> None:
         """What has been found out about a checkpoint: it becomes a version of the registered model of that name."""
         event = {"model": model, "path": str((checkpoint / CONFIG).resolve()), "checkpoint": str(checkpoint.resolve())}
-        self._append(
-            {"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event
-        )
+        self._append({"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event)
 
     def close(self, status: Status) -> None:
         """Logs how the run ended, and gives delivery a while to finish."""
@@ -221,14 +212,7 @@ class Tracker:
         log_start = self._log.stat().st_size if self._log.exists() else 0
         workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pretrain.tracking.delivery",
-                str(self.run_dir),
-                str(self._close_timeout_s),
-                *workspace,
-            ],
+            [sys.executable, "-m", "pretrain.tracking.delivery", str(self.run_dir), str(self._close_timeout_s), *workspace],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},

@@ -58,9 +58,7 @@ def test_what_the_paper_prints_is_what_we_count() -> None:
     for name, printed in PRINTED.items():
         cost = cost_of_named(name)
         assert round(cost.num_parameters / 1e6, 2) == printed.million_parameters
-        assert printed.giga_multiply_adds == pytest.approx(
-            cost.multiply_adds / 1e9, rel=4e-3
-        )  # norms count in the paper
+        assert printed.giga_multiply_adds == pytest.approx(cost.multiply_adds / 1e9, rel=4e-3)  # norms count in the paper
 
 
 @pytest.fixture

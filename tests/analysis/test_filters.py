@@ -22,9 +22,7 @@ def weights() -> torch.Tensor:
 def test_a_filter_is_the_maximum_over_colours_of_each_pixels_weights(tmp_path: Path, weights: torch.Tensor) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
     # the model flattens (colour, row, column)
-    expected = [
-        [[max(each[c * 16 + r * 4 + x] for c in range(3)) for x in range(4)] for r in range(4)] for each in weights
-    ]
+    expected = [[[max(each[c * 16 + r * 4 + x] for c in range(3)) for x in range(4)] for r in range(4)] for each in weights]
     for source in (checkpoint, tmp_path / "run"):  # a run stands for its newest checkpoint
         np.testing.assert_array_equal(first_layer(source), np.array(expected, np.float32))
 
@@ -51,9 +49,7 @@ def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
     assert filters[1, 2, 3] == 48 + 32 + 2 * 4 + 3  # the last colour has the largest
 
 
-def test_what_has_no_filters_is_one_clear_line(
-    tmp_path: Path, weights: torch.Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_filters_is_one_clear_line(tmp_path: Path, weights: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     spec = StructuredMlpSpec(kind="structured", form="monarch")
     write_checkpoint(tmp_path / "structured", spec, {"head.bias": torch.zeros(2)})
     damaged = write_checkpoint(tmp_path / "damaged", MLP, {"stem.weight": weights}, image_size=4) / "model.safetensors"

@@ -33,9 +33,7 @@ def tuning(dataset: Path, pretrained: Path, init: str = "pretrained") -> dict[st
 def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) -> Path:
     """Pretrained on `shapes`, transferred to `other_shapes`; one of each task, and two unfinished ones."""
     curve = [(step, {"train/loss": 3.0 / step, "eval/top1": step / 100}) for step in (10, 20, 30)]
-    mlp = write_run(
-        "mlp", pretraining(shapes), result={"eval/top1": 0.75, "images_per_s": 1234.5}, metrics=curve, spec=MLP
-    )
+    mlp = write_run("mlp", pretraining(shapes), result={"eval/top1": 0.75, "images_per_s": 1234.5}, metrics=curve, spec=MLP)
     write_run("mixer", pretraining(shapes), metrics=curve[:1], spec=MIXER)
     write_run("nothing-yet", pretraining(shapes))
     write_run("probe", probing(other_shapes, mlp), result={"test_top1": 0.5})
@@ -112,17 +110,9 @@ def test_every_bar_is_held_against_the_chance_of_its_own_dataset(runs: Path, wri
     axes = Figure().subplots()
     draw_accuracies([run for run in collect(runs) if run.task == "probe"], axes)
     lines = [collection.get_segments()[0] for collection in axes.collections]  # type: ignore[attr-defined]
-    assert [(round(float(line[:, 1].mean())), round(float(line[0, 0]), 3)) for line in lines] == [
-        (0, 0.2),
-        (1, 0.2),
-        (2, 0.125),
-    ]
+    assert [(round(float(line[:, 1].mean())), round(float(line[0, 0]), 3)) for line in lines] == [(0, 0.2), (1, 0.2), (2, 0.125)]
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == [
-        "linear on pixels, shapes-b",
-        "B-2/Wi-6, linear probe, shapes-b",
-        "B-2/Wi-6, linear probe, shapes-a",
-    ]
+    assert labels == ["linear on pixels, shapes-b", "B-2/Wi-6, linear probe, shapes-b", "B-2/Wi-6, linear probe, shapes-a"]
 
 
 def test_curves_of_unfinished_runs_are_drawn_as_far_as_they_go(runs: Path) -> None:

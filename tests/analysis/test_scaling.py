@@ -86,9 +86,7 @@ def test_points_that_will_not_do_are_one_clear_line(
     assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
 
 
-def test_the_command_reads_columns_by_name_and_prints_the_law(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_columns_by_name_and_prints_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "points.csv").write_text(csv(*points_of(Law(0.5, 2.0, 0.3, 0.2), low=1, high=1e4, count=8)))
     assert main(["scaling", str(tmp_path / "points.csv")]) == 0
     assert capsys.readouterr().out == "E(C) = 0.5 (2 + C)^-0.3000 + 0.2000\n"

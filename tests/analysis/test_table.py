@@ -28,9 +28,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(
-    key: str, task: str, top1: float | None, *, metric: str = "eval/top1", parent_key: str = "", **more: Any
-) -> Run:
+def run(key: str, task: str, top1: float | None, *, metric: str = "eval/top1", parent_key: str = "", **more: Any) -> Run:
     """`top1` None: unfinished."""
     params = more.get("params", {})
     data = {name.removeprefix("data."): value for name, value in params.items() if name.startswith("data.")}
@@ -98,10 +96,7 @@ def test_seeds_make_a_mean_and_a_deviation() -> None:
 
 def test_folds_are_repetitions_and_stay_apart_from_runs_on_the_whole_split() -> None:
     """0.80 to 0.89 in steps of 0.01: mean 84.5, deviation sqrt(82.5 / 9) = 3.0277 points. Without folds the paper has 88.9."""
-    folds = [
-        tuned(f"f{n}", 0.80 + 0.01 * n, target="stl10", parent_key="group", params={"data.fold": str(n)})
-        for n in range(10)
-    ]
+    folds = [tuned(f"f{n}", 0.80 + 0.01 * n, target="stl10", parent_key="group", params={"data.fold": str(n)}) for n in range(10)]
     group = run("group", "tune_seeds", 0.845, parent_key="body", tags={"target": "stl10"})
     tables = fill(TABLES, [BODY, tuned("whole", 0.9, target="stl10"), group, *folds])
     whole, single = cell(tables, ROW, "STL-10"), cell(tables, f"{ROW}, per fold, of imagenet21k", "STL-10")
@@ -109,10 +104,7 @@ def test_folds_are_repetitions_and_stay_apart_from_runs_on_the_whole_split() -> 
     assert (single.mean, single.std) == (pytest.approx(84.5), pytest.approx(3.0277, abs=1e-3))
     assert (single.num_repetitions, single.num_left_out) == (10, 0) and "84.5 ± 3.0 (n=10)" in markdown(tables)
     again = tuned("f3-1", 0.93, seed=1, target="stl10", parent_key="group", params={"data.fold": "3"})
-    assert (
-        cell(fill(TABLES, [BODY, group, *folds, again]), f"{ROW}, per fold, of imagenet21k", "STL-10").num_repetitions
-        == 11
-    )
+    assert cell(fill(TABLES, [BODY, group, *folds, again]), f"{ROW}, per fold, of imagenet21k", "STL-10").num_repetitions == 11
 
 
 def test_ranks_and_paths_make_no_other_recipe_and_what_a_label_hides_makes_another_model() -> None:
@@ -193,14 +185,7 @@ def test_probes_neighbours_and_other_datasets() -> None:
             synthetic,
             run("p", "probe", 0.883, metric="test_top1", params={"views": "8", "test_split": "test"}, **common),
             run("q", "probe", 0.7, metric="test_top1", params={"views": "0", "test_split": "test"}, **common),
-            run(
-                "h",
-                "probe",
-                0.99,
-                metric="test_top1",
-                params={"views": "8", "test_split": "unlabelled"},
-                **common,
-            ),
+            run("h", "probe", 0.99, metric="test_top1", params={"views": "8", "test_split": "unlabelled"}, **common),
             run("k", "knn", 0.6, metric="top1_k20", params={"test_split": "test"}, **common),
             tuned("t", 0.2, parent_key="s", target="synthetic", tags={"dataset": "shapes-b"}),
         ],

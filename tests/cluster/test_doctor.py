@@ -57,11 +57,7 @@ def test_what_is_concluded_from_slurms_answers(
 ) -> None:
     (finding,) = [each for each in check_slurm(read_submission(words), os.environ) if each.check == check]
     assert finding.verdict == verdict and found in finding.found and remedy in finding.remedy
-    assert (
-        all("--test-only" in line for line in Path("calls").read_text().splitlines() if line)
-        if Path("calls").exists()
-        else True
-    )
+    assert all("--test-only" in line for line in Path("calls").read_text().splitlines() if line) if Path("calls").exists() else True
 
 
 def test_without_slurm_there_is_one_clear_line(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +71,7 @@ def test_without_slurm_there_is_one_clear_line(slurm: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [
-        ("90", 90),
-        ("90:30", 90.5),
-        ("1:30:00", 90),
-        ("2-0", 2880),
-        ("1-12:30", 2190),
-        ("UNLIMITED", float("inf")),
-        ("12h", None),
-    ],
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("UNLIMITED", float("inf")), ("12h", None)],
 )
 def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None) -> None:
     assert minutes_of(text) == minutes
@@ -103,12 +91,7 @@ def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None
     ],
 )
 def test_an_environment_that_is_not_whole_is_a_fault(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    made: tuple[str, ...],
-    environment: dict[str, str],
-    verdict: str,
-    found: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: tuple[str, ...], environment: dict[str, str], verdict: str, found: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in made:

@@ -33,17 +33,10 @@ def test_a_job_that_was_put_back_before_its_first_line_finds_its_code(tmp_path: 
     (root / "jobs/77").mkdir()
     (root / "jobs/77/writes").write_text("-\tx\n")
     said = f"JobId=77 Command={code}/cluster/pretrain.slurm SubmitTime=2026-01-01T10:00:00"
-    stand_in(
-        root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2'
-    )
+    stand_in(root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2')
     for restart in ("1", "2"):
         done = run(
-            root,
-            "cluster/snapshot",
-            "--of-job",
-            "configs/pretrain/demo_mlp.yaml",
-            SLURM_JOB_ID="77",
-            SLURM_RESTART_COUNT=restart,
+            root, "cluster/snapshot", "--of-job", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77", SLURM_RESTART_COUNT=restart
         )
         assert (done.returncode, done.stdout) == (0, f"{code}\n"), done.stderr
 
@@ -76,12 +69,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in list(os.environ):
         if name.startswith(("SLURM", "SBATCH")):
             monkeypatch.delenv(name)
-    given = {
-        "SLURM_JOB_NAME": "pretrain",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[0-1]",
-        "SLURM_JOB_PARTITION": "gpu",
-    }
+    given = {"SLURM_JOB_NAME": "pretrain", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_PARTITION": "gpu"}
     given |= {"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SQUEUE_STATES": "PENDING", "SLURM_GPU_BIND": "single:1"}
     for name, value in (given | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}).items():
         monkeypatch.setenv(name, value)
@@ -174,9 +162,7 @@ def test_a_requeued_start_records_its_end_unless_the_next_has_begun(job: Job, ha
         job.restarts = 0
     with pytest.raises(End, match="SLURM has taken the job back; this was start 1, the next is start 2"):
         job.end_start("stopped")
-    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (
-        ["lost"] * 2 if has_next else ["stopped"]
-    )
+    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (["lost"] * 2 if has_next else ["stopped"])
 
 
 NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gpu:h100={} AllocTRES=gres/gpu=1"
@@ -184,12 +170,7 @@ NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gp
 
 @pytest.mark.parametrize(
     ("gpus", "of_nodes", "answer"),
-    [
-        ("4", (4, 4), (4, 2)),
-        ("4", (4, 8), (4, 2)),
-        ("8", (8, 4), "its nodes have from 4 to 8 GPUs"),
-        ("2", (4, 8), (2, 4)),
-    ],
+    [("4", (4, 4), (4, 2)), ("4", (4, 8), (4, 2)), ("8", (8, 4), "its nodes have from 4 to 8 GPUs"), ("2", (4, 8), (2, 4))],
 )
 def test_the_shape_of_a_step_suits_the_smallest_node(
     job: Job, gpus: str, of_nodes: tuple[int, int], answer: Any, monkeypatch: pytest.MonkeyPatch
@@ -211,18 +192,12 @@ def test_the_shape_of_a_step_suits_the_smallest_node(
 
 def test_a_file_of_the_command_line_is_the_one_that_was_kept(job: Job, tmp_path: Path) -> None:
     outside = tmp_path.parent / "a user"
-    for place in (
-        tmp_path / "kept/configs/a.yaml",
-        Path(f"{tmp_path}/kept/given{outside}/b.yaml"),
-        tmp_path / "new.yaml",
-    ):
+    for place in (tmp_path / "kept/configs/a.yaml", Path(f"{tmp_path}/kept/given{outside}/b.yaml"), tmp_path / "new.yaml"):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
     job.snapshot = tmp_path / "kept"
     assert job.kept("configs/a.yaml") == f"{tmp_path}/kept/configs/a.yaml"
-    assert (
-        job.kept(f"{outside}/b.yaml") == f"{tmp_path}/kept/given{outside}/b.yaml" and job.kept("nowhere") == "nowhere"
-    )
+    assert job.kept(f"{outside}/b.yaml") == f"{tmp_path}/kept/given{outside}/b.yaml" and job.kept("nowhere") == "nowhere"
     with pytest.raises(End, match="was not kept at the submission"):
         job.kept("new.yaml")
 
@@ -231,11 +206,7 @@ def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, "apptainer", "true")
-    for name, value in (
-        ("APPTAINER_IMAGE", "/x y.sif"),
-        ("CONTAINER_MOUNTS", "/data,/a:/b"),
-        ("NODE_SCRATCH", "/scratch"),
-    ):
+    for name, value in (("APPTAINER_IMAGE", "/x y.sif"), ("CONTAINER_MOUNTS", "/data,/a:/b"), ("NODE_SCRATCH", "/scratch")):
         monkeypatch.setenv(name, value)
     python, options, here = jobs.python_words()
     assert python[:6] == ["apptainer", "exec", "--bind", f"{tmp_path},/data,/a:/b,/scratch", "--pwd", str(tmp_path)]
@@ -257,18 +228,11 @@ def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
 def test_the_rank_that_failed_first_is_shown_with_its_last_words(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     ends = job.directory / "ends"
     ends.mkdir()
-    ranks = (
-        (0, 100.9, 1, "rank 2 is lost"),
-        (1, 100.5, 1, ""),
-        (2, 100.6, 137, "disk on fire"),
-        (3, 109.0, 2, "too late"),
-    )
+    ranks = ((0, 100.9, 1, "rank 2 is lost"), (1, 100.5, 1, ""), (2, 100.6, 137, "disk on fire"), (3, 109.0, 2, "too late"))
     for rank, end_s, code, words in ranks:
         (ends / str(rank)).write_text(json.dumps({"time": end_s, "rank": rank, "node": f"n{rank}", "code": code}))
         log = Path(f"{job.directory}/rank-{rank:04}.log")
-        log.write_text(
-            f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n" if words else "--- start 1: x\n"
-        )
+        log.write_text(f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n" if words else "--- start 1: x\n")
     job.show_first_failure(ends, f"{job.directory}/rank")
     said = capsys.readouterr().out
     assert "rank 2 on n2 failed first, with exit code 137, by signal SIGKILL: out of memory?" in said
@@ -276,11 +240,7 @@ def test_the_rank_that_failed_first_is_shown_with_its_last_words(job: Job, capsy
 
 
 def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None:
-    stand_in(
-        Path(),
-        "flaky",
-        '[ -e once ] || { touch once; exit 1; }; kill -TERM $$; kill -USR2 $$; echo "[$SLURM_TIME_FORMAT]"',
-    )
+    stand_in(Path(), "flaky", '[ -e once ] || { touch once; exit 1; }; kill -TERM $$; kill -USR2 $$; echo "[$SLURM_TIME_FORMAT]"')
     slept: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", slept.append)

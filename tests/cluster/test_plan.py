@@ -266,9 +266,7 @@ def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pyt
 def test_what_is_queued_is_not_queued_again(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit([DEMO]) == 0
     since = "2026-01-01T10:00:00"
-    (slurm / "queue").write_text(
-        f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n"
-    )
+    (slurm / "queue").write_text(f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n")
     (slurm / "again.yaml").write_text(Path(DEMO).read_text())  # under another name it writes the same places
     capsys.readouterr()
     for path in (DEMO, "again.yaml"):

@@ -38,11 +38,7 @@ def rank(arguments: list[str], trouble: str) -> int:
 def whole(place: Path, *, num_ranks: int, per_node: int = 1, troubles: Mapping[int, str], timeout_s: int = 60) -> Any:
     """Exit codes, output and lines of preflight.jsonl; a rank whose trouble is "absent" is not started."""
     nodes = [f"n{number + 1}" for number in range(num_ranks // per_node)]
-    shared = {
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "NODE_SCRATCH": str(place / "scratch"),
-        "PREFLIGHT_TIMEOUT_S": str(timeout_s),
-    }
+    shared = {"LOCAL_WORLD_SIZE": str(per_node), "NODE_SCRATCH": str(place / "scratch"), "PREFLIGHT_TIMEOUT_S": str(timeout_s)}
     output, processes = place / "output", []
     for number, environment in enumerate(environments(num_ranks, **shared)):
         node = {"LOCAL_RANK": str(number % per_node), "SLURMD_NODENAME": nodes[number // per_node]}
@@ -69,9 +65,7 @@ def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(tmp_path: Path) -> None:
-    codes, output, lines, bad = whole(
-        tmp_path, num_ranks=4, troubles={1: "wrong", 2: "hangs", 3: "absent"}, timeout_s=15
-    )
+    codes, output, lines, bad = whole(tmp_path, num_ranks=4, troubles={1: "wrong", 2: "hangs", 3: "absent"}, timeout_s=15)
     assert codes == [3] * 3, output
     assert bad.pop("n4").startswith("rank 3 sent nothing within ") and bad == {
         "n2": "cpu: 128 of 16,384 entries of a torch.float32 product are wrong",
@@ -124,10 +118,7 @@ def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
     paths = [str(tmp_path), f"{tmp_path}/in21k/manifest.json"]
     first, second = (check_node(World(i, i, 2, num_local_ranks=2), paths, lambda doing: None) for i in (0, 1))
     assert [kind for kind, _ in second["faults"]] == kinds, "one rank of a node looks at directories"
-    assert first["faults"][0] == [
-        f"not there {paths[1]}",
-        f"{tmp_path}/in21k is not there: is its file system mounted?",
-    ]
+    assert first["faults"][0] == [f"not there {paths[1]}", f"{tmp_path}/in21k is not there: is its file system mounted?"]
 
 
 def test_what_hangs_dies_or_fails_is_an_answer() -> None:
@@ -173,10 +164,7 @@ def figures(tflops: Sequence[float | None], *, device: str = GPU, **others: Any)
     ]
 
 
-FAULT = {
-    kind: {"faults": [[kind, f"it has {kind}"]]}
-    for kind in ("no gpu", "scratch", "not checked", "absent", "not there /d")
-}
+FAULT = {kind: {"faults": [[kind, f"it has {kind}"]]} for kind in ("no gpu", "scratch", "not checked", "absent", "not there /d")}
 
 
 def linked(**rates: dict[str, float]) -> dict[str, Any]:

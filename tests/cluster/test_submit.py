@@ -39,9 +39,7 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
 )
-def test_what_cannot_run_is_refused(
-    checkout: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_run_is_refused(checkout: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     Path("mine/pretrain.slurm").touch()
     assert main(words) == 2
@@ -59,9 +57,7 @@ def test_what_waits_for_another_job_may_lack_what_it_reads(checkout: Path, words
         assert order(option, *words)
 
 
-def test_what_does_not_fit_the_data_is_one_line(
-    checkout: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_the_data_is_one_line(checkout: Path, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "schedule.warmup=99999 steps"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("cluster/submit: ") and said.count("\n") == 1, said
@@ -184,9 +180,7 @@ def test_a_job_names_the_users_own_file(checkout: Path, where: str, capsys: pyte
     assert said.startswith(f"pretrain: {where.removeprefix('given')}/mine.yaml: ") and "snapshots" not in said
 
 
-def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pretrain", "train", MLP, "run_dir=runs/mine", "data.dataset={}"]
     cases = (("/proc/nowhere/set", "blind", "/proc/nowhere/set/manifest.json"), ("data/set", "unfinished", ""))
     for dataset, state, about in cases:

@@ -39,9 +39,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 def webp(image: Image.Image) -> bytes:
     """Lossless, whatever PIL was built with."""
-    data = cv2.imencode(
-        ".webp", np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]], [cv2.IMWRITE_WEBP_QUALITY, 101]
-    )
+    data = cv2.imencode(".webp", np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]], [cv2.IMWRITE_WEBP_QUALITY, 101])
     return bytes(data[1])
 
 
@@ -123,12 +121,7 @@ def held_at_work(mark: Path, *words: str) -> Iterator[None]:
 @contextmanager
 def _running(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        command,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
     )
     try:
         yield process

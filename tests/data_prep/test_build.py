@@ -195,9 +195,7 @@ def test_a_source_that_has_changed_is_refused(tmp_path: Path) -> None:
     assert build(source, out) == 2
 
 
-def test_a_second_builder_is_refused_while_the_first_is_at_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_builder_is_refused_while_the_first_is_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "shapes"
     words = ["build", "--source", "synthetic", "--out", str(out), *SHAPES]
     with held_at_work(tmp_path / "held", *words):
@@ -281,9 +279,7 @@ def test_when_memory_runs_out_the_picture_is_named(
     assert load_manifest(tmp_path / "out").num_written == 6
 
 
-def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 7}), tmp_path / "out"
     write_files(source, {f"ant/text{number}.jpg": b"no" for number in range(3)})
     for _ in range(2):
@@ -345,11 +341,7 @@ def test_split_folders_become_splits_that_share_one_class_list(tmp_path: Path) -
     assert build(source, tmp_path / "out") == 0
     manifest = load_manifest(tmp_path / "out")
     assert manifest.classes == ("ant", "bee")
-    assert {name: split.class_counts for name, split in manifest.splits.items()} == {
-        "train": (4, 3),
-        "val": (0, 2),
-        "test": (0, 1),
-    }
+    assert {name: split.class_counts for name, split in manifest.splits.items()} == {"train": (4, 3), "val": (0, 2), "test": (0, 1)}
 
 
 def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) -> None:
@@ -451,10 +443,7 @@ def test_a_source_is_never_its_own_dataset(tmp_path: Path, capsys: pytest.Captur
         (("train/cat/a.jpg", "train/loose.png"), "1 pictures lie in {source}/train itself, in no class (loose.png)"),
         (("cat/a.jpg", "loose.JPG"), "1 pictures lie in {source} itself, in no class (loose.JPG)"),
         (("cat/a.jpg", "a.jfif", "b.avif"), "2 pictures lie in {source} itself, in no class (a.jfif, b.avif)"),
-        (
-            ("cat/a.jpg", "no-ending", "c.backup"),
-            "2 pictures lie in {source} itself, in no class (c.backup, no-ending)",
-        ),
+        (("cat/a.jpg", "no-ending", "c.backup"), "2 pictures lie in {source} itself, in no class (c.backup, no-ending)"),
     ],
 )
 def test_what_would_be_left_out_of_a_folder_is_refused(
@@ -535,9 +524,7 @@ def test_folders_of_a_class_are_walked_in_order_and_a_link_to_a_folder_above_end
     ]
 
 
-def test_shards_made_before_the_source_was_touched_are_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_made_before_the_source_was_touched_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
     for path in sorted(source.rglob("*.jpg")):  # other pictures of the same size in bytes
@@ -548,9 +535,7 @@ def test_shards_made_before_the_source_was_touched_are_made_anew(
     assert all(path.stat().st_mtime_ns != changed for path, changed in before.items())
 
 
-def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 4}), tmp_path / "ants"
     out.mkdir()
     monkeypatch.chdir(out)
@@ -558,9 +543,7 @@ def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(
     assert load_manifest(out).name == "ants"
 
 
-def test_selections_that_leave_nothing_or_match_nothing_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_selections_that_leave_nothing_or_match_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), tmp_path / "out"
     for name, paths in (
         ("all", ["ant/000.jpg", "ant/001.jpg", "bee/000.jpg", "bee/001.jpg"]),
@@ -593,9 +576,7 @@ def test_a_rejecting_build_and_a_task_answer_a_script_too(tmp_path: Path, capsys
     assert build(source, tmp_path / "none", "--task=") == 2  # an unset variable of a job array
 
 
-def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_classes(tmp_path / "source", {"ant": 1})
     (tmp_path / "out").write_text("a file")
     for out in (tmp_path / "out", tmp_path / "out" / "below"):

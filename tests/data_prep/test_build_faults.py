@@ -108,9 +108,7 @@ def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(t
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'{"path": "ant/zero.jpg"}'])
-def test_a_damaged_list_of_rejects_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
-) -> None:
+def test_a_damaged_list_of_rejects_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes) -> None:
     source = write_files(write_classes(tmp_path / "source", {"ant": 2}), {"ant/zero.jpg": b""})
     out = tmp_path / "out"
     assert build(source, out) == 1
@@ -140,9 +138,7 @@ def commands(tmp_path: Path, out: Path) -> dict[str, Callable[[], int]]:
 
 
 @pytest.mark.parametrize("name", ["build", "task", "index", "drawing"])
-def test_what_somebody_keeps_in_the_directory_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_what_somebody_keeps_in_the_directory_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     out = tmp_path / "out"
     command = commands(tmp_path, out)[name]
     for theirs in THEIRS:
@@ -199,9 +195,7 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     assert build(source, tiny_disk / "animals", *cut) == 1
     said = capfd.readouterr().err
     assert (
-        said.splitlines()[-1].endswith(
-            "No space left on device; what is finished is kept, the same command goes on from there"
-        )
+        said.splitlines()[-1].endswith("No space left on device; what is finished is kept, the same command goes on from there")
         or "No space left on device" in said.splitlines()[-1]
     )
     assert "Traceback" not in said

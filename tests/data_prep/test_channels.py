@@ -7,9 +7,7 @@ from PIL import Image
 from data_prep.images.channels import ChannelSums
 
 
-@pytest.mark.parametrize(
-    ("size", "num_pictures"), [(16, 3), (64, 150), (700, 2)]
-)  # 64 and 700 fill more than one strip
+@pytest.mark.parametrize(("size", "num_pictures"), [(16, 3), (64, 150), (700, 2)])  # 64 and 700 fill more than one strip
 def test_the_sums_are_those_of_all_pixels_in_any_order(size: int, num_pictures: int) -> None:
     pixels = np.random.default_rng(size).integers(0, 256, (num_pictures, size, size, 3), dtype=np.uint8)
     pixels[0] = 255

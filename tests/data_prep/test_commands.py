@@ -43,10 +43,7 @@ def test_a_number_has_a_least_value(words: list[str], least: int, capsys: pytest
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            OSError(errno.EROFS, "Read-only file system", "/d"),
-            "'/d'; name a disk that can be written to first: what is",
-        ),
+        (OSError(errno.EROFS, "Read-only file system", "/d"), "'/d'; name a disk that can be written to first: what is"),
         (OSError(errno.EACCES, "Permission denied", "/d"), "'/d'; get the right to write or read there first: what is"),
         (OSError(errno.EIO, "Input/output error", "/d"), "'/d'; what is finished is kept, the same command goes on"),
     ],
@@ -80,9 +77,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_modules_load_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise KeyboardInterrupt")
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.cli import main; sys.exit(main(['verify', 'x']))"
-    )
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.cli import main; sys.exit(main(['verify', 'x']))"
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "data_prep: interrupted before anything was done\n")
 

@@ -191,9 +191,7 @@ def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(
         ("train/bee/twice.bmp", "exact", "train", "train/ant/03.png"),
         ("train/bee/worse.jpg", "near", "train", "train/ant/07.png"),
     ]
-    assert [line["distance"] == 0 for line in lines] == [
-        line["reason"] == "exact" or line["distance"] == 0 for line in lines
-    ]
+    assert [line["distance"] == 0 for line in lines] == [line["reason"] == "exact" or line["distance"] == 0 for line in lines]
     assert lines[1] == {
         "path": "train/bee/twice.bmp",
         "key": "train-000002-000005",
@@ -213,10 +211,7 @@ def test_after_a_build_without_the_list_nothing_is_found(tmp_path: Path, source:
     assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 20, "val": 5}
     assert manifest.num_left_out == {"excluded": 3}
     assert dedup(clean, out=tmp_path / "none.jsonl") == []
-    assert (
-        main(["subset", str(directory), "--out", str(tmp_path / "some"), "--exclude", str(tmp_path / "list.jsonl")])
-        == 0
-    )
+    assert main(["subset", str(directory), "--out", str(tmp_path / "some"), "--exclude", str(tmp_path / "list.jsonl")]) == 0
     assert dedup(tmp_path / "some", out=tmp_path / "none.jsonl") == []
 
 
@@ -231,9 +226,7 @@ def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encod
     lines = dedup(directory, "--against", str(other), out=tmp_path / "list.jsonl")
     dropped = {line["path"] for line in lines if line["of"]["dataset"] == "downstream"}
     assert dropped == {"train/ant/03.png", "train/ant/05.png"}
-    assert {line["path"] for line in lines} - dropped == {
-        f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
-    }
+    assert {line["path"] for line in lines} - dropped == {f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")}
 
 
 def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
@@ -242,9 +235,9 @@ def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
     directory = pack(source, tmp_path / "animals")
     assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a.jsonl")] == ["train/bee/twice.bmp"]
     lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
-    assert [line["path"] for line in lines] == [
-        f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
-    ] + ["val/bee/again.png"]
+    assert [line["path"] for line in lines] == [f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")] + [
+        "val/bee/again.png"
+    ]
     capsys.readouterr()
     monkeypatch.setattr("data_prep.commands.choosing.MANY", 0.15)  # 3 of 23 in train, 1 of 5 in val
     dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
@@ -254,9 +247,7 @@ def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "keep"])
-def test_other_encodings_and_any_number_of_workers_give_the_same_list(
-    tmp_path: Path, source: Path, encoding: str
-) -> None:
+def test_other_encodings_and_any_number_of_workers_give_the_same_list(tmp_path: Path, source: Path, encoding: str) -> None:
     directory = pack(source, tmp_path / "animals", f"encoding={encoding}")
     alone = dedup(directory, out=tmp_path / "a.jsonl")
     assert len(alone) == 3
@@ -283,9 +274,7 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
     assert sum(hashed) == 23  # the one shard of val is the same
 
 
-def test_the_summary_counts_what_the_list_holds(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = pack(source, tmp_path / "animals")
     capsys.readouterr()
     assert main(["dedup", str(directory), "--json", "--workers", "1"]) == 0

@@ -162,9 +162,7 @@ def test_squash_keeps_the_whole_picture() -> None:
     image = Image.new("RGB", (60, 20))
     image.paste((255, 0, 0), (0, 0, 20, 20))
     image.paste((0, 0, 255), (40, 0, 60, 20))
-    squashed, cut = (
-        np.asarray(resize(image, size=18, crop=crop, interpolation="bicubic")) for crop in ("squash", "center")
-    )
+    squashed, cut = (np.asarray(resize(image, size=18, crop=crop, interpolation="bicubic")) for crop in ("squash", "center"))
     np.testing.assert_array_equal(squashed[:, 1], np.broadcast_to((255, 0, 0), (18, 3)))
     np.testing.assert_array_equal(squashed[:, 16], np.broadcast_to((0, 0, 255), (18, 3)))
     assert cut[:, 2:-2].max() == 0
@@ -208,10 +206,7 @@ def test_longer_side_holds_for_the_other_filters_and_for_a_hair() -> None:
     expected = shrunk.resize((64, 64), Image.Resampling.BILINEAR, box=(12, 0, 52, 40))
     found = resize(image, size=64, crop="longer_side", interpolation="bilinear")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-    assert resize(picture(seed=3, width=900, height=2), size=64, crop="longer_side", interpolation="area").size == (
-        64,
-        64,
-    )
+    assert resize(picture(seed=3, width=900, height=2), size=64, crop="longer_side", interpolation="area").size == (64, 64)
 
 
 def test_a_picture_of_the_asked_for_size_is_not_touched() -> None:
@@ -296,8 +291,7 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("encoding", "draft", "is_taken"),
-    [("raw", True, True), ("jpeg", True, True), ("raw", False, False), ("keep", True, False)],
+    ("encoding", "draft", "is_taken"), [("raw", True, True), ("jpeg", True, True), ("raw", False, False), ("keep", True, False)]
 )
 def test_the_budget_counts_the_pixels_of_a_draft_unless_the_picture_is_read_whole_again(
     encoding: str, draft: bool, is_taken: bool

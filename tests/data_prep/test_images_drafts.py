@@ -99,9 +99,7 @@ def test_a_draft_is_taken_at_its_margin_and_never_below() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(("width", "height"), [(257, 391), (391, 257), (301, 301)])
-def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
-    width: int, height: int, orientation: int
-) -> None:
+def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(width: int, height: int, orientation: int) -> None:
     """Odd sides: the last pixel of a draft lies over the edge by half, which must not move the square."""
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -117,14 +115,10 @@ def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
 
 @pytest.mark.parametrize("scale", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}]
-)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}])
 def test_jpegs_are_what_pillow_makes_of_them(mode: str, options: dict[str, int], scale: int) -> None:
     """Which has libjpeg-turbo, too. It drafts no CMYK."""
-    data = encoded(
-        picture(seed=1, width=141, height=99).convert(mode), comment=b"\xff\xda", icc_profile=b"x" * 70_000, **options
-    )
+    data = encoded(picture(seed=1, width=141, height=99).convert(mode), comment=b"\xff\xda", icc_profile=b"x" * 70_000, **options)
     assert len(data) > 70_000
     assert (plain_frame(data) is None) == (mode == "CMYK")
     found = read_picture(data, smallest_side={1: None, 2: 16, 4: 6}[scale])

@@ -48,9 +48,7 @@ def png(width: int, height: int, rows: bytes, *, bits: int, colour_type: int, tr
     return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
-def tiff(
-    pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1)
-) -> bytes:
+def tiff(pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1)) -> bytes:
     """A little-endian TIFF of one uncompressed grey strip."""
     entries = [(256, 4, size[0]), (257, 4, size[1]), (258, 3, bits), (259, 3, 1), (262, 3, photometric)]
     entries += [(273, 4, 8), (277, 3, 1), (278, 4, size[1]), (279, 4, len(pixels)), (339, 3, sample_format)]
@@ -154,9 +152,7 @@ def test_a_transparent_gif_is_white_where_nothing_is_drawn() -> None:
         (b"iCCP", b"icc\0\0" + zlib.compress(bytes(3 << 20)), False),
     ],
 )
-def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(
-    name: bytes, body: bytes, behind: bool
-) -> None:
+def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(name: bytes, body: bytes, behind: bool) -> None:
     xmp = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
     whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
     at = len(whole) - 12 if behind else 33
@@ -220,9 +216,7 @@ ONE_PIXEL = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071
 
 
 def riff(*chunks: tuple[bytes, bytes]) -> bytes:
-    body = b"WEBP" + b"".join(
-        name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2) for name, data in chunks
-    )
+    body = b"WEBP" + b"".join(name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2) for name, data in chunks)
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
@@ -244,9 +238,7 @@ def test_webps_are_read_lossless_and_lossy_over_white() -> None:
     assert decode(ONE_PIXEL)[1] == "webp"
     image = picture(seed=1, width=41, height=31)
     np.testing.assert_array_equal(pixels_of(webp(image)), np.asarray(image))
-    np.testing.assert_array_equal(
-        pixels_of(webp(Image.new("RGBA", (4, 4), (255, 0, 0, 51)))), [[[255, 204, 204]] * 4] * 4
-    )
+    np.testing.assert_array_equal(pixels_of(webp(Image.new("RGBA", (4, 4), (255, 0, 0, 51)))), [[[255, 204, 204]] * 4] * 4)
     _, lossy = cv2.imencode(".webp", np.asarray(image)[..., ::-1], [cv2.IMWRITE_WEBP_QUALITY, 90])
     assert bytes(lossy)[12:16] == b"VP8 "
     found = pixels_of(bytes(lossy))
@@ -335,11 +327,7 @@ def test_a_file_cut_anywhere_is_rejected_or_whole(kind: str) -> None:
 def test_a_bomb_is_known_by_its_header(side: int) -> None:
     jpeg = encoded(Image.new("RGB", (16, 16)))
     at = jpeg.index(b"\xff\xc0") + 5
-    for bomb in (
-        jpeg[:at] + struct.pack(">HH", side, side) + jpeg[at + 4 :],
-        png_claiming(side),
-        b"P6 %d %d 255\n" % (side, side),
-    ):
+    for bomb in (jpeg[:at] + struct.pack(">HH", side, side) + jpeg[at + 4 :], png_claiming(side), b"P6 %d %d 255\n" % (side, side)):
         reason, detail = rejection_of(bomb)
         assert reason == "too_many_pixels"
         assert str(side) in detail or str(side * side) in detail

@@ -49,16 +49,12 @@ def test_shards_of_stock_writers_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fixture", ["shapes", "other_shapes"])
-def test_an_index_of_a_built_dataset_has_its_content(
-    request: pytest.FixtureRequest, tmp_path: Path, fixture: str
-) -> None:
+def test_an_index_of_a_built_dataset_has_its_content(request: pytest.FixtureRequest, tmp_path: Path, fixture: str) -> None:
     """Hence its order: what the build wrote beside the tars, and where they lie, does not count."""
     built: Path = request.getfixturevalue(fixture)
     manifest = load_manifest(built)
     (tmp_path / "classes").write_text("\n".join(manifest.classes))
-    moved = Path(
-        shutil.copytree(built, tmp_path / "moved", ignore=shutil.ignore_patterns("*.npy", "*.json*", "*.paths"))
-    )
+    moved = Path(shutil.copytree(built, tmp_path / "moved", ignore=shutil.ignore_patterns("*.npy", "*.json*", "*.paths")))
     patterns = {split: f"{moved}/{split}-*.tar" for split in manifest.splits}
     more = [word for split in sorted(patterns.keys() - {"train"}) for word in (f"--{split}", patterns[split])]
     assert index(tmp_path / "out", patterns["train"], *more, f"classes_file={tmp_path}/classes") == 0
@@ -166,9 +162,7 @@ def test_headers_alone_give_the_same_index_and_near_statistics(tmp_path: Path) -
     for check in ("decode", "header"):
         assert index(tmp_path / check, shard, f"check={check}") == 0
     one, two = load_manifest(tmp_path / "decode"), load_manifest(tmp_path / "header")
-    assert (tmp_path / "decode" / "train-000000.npy").read_bytes() == (
-        tmp_path / "header" / "train-000000.npy"
-    ).read_bytes()
+    assert (tmp_path / "decode" / "train-000000.npy").read_bytes() == (tmp_path / "header" / "train-000000.npy").read_bytes()
     assert one.channel_mean != two.channel_mean
     np.testing.assert_allclose(one.channel_mean, two.channel_mean, atol=0.01)
 

@@ -140,9 +140,7 @@ def test_a_tar_behind_a_tar_is_told_of_and_read_on_demand(tmp_path: Path, capsys
     shard.write_bytes(b"".join(path.read_bytes() for path in both))
     assert index(tmp_path / "first", shard) == 0
     assert read(tmp_path / "first")[1] == [0, 1]
-    assert f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})" in last_line(
-        capsys
-    )
+    assert f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})" in last_line(capsys)
     assert index(tmp_path / "whole", shard, "ignore_zeros=true") == 0
     assert index(tmp_path / "apart", both) == 0  # as the two are by themselves
     assert read(tmp_path / "whole")[1] == [0, 1, 2, 0, 1]
@@ -246,9 +244,7 @@ def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_o
     assert files_of(out) == files_of(tmp_path / "whole" / "out")
 
 
-def test_a_changed_shard_is_refused_but_a_touched_one_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_shard_is_refused_but_a_touched_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_stock(tmp_path / "in.tar", [sample(1), sample(2)])
     out = tmp_path / "out"
     assert index(out, path) == 0

@@ -65,10 +65,7 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
         ("https://host/a.tar.gz", "is compressed, so its pictures cannot be reached one by one; decompress it"),
         ("gs://bucket/a.tar", "gs:// is not read; copy the shards here, or use http(s):// or s3://"),
         ("https://me:word@host/a.tar", "https://host/a.tar: holds a password, which would stand in the manifest"),
-        (
-            "https://host/a.tar?X-Amz-Signature=ab",
-            "https://host/a.tar: holds X-Amz-Signature, which would stand in the",
-        ),
+        ("https://host/a.tar?X-Amz-Signature=ab", "https://host/a.tar: holds X-Amz-Signature, which would stand in the"),
         ("https://host/a.tar?download=true&api_key=word", "https://host/a.tar: holds api_key, which would stand in"),
         ("https://host/a.tar?X-Amz-Credential=word&auth=word", "a.tar: holds X-Amz-Credential, which would stand in"),
         ("https://host/a.tar?download=word", "https://host/a.tar: holds download, which would stand in the manifest"),

@@ -75,9 +75,7 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert state.gets == gets
 
 
-def test_a_missing_bucket_object_or_right_is_one_line(
-    tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_bucket_object_or_right_is_one_line(tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
     for pattern, words in [
         ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: no object has such a name"),
         ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: there is no such file; mend the address"),
@@ -196,9 +194,7 @@ def test_a_server_that_does_not_answer_is_told_of(
     assert last.startswith(f"data_prep: {address}: cannot be read after 2 attempts (")
 
 
-def test_all_damaged_shards_are_named_in_one_run(
-    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_damaged_shards_are_named_in_one_run(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES[1:]:
         (shards / name).write_bytes(b"<html>please sign in</html>" * 50)
     assert index(tmp_path / "out", shards / PATTERN) == 2
@@ -212,9 +208,7 @@ def test_a_classes_file_of_windows_begins_with_a_mark(tmp_path: Path, shards: Pa
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
 
 
-def test_a_classes_file_of_another_encoding_is_refused(
-    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classes_file_of_another_encoding_is_refused(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "classes.txt").write_bytes(b"caf\xe9\ndog\ncat\n")
     assert index(tmp_path / "out", shards / PATTERN, f"classes_file={tmp_path / 'classes.txt'}") == 2
     assert "; write it as UTF-8" in last_line(capsys)

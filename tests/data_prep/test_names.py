@@ -54,9 +54,7 @@ def test_classes_pictures_and_rejects_of_a_build_and_of_its_tasks(
     assert load_manifest(out).classes == ("ant", "caf\\x5cxe9", "café", "caf\\xe9")
     assert load_manifest(out).splits["train"].class_counts == (2, 1, 1, 4)
     spelled = [*paths_of(out), *rejects(out)]
-    assert sorted(map(had_back, spelled)) == sorted(
-        str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()
-    )
+    assert sorted(map(had_back, spelled)) == sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     assert "caf\\xe9/b\\xe4d.jpg" in rejects(out)
     for words in (["verify", str(out)], ["stats", str(out)]):
         assert main(words) == 0

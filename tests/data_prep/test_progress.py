@@ -40,9 +40,7 @@ def test_a_log_file_gets_a_line_with_counts_rate_and_time_left_every_ten_seconds
     assert capsys.readouterr().err == "packing  2,500/4,000 images  100/s  train-000001.tar  eta 15 s\n"
 
 
-def test_the_interval_is_a_setting_of_the_module(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_interval_is_a_setting_of_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("data_prep.progress.LOG_INTERVAL_S", 0.0)
     with progress("reading", total=3, unit="files") as line:
         for _ in range(3):
@@ -51,18 +49,14 @@ def test_the_interval_is_a_setting_of_the_module(
     assert [text.split("  ")[:2] for text in lines] == [["reading", f"{done}/3 files"] for done in (1, 2, 3)]
 
 
-def test_work_that_had_begun_before_counts_as_done_but_not_as_speed(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_that_had_begun_before_counts_as_done_but_not_as_speed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     line = ProgressLine("training", total=1000, unit="steps", start=500)
     clock.now_s += 10
     line.advance(100)
     assert capsys.readouterr().err == "training  600/1,000 steps  10/s  eta 40 s\n"
 
 
-def test_the_end_of_long_work_is_told_and_of_short_work_is_not(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_long_work_is_told_and_of_short_work_is_not(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, expected in ((0.9, ""), (2.0, "packing  8/8 images  4/s  in 2 s\n")):
         with progress("packing", total=8, unit="images") as line:
             clock.now_s += seconds
@@ -70,9 +64,7 @@ def test_the_end_of_long_work_is_told_and_of_short_work_is_not(
         assert capsys.readouterr().err == expected
 
 
-def test_work_that_ends_before_anything_is_done_promises_no_time(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_that_ends_before_anything_is_done_promises_no_time(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), progress("packing", total=8, unit="images"):
         clock.now_s += 3
         raise KeyboardInterrupt

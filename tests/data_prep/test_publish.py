@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.publish import (
-    atomic_directory,
-    atomic_file,
-    canonical_json,
-    sha256_of,
-    sole_writer,
-    write_atomic,
-    write_json,
-)
+from data_prep.publish import atomic_directory, atomic_file, canonical_json, sha256_of, sole_writer, write_atomic, write_json
 
 
 class PlugPulledError(Exception):
@@ -151,10 +143,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there" / "yet"
     with sole_writer(folder):
-        with (
-            pytest.raises(ValueError, match=rf"another process is writing here \(process {os.getpid()} on "),
-            sole_writer(folder),
-        ):
+        with pytest.raises(ValueError, match=rf"another process is writing here \(process {os.getpid()} on "), sole_writer(folder):
             pass
         with sole_writer(tmp_path / "other"):
             pass

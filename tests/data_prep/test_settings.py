@@ -194,9 +194,7 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"path": "x"}, "source.kind: missing; set it"),
     ],
 )  # fmt: skip
-def test_a_mistake_inside_a_choice_of_sections_names_the_path_that_the_user_wrote(
-    source: dict[str, Any], message: str
-) -> None:
+def test_a_mistake_inside_a_choice_of_sections_names_the_path_that_the_user_wrote(source: dict[str, Any], message: str) -> None:
     assert complaint({"out": "data/x", "source": source}, BuildSettings) == message
 
 
@@ -219,9 +217,7 @@ def test_show_prints_settings_that_build_the_same_again(tmp_path: Path, capsys: 
     assert not (tmp_path / "data").exists()
 
 
-def test_overrides_may_stand_without_a_config_and_after_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overrides_may_stand_without_a_config_and_after_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("source: {kind: synthetic}\nout: x\nseed: 5\n")
     for words in (
         ["source.kind=synthetic", "seed=5", "--show", "out=x"],

@@ -55,9 +55,7 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("encoding", EXTENSIONS)
-def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(
-    shards: dict[str, list[Path]], encoding: str
-) -> None:
+def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(shards: dict[str, list[Path]], encoding: str) -> None:
     for shard in shards[encoding]:
         expected = by_index(shard)
         stock = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode("rgb8"))
@@ -69,9 +67,7 @@ def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(
 
 
 @pytest.mark.parametrize("encoding", EXTENSIONS)
-def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(
-    shards: dict[str, list[Path]], encoding: str
-) -> None:
+def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(shards: dict[str, list[Path]], encoding: str) -> None:
     others = ["cls"] if encoding == "raw" else ["cls", "json"]
     for shard in shards[encoding]:
         expected = by_index(shard)
@@ -106,9 +102,7 @@ def test_every_picture_is_of_the_class_that_its_label_names(shards: dict[str, li
     assert num_seen == 19
 
 
-def test_keep_writes_the_very_bytes_of_the_input_under_its_true_extension(
-    source: Path, shards: dict[str, list[Path]]
-) -> None:
+def test_keep_writes_the_very_bytes_of_the_input_under_its_true_extension(source: Path, shards: dict[str, list[Path]]) -> None:
     seen = {}
     for shard in shards["keep"]:
         for sample in webdataset.WebDataset(str(shard), shardshuffle=False).decode(only=["json"]):

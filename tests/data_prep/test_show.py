@@ -36,11 +36,7 @@ def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(f
     seen = []
     for top in range(sheet.shape[0] - CELL):
         for left in range(sheet.shape[1] - CELL):
-            if (
-                not sheet[top, left].any()
-                and (sheet[top - 1, left] == 255).all()
-                and (sheet[top, left - 1] == 255).all()
-            ):
+            if not sheet[top, left].any() and (sheet[top - 1, left] == 255).all() and (sheet[top, left - 1] == 255).all():
                 cell = sheet[top : top + CELL, left : left + CELL]
                 small = cell[::7, ::7]
                 if (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all() and not small[:, 0].any():
@@ -94,9 +90,7 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_only_a_png_is_written_and_only_over_a_png(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_png_is_written_and_only_over_a_png(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "mine.png").write_bytes(b"a drawing of another kind")
     (tmp_path / "notes.txt").write_text("mine")

@@ -158,9 +158,7 @@ def test_a_subset_of_a_subset_names_the_first_tars(animals: Path, tmp_path: Path
     assert subset(tmp_path / "half", tmp_path / "few", "--count", "10") == 0
     shutil.rmtree(tmp_path / "half")
     assert verify(tmp_path / "few").faults == []
-    tars = {
-        (tmp_path / "few" / shard.file).resolve() for shard in load_manifest(tmp_path / "few").splits["train"].shards
-    }
+    tars = {(tmp_path / "few" / shard.file).resolve() for shard in load_manifest(tmp_path / "few").splits["train"].shards}
     assert tars <= {path.resolve() for path in animals.glob("*.tar")}
 
 
@@ -183,9 +181,7 @@ def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(ani
     assert verify(tmp_path / "b").num_faults == second.num_written
 
 
-def test_excluded_paths_are_left_out_of_every_split(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = [*paths_of(animals)[::5], paths_of(animals, "val")[3]]
     lines = [json.dumps({"path": path}) for path in [*out, "of/another/dataset.jpg"]]
     (tmp_path / "list").write_text("\n".join(lines))
@@ -213,9 +209,7 @@ def test_a_list_of_another_dataset_is_refused_and_an_empty_one_is_not(
     assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "none")) == 0
 
 
-def test_a_split_that_would_lose_every_sample_is_refused(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_split_that_would_lose_every_sample_is_refused(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list").write_text("\n".join(json.dumps({"path": path}) for path in paths_of(animals, "val")))
     assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "list")) == 2
     assert f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less" in capsys.readouterr().err
@@ -242,9 +236,7 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
 # ---- verify of a subset ------------------------------------------------------------------------------------------
 
 
-def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(
-    animals: Path, tmp_path: Path
-) -> None:
+def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(animals: Path, tmp_path: Path) -> None:
     assert subset(animals, tmp_path / "half", "--fraction", "0.5") == 0
     shard = load_manifest(tmp_path / "half").splits["train"].shards[1]
     path = tmp_path / "half" / shard.index_file
@@ -294,9 +286,7 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, t
     assert subset(*again) == 2
 
 
-def test_tars_that_moved_are_named_anew_by_the_same_call(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(animals, tmp_path / "here")
     assert subset(tmp_path / "here", tmp_path / "half", "--fraction", "0.5") == 0
     (tmp_path / "here").rename(tmp_path / "there")

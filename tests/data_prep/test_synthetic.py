@@ -63,9 +63,7 @@ def test_the_class_sets_are_disjoint_and_each_has_every_attribute() -> None:
     a, b = (class_set(name, num_classes=48) for name in ("a", "b"))
     assert len({look.name for look in a + b}) == 96
     for looks in (a, b):
-        assert Counter(look.shape for look in looks) == dict.fromkeys(
-            ("disc", "square", "triangle", "ring", "cross", "bar"), 8
-        )
+        assert Counter(look.shape for look in looks) == dict.fromkeys(("disc", "square", "triangle", "ring", "cross", "bar"), 8)
         assert Counter(look.colour for look in looks) == dict.fromkeys(
             ("red-cyan", "orange-azure", "lime-violet", "green-rose"), 12
         )

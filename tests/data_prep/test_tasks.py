@@ -65,9 +65,7 @@ def words_of(source: Path, out: Path, which: str) -> list[str]:
     return [*words, "image_size=16", "num_workers=1", *CUT]
 
 
-def running(
-    source: Path, out: Path, which: str, *, strike: Strike | None = None
-) -> AbstractContextManager[subprocess.Popen[str]]:
+def running(source: Path, out: Path, which: str, *, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
     return started(*words_of(source, out, which), strike=strike)
 
 
@@ -85,9 +83,7 @@ def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
     assert files_of(out) == whole
 
 
-def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
+def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "animals"
     for moments in ((8, 30), (50, 60), (40, 20)):  # of some 130 of each task
         one, two = (Strike(out, moment) for moment in moments)
@@ -101,9 +97,7 @@ def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
     assert files_of(out) == whole
 
 
-def test_tasks_continue_what_a_build_began_and_the_other_way_round(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
+def test_tasks_continue_what_a_build_began_and_the_other_way_round(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "1/3") == 0
     written = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
@@ -179,9 +173,7 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     shutil.copytree(mine / "bee", mine / "wasp")  # a class that nobody has listed
     assert merge(out) == 2
-    assert (
-        "1 folders, archives or lists of labels have changed since they were listed (wasp)" in capsys.readouterr().err
-    )
+    assert "1 folders, archives or lists of labels have changed since they were listed (wasp)" in capsys.readouterr().err
     shutil.rmtree(mine / "wasp")
     shutil.copytree(out, tmp_path / "twin" / "animals")
     assert merge(out) == 0
@@ -189,9 +181,7 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     shutil.rmtree(mine)
     mine.mkdir()  # where its disk is not mounted
     assert merge(tmp_path / "twin" / "animals") == 0
-    said = (
-        f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since the tasks listed it\n"
-    )
+    said = f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since the tasks listed it\n"
     assert said in capsys.readouterr().err
     assert files_of(out) == files_of(tmp_path / "twin" / "animals") == whole
 
@@ -238,20 +228,10 @@ def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (b'"bee"', b'"Bee"'),
-        (b'"image_size": 16', b'"image_size": 61'),
-        (b'"center"', b'"squash"'),
-        (b'"stamp"', b'"\xf3tamp"'),
-    ],
+    [(b'"bee"', b'"Bee"'), (b'"image_size": 16', b'"image_size": 61'), (b'"center"', b'"squash"'), (b'"stamp"', b'"\xf3tamp"')],
 )
 def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
-    tmp_path: Path,
-    source: Path,
-    whole: dict[str, bytes],
-    capsys: pytest.CaptureFixture[str],
-    before: bytes,
-    after: bytes,
+    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str], before: bytes, after: bytes
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
@@ -346,9 +326,7 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     assert files_of(out) == whole
 
 
-def test_a_source_that_changes_between_tasks_is_refused(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = Path(shutil.copytree(source, tmp_path / "source"))
     out = tmp_path / "animals"
     assert task(mine, out, "0/2") == 0
@@ -376,9 +354,7 @@ def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
         assert task(mine, out, "1/2") == 0
 
 
-def test_a_task_after_the_merge_has_nothing_to_do(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_after_the_merge_has_nothing_to_do(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     assert merge(out) == 0
@@ -465,9 +441,7 @@ def planners(log: Path, *tasks: tuple[str, list[str]]) -> Iterator[list[subproce
             each.communicate()
 
 
-def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
+def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out, log = tmp_path / "animals", tmp_path / "log"
     fates = [(f"{number}/3", fate) for number, fate in enumerate(("dies", "lives", "lives"))]
     with planners(log, *((fate, words_of(source, out, which)) for which, fate in fates)) as (first, *others):
@@ -481,9 +455,7 @@ def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(
     assert files_of(out) == whole
 
 
-def test_what_a_user_must_mend_is_found_once_for_all_that_wait(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
+def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out, log = tmp_path / "animals", tmp_path / "log"
     another = [*words_of(source, out, "2/3"), "seed=1"]
     first = [("fails", words_of(source, out, "0/3")), ("lives", words_of(source, out, "1/3"))]
@@ -505,9 +477,7 @@ def test_what_a_user_must_mend_is_found_once_for_all_that_wait(
     assert files_of(out) == whole
 
 
-def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(
-    tmp_path: Path, source: Path
-) -> None:
+def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(tmp_path: Path, source: Path) -> None:
     out, log = tmp_path / "animals", tmp_path / "log"
     fates = ("fails on n1", "fails on n2", "fails on n3", "lives on n4")
     tasks = [(fate, words_of(source, out, f"{number}/4")) for number, fate in enumerate(fates)]

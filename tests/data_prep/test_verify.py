@@ -15,16 +15,7 @@ from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest, load_rejected
 from pretrain.data.reader import open_split
-from tests.data_prep.samples import (
-    build,
-    change_manifest,
-    encoded,
-    files_of,
-    picture,
-    replace_index,
-    write_classes,
-    write_files,
-)
+from tests.data_prep.samples import build, change_manifest, encoded, files_of, picture, replace_index, write_classes, write_files
 from tests.soak import soaked
 
 
@@ -41,9 +32,7 @@ def flip_byte(directory: Path, *, name: str, place: int) -> None:
 
 
 @pytest.mark.parametrize("fixture", ["shapes", "other_shapes"])
-def test_a_good_dataset_has_no_faults(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], fixture: str
-) -> None:
+def test_a_good_dataset_has_no_faults(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], fixture: str) -> None:
     directory: Path = request.getfixturevalue(fixture)
     num_samples = {"shapes": 8 * 39, "other_shapes": 5 * 19}[fixture]
     capsys.readouterr()
@@ -84,9 +73,7 @@ def test_a_truncated_shard_is_found_and_the_others_are_still_read(dataset: Path,
     path.write_bytes(path.read_bytes()[:num_bytes])
     (dataset / "val-000000.tar").unlink()
     faults = verify(dataset).faults
-    assert any(
-        fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault for fault in faults
-    )
+    assert any(fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault for fault in faults)
     assert any("samples, 64 expected" in fault for fault in faults)
     assert "val-000000.tar: missing" in faults
 

@@ -52,9 +52,7 @@ def test_samples_in_another_order_are_found(dataset: Path) -> None:
     swapped = content[:2560] + blocks[2] + blocks[1] + content[3 * 2560 :]
     forge(dataset, 1, tar=swapped)
     faults = verify(dataset).faults
-    assert (
-        "train-000001.tar train-000001-000001: does not come after train-000001-000002; keys ascend strictly" in faults
-    )
+    assert "train-000001.tar train-000001-000001: does not come after train-000001-000002; keys ascend strictly" in faults
 
 
 def test_a_sample_too_many_is_found(dataset: Path) -> None:

@@ -55,16 +55,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_classes(tmp_path_factory.mktemp("workers") / "source", {"ant": 7, "bee": 5})
 
 
-@pytest.mark.parametrize(
-    ("death", "words"), [(9, "was killed (signal 9), most likely for want of memory"), (11, "signal 11")]
-)
+@pytest.mark.parametrize(("death", "words"), [(9, "was killed (signal 9), most likely for want of memory"), (11, "signal 11")])
 def test_workers_killed_while_they_count_are_named_and_their_work_is_done_again(
-    tmp_path: Path,
-    source: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    death: int,
-    words: str,
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], death: int, words: str
 ) -> None:
     assert build(source, tmp_path / "whole" / "animals", *CUT) == 0
     (tmp_path / "deaths").mkdir()

@@ -87,9 +87,7 @@ def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, 
         "from_published": float((inside - expected).norm() / expected.norm()),
         "moved": float((inside - before).norm() / before.norm()),
         "left": max(
-            float((again - before).abs().max()),
-            distance(state.weights, after.weights),
-            distance(state.optimizer, after.optimizer),
+            float((again - before).abs().max()), distance(state.weights, after.weights), distance(state.optimizer, after.optimizer)
         ),
     }
 

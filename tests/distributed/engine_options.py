@@ -52,9 +52,7 @@ OFFLOADED = {
 
 def offloaded(world: World, identity: str) -> dict[str, Any]:
     stage, offload, precision, optimizer = OFFLOADED[identity]
-    there, here = (
-        make_engine(world, stage, precision, optimizer, ema_decay=DECAY, offload=where) for where in (offload, "none")
-    )
+    there, here = (make_engine(world, stage, precision, optimizer, ema_decay=DECAY, offload=where) for where in (offload, "none"))
     found: dict[str, Any] = gradient_errors(there, world, optimizer)
     state = shared(there.export_state())
     applied = train_step(there, world, 1, poison=float("nan")).applied
@@ -135,9 +133,7 @@ def left_early(world: World, stage: int) -> dict[str, Any]:
         after = shared(engine.export_state())
         found[error.__name__] = len(times)
         found["left"] = max(
-            found.get("left", 0.0),
-            distance(weights.weights, after.weights),
-            distance(weights.optimizer, after.optimizer),
+            found.get("left", 0.0), distance(weights.weights, after.weights), distance(weights.optimizer, after.optimizer)
         )
     return found | {"logits": float((engine.logits(images) - before).abs().max())}
 

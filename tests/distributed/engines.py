@@ -81,15 +81,11 @@ def make_engine(
             ema_decay=ema_decay,
         )
     if precision == "fp16":
-        engine._scaler.cur_scale = (
-            1024.0  # it starts where the first steps may be skipped, which would shift all others
-        )
+        engine._scaler.cur_scale = 1024.0  # it starts where the first steps may be skipped, which would shift all others
     return engine
 
 
-def train_step(
-    engine: Any, world: World, step: int, *, poison: float | None = None, plan: BatchPlan | None = None
-) -> Any:
+def train_step(engine: Any, world: World, step: int, *, poison: float | None = None, plan: BatchPlan | None = None) -> Any:
     """One step; with `poison` that number stands in one picture of the last rank's first micro-batch."""
     images, labels = global_batch(step)
     micro_batches, plan = [], plan or engine.plan
@@ -123,9 +119,7 @@ def plain_gradients(*, low_precision: torch.dtype = torch.float32) -> tuple[dict
     return {name: weight.grad * (CLIP / norm) for name, weight in model.named_parameters()}, norm
 
 
-def plain_training(
-    optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP
-) -> dict[str, Tensor]:
+def plain_training(optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP) -> dict[str, Tensor]:
     """The weights after the steps: one process, the whole batch at once, torch's own clipping, fp32."""
     model = plain_start(low_precision=low_precision)
     optimizer = build_optimizer(model, optimizer_settings(optimizer_name))

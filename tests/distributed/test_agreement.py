@@ -33,8 +33,7 @@ def agreements(world: World, run_dir: str) -> dict[str, Any]:
     groups = [{"params": flats[:2], "weight_decay": 0.1}, {"params": flats[2:], "is_decayed": False}]
     optimizer = Lamb(groups, lr=0.1)
     numbered = [
-        [Segment(3 * flat + each.parameter_number, each.offset, each.length) for each in MINE[world.rank]]
-        for flat in range(3)
+        [Segment(3 * flat + each.parameter_number, each.offset, each.length) for each in MINE[world.rank]] for flat in range(3)
     ]
     optimizer.bind(dict(zip(flats, numbered, strict=True)))
     for step in range(STEPS):

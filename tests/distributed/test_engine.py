@@ -63,9 +63,7 @@ def test_the_published_weights_are_the_average_of_the_raw_ones(cell: dict[str, A
     assert cell["average"] < 1e-6
 
 
-def test_averaged_weights_are_used_inside_the_block_and_leave_all_bits_as_they_were(
-    cell: dict[str, Any], identity: str
-) -> None:
+def test_averaged_weights_are_used_inside_the_block_and_leave_all_bits_as_they_were(cell: dict[str, Any], identity: str) -> None:
     found = cell["averaged"]
     assert found["from_published"] < (1e-6 if CELLS[identity][1] == "fp32" else 2e-2)
     assert found["moved"] > 2e-2

@@ -25,9 +25,7 @@ def test_offloaded_training_is_the_same_training(results: dict[str, Any], identi
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])
 def test_a_stage_that_has_nothing_to_offload_says_so(stage: int, offload: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}"
-    ):
+    with pytest.raises(ValueError, match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}"):
         EngineSettings(zero_stage=stage, offload=offload)
 
 

@@ -67,9 +67,7 @@ def count_traffic() -> dict[str, float]:
     return total
 
 
-def cell(
-    world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int
-) -> dict[str, float]:
+def cell(world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int) -> dict[str, float]:
     """Bytes per parameter after backward, and sent in a step."""
     from pretrain.engine.deepspeed import DeepSpeedEngine
 
@@ -136,9 +134,7 @@ def test_ranks_hold_and_send_what_the_formulas_say(measured: list[dict[str, floa
     found = measured[number]
     assert found["held"] == pytest.approx(found["held_formula"], rel=0.04)
     assert found["sent"] <= found["sent_formula"] * 1.02
-    kept = (
-        2 / 3 if CELLS[number][0] == 3 else 1
-    )  # stage 3 need not gather again what backward begins with: here half the model
+    kept = 2 / 3 if CELLS[number][0] == 3 else 1  # stage 3 need not gather again what backward begins with: here half the model
     assert found["sent"] >= found["sent_formula"] * kept * 0.98
 
 

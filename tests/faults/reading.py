@@ -35,14 +35,7 @@ def consumed_of(out: Path) -> int:
 
 
 def read(
-    rank: int,
-    num_ranks: int,
-    barrier: Barrier,
-    dataset: Path,
-    out: Path,
-    num_steps: int,
-    shuffle: Shuffle,
-    dies: tuple[int, str],
+    rank: int, num_ranks: int, barrier: Barrier, dataset: Path, out: Path, num_steps: int, shuffle: Shuffle, dies: tuple[int, str]
 ) -> None:
     """`dies`: in which of its steps, and where in it."""
     reader = open_split(dataset, load_manifest(dataset), "train")
@@ -56,15 +49,7 @@ def read(
 
     log = os.open(out / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with training_batches(
-        reader,
-        order,
-        plan,
-        rank=rank,
-        consumed=consumed,
-        num_threads=2,
-        prefetch=3,
-        pin=False,
-        finish=as_stored,
+        reader, order, plan, rank=rank, consumed=consumed, num_threads=2, prefetch=3, pin=False, finish=as_stored
     ) as batches:
         while consumed < num_steps * GLOBAL_BATCH:
             pass_by("reading")
@@ -97,8 +82,7 @@ def main() -> None:
         dies = (generator.randrange(LONGEST_LIFE), generator.choice(["reading", "waiting"]))
         facts = (num_ranks, barrier, dataset, out, num_steps, shuffle)
         ranks = [
-            context.Process(target=read, args=(rank, *facts, dies if rank == victim else (-1, "")))
-            for rank in range(num_ranks)
+            context.Process(target=read, args=(rank, *facts, dies if rank == victim else (-1, ""))) for rank in range(num_ranks)
         ]
         for process in ranks:
             process.start()

@@ -258,9 +258,7 @@ def test_other_numbers_of_ranks_continue_the_same_training(config: Path, undistu
 
 def test_a_damaged_newest_checkpoint_is_passed_over(config: Path, undisturbed: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(
-        config, run_dir, strikes=both(Strike(run_dir, 1, step=22))
-    )  # with the checkpoints of steps 7 and 14
+    process = start(config, run_dir, strikes=both(Strike(run_dir, 1, step=22)))  # with the checkpoints of steps 7 and 14
     process.communicate()
     newest = list_checkpoints(run_dir)[-1] / "model.safetensors"
     data = bytearray(newest.read_bytes())
@@ -291,9 +289,7 @@ def test_another_config_may_not_go_on_in_the_same_directory(config: Path, undist
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, check=False
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, check=False)
     if mounted.returncode != 0:
         pytest.skip("mounting a small disk needs root, and is forbidden here")
     yield place
@@ -329,11 +325,7 @@ def wait_for_word(process: Run, word: str) -> None:
 
 def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(config: Path, tmp_path: Path) -> None:
     """Stopped again and again, wherever it is, it judges and keeps what an undisturbed run does."""
-    words = [
-        "checkpoint={every: 20 steps, keep_best: true, keep_last: 1}",
-        "train.eval_every=2 steps",
-        "train.duration=24 steps",
-    ]
+    words = ["checkpoint={every: 20 steps, keep_best: true, keep_last: 1}", "train.eval_every=2 steps", "train.duration=24 steps"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(start(config, whole, *words, ranks=1))
     for step, moment, owes in ((2, 8, True), (9, 1, False)):  # while it evaluates its third batch; in a step

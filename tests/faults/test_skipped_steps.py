@@ -27,9 +27,7 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
     assert "3 steps in a row, to step 4, had a loss or gradients that are not finite" in output
     assert "Traceback" not in output
     lines = [
-        json.loads(line)
-        for log in sorted((tmp_path / "run" / "skipped_steps").iterdir())
-        for line in log.read_text().splitlines()
+        json.loads(line) for log in sorted((tmp_path / "run" / "skipped_steps").iterdir()) for line in log.read_text().splitlines()
     ]
     assert [sum(line["step"] == step for line in lines) for step in range(1, 6)] == [0, 16, 16, 16, 0]
     keys = {shard.name: load_paths(shapes, shard) for shard in load_manifest(shapes).split("train").shards}
@@ -41,11 +39,7 @@ def of_rank(rank: int, shapes: Path, log: Path, *, scales_loss: bool = False) ->
     reader = open_split(shapes, load_manifest(shapes), "train")
     plan, order = BatchPlan(8, 2, 2), Order(reader.num_samples, 3)
     return SkippedSteps(
-        lambda step: samples_of_rank(order, plan, step=step, rank=rank),
-        reader,
-        log=log,
-        max_in_a_row=3,
-        scales_loss=scales_loss,
+        lambda step: samples_of_rank(order, plan, step=step, rank=rank), reader, log=log, max_in_a_row=3, scales_loss=scales_loss
     )
 
 
@@ -74,8 +68,6 @@ def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(
     mine.go_on(total=7, in_a_row=1)
     mine.note(11, FINE, applied=False)
     assert (mine.total, mine.in_a_row) == (8, 2)
-    with pytest.raises(
-        TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16"
-    ) as found:
+    with pytest.raises(TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16") as found:
         mine.note(12, FINE, applied=False)
     assert str(tmp_path) not in str(found.value) and not (tmp_path / "rank-0.jsonl").exists()

@@ -57,11 +57,7 @@ def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, s
     augmentation = views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
         trained = evaluate(
-            model.eval(),
-            open_split(shapes, load_manifest(shapes), "val"),
-            augmentation,
-            local_batch_size=20,
-            world=ALONE,
+            model.eval(), open_split(shapes, load_manifest(shapes), "val"), augmentation, local_batch_size=20, world=ALONE
         )
     assert (result["eval/top1"], result["eval/top5"]) == (trained.top1, trained.top5)
     assert result["eval/loss"] == pytest.approx(trained.loss, rel=1e-6)
@@ -89,9 +85,7 @@ def test_predictions_have_a_row_for_every_picture(folder: Path, shapes: Path, tm
 
 def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
     normalisation, cpu = Normalisation(MEAN, STD), torch.device("cpu")
-    return Augmentation(
-        settings, seed=seed, image_size=16, normalisation=normalisation, device=cpu, dtype=torch.float32
-    )
+    return Augmentation(settings, seed=seed, image_size=16, normalisation=normalisation, device=cpu, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -186,9 +180,7 @@ def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: P
     bits = np.zeros((72, 8), np.bool_)
     bits[0, tops[0]] = bits[1, (tops[1] + 1) % 8] = bits[71, tops[71]] = True
     bits[2, :] = True
-    bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = (
-        True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
-    )
+    bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
     fact = write_annotation(directory, "val-real", bits).model_dump()
     change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
     assert judge(folder, directory, tmp_path / "run", local_batch_size=50)["eval/real"] == pytest.approx(3 / 5)
@@ -271,9 +263,7 @@ def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
     for folder_, told in ((area, True), (plain, False)):
         assert main(["evaluate", str(folder_), str(small), "tracking.enabled=false"]) == 0
         said = capsys.readouterr().err
-        assert (
-            "became squares by center and bicubic, those of the weights' source by longer_side and area" in said
-        ) == told
+        assert ("became squares by center and bicubic, those of the weights' source by longer_side and area" in said) == told
 
 
 def test_training_pictures_are_warned_of_and_other_results_kept(

@@ -38,9 +38,7 @@ FAMILIES: dict[str, AnySpec] = {
         kind="mixer", patch_size=4, num_channels=6, depth=1, layers_per_mixing=1, num_tokens=5, permuted_blocks="all"
     ),
     "masked": SparseMlpSpec(kind="sw_mlp", num_channels=2, depth=1, density=0.3, storage="masked"),
-    "sparse": SparseMlpSpec(
-        kind="sw_mlp", num_channels=2, width=24, depth=1, density=0.3, storage="sparse", expansion=2.0
-    ),
+    "sparse": SparseMlpSpec(kind="sw_mlp", num_channels=2, width=24, depth=1, density=0.3, storage="sparse", expansion=2.0),
     "monarch": StructuredMlpSpec(kind="structured", form="monarch", num_rows=3, num_columns=4),
     "kronecker": StructuredMlpSpec(kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False),
 }
@@ -74,10 +72,7 @@ def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
-    model, formats = (
-        model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])),
-        ["torch", "onnx"][: 1 + (name in BY_ONNX)],
-    )
+    model, formats = (model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])), ["torch", "onnx"][: 1 + (name in BY_ONNX)])
     out = export_of(tmp_path / "folder", tmp_path / "out", formats=tuple(formats))
     x = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
@@ -118,9 +113,7 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -
     assert (done.returncode, done.stdout) == (0, "MlpMixer\n"), done.stderr
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "y"), model(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            load_model(Checkpoint.open(out)).eval()(x), model(x), rtol=1e-4, atol=1e-5
-        )  # here, too
+        torch.testing.assert_close(load_model(Checkpoint.open(out)).eval()(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
     text = (out / "README.md").read_text()
     assert "library_name: timm\n" in text and "timm_names" not in text
     assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
@@ -173,9 +166,7 @@ def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeyp
             graphs.agreement(wanted, lambda x: x, [wrong], graph="onnx")
 
 
-def test_nothing_is_overwritten_and_the_same_export_is_done_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_and_the_same_export_is_done_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "folder")
     words = ["export", str(tmp_path / "folder"), str(tmp_path / "out"), "--formats", "timm"]
     assert finetune(words) == 0
@@ -196,9 +187,7 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     assert "folder exists and is not an export; name another out, or remove it" in capsys.readouterr().err
 
 
-def test_mistakes_are_one_message_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_message_each(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "folder")
 
     def said(*words: str) -> str:
@@ -213,10 +202,7 @@ def test_mistakes_are_one_message_each(
     assert "holds no checkpoint; give a run directory" in said(str(tmp_path), here[1])
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
-        assert (
-            "formats: onnx needs onnxruntime, which is not installed; install it, or take --formats timm,torch"
-            in said(*here)
-        )
+        assert "formats: onnx needs onnxruntime, which is not installed; install it, or take --formats timm,torch" in said(*here)
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
         assert "0.00 GB are free; free some" in said(*here)

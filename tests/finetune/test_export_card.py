@@ -43,11 +43,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     metrics = {(each["metrics"][0]["name"], each["metrics"][0]["value"]) for each in front["model-index"][0]["results"]}
     trained = json.loads((exported.parent / "run" / "result.json").read_text())
     # the probe's head is not among these weights, `strange` is of others, `unfinished` has no result
-    assert metrics == {
-        ("top-1", 0.25),
-        ("top-1", round(trained["eval/top1"], 6)),
-        ("top-5", round(trained["eval/top5"], 6)),
-    }
+    assert metrics == {("top-1", 0.25), ("top-1", round(trained["eval/top1"], 6)), ("top-5", round(trained["eval/top5"], 6))}
     # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
     for fact in (
         "| Parameters | 33,384 |",
@@ -84,11 +80,6 @@ def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
     text = readme(Facts(card, None, [], 1, "0", settings))
     assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
     assert "Imported from a public file (scaling_mlps: B_weights" in text
-    for unknown in (
-        "number of images not stated",
-        "| Step | not stated |",
-        "Recipe: not stated",
-        "Not stated: no finished",
-    ):
+    for unknown in ("number of images not stated", "| Step | not stated |", "Recipe: not stated", "Not stated: no finished"):
         assert unknown in text
     assert "apache-2.0, as stated by whoever" in text and "model.onnx" not in text

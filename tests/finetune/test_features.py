@@ -60,9 +60,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         backbone = {
-            key: changes.pop(key)
-            for key in ("checkpoint", "image_size", "normalisation", "interpolation")
-            if key in changes
+            key: changes.pop(key) for key in ("checkpoint", "image_size", "normalisation", "interpolation") if key in changes
         }
         maker = maker_of(settings.model_copy(update=changes), **backbone)
         return maker.place_of(split, view)
@@ -104,12 +102,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     ],
 )
 def test_damaged_features_are_computed_again(
-    folder: Path,
-    other_shapes: Path,
-    tmp_path: Path,
-    damage: str,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, other_shapes: Path, tmp_path: Path, damage: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
     good = whole(maker.tables("val", [None])[0]).clone()
@@ -162,9 +155,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
-    with pytest.raises(
-        UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"
-    ):
+    with pytest.raises(UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 

@@ -43,10 +43,7 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
     plain = Evaluation.of(evaluation_settings(folder, shapes, None))
     assert same == plain.run_dir
     moved = Path(shutil.copytree(shapes, tmp_path / "moved"))
-    for changes, is_same in (
-        ({"tool_version": "later", "source": {"kind": "index"}}, True),
-        ({"crop": "squash"}, False),
-    ):
+    for changes, is_same in (({"tool_version": "later", "source": {"kind": "index"}}, True), ({"crop": "squash"}, False)):
         change_manifest(moved, lambda manifest, changes=changes: manifest.update(changes))
         assert (Evaluation.of(evaluation_settings(folder, moved, None)).identity == plain.identity) is is_same
 
@@ -107,9 +104,7 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
     ):
         other.stored_result()
     result = judge(run, shapes, None, views=2)
-    assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(
-        json.dumps(result)
-    )
+    assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(json.dumps(result))
 
 
 def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes: Path) -> None:
@@ -171,9 +166,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
 
 
 @pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
-def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
-    shapes: Path, tmp_path: Path, split: str, is_warned: bool
-) -> None:
+def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(shapes: Path, tmp_path: Path, split: str, is_warned: bool) -> None:
     """Its splits stand at the top of its config."""
     known = write_folder(tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash)
     probe = run_of(known, tmp_path / "probe", {"dataset": str(shapes), "train_split": "val", "test_split": "train"})
@@ -207,9 +200,7 @@ def test_a_mistake_is_one_line_before_anything_heavy(
     assert not (folder.parent / "folder-evaluations").exists()
 
 
-def test_the_settings_that_are_shown_can_be_read_again(
-    folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_settings_that_are_shown_can_be_read_again(folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(folder), str(shapes), "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
     shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
     assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)

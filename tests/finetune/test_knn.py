@@ -40,9 +40,7 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
     parts = unit_rows(torch.split(train.files[0], chunk), device=CPU)
     similarities, places = neighbours_of(queries, parts, count=max(COUNTS))
-    found = answers(
-        similarities, train.labels_N[places], counts=COUNTS, num_classes=CLASSES, weights=weights, temperature=0.2
-    )
+    found = answers(similarities, train.labels_N[places], counts=COUNTS, num_classes=CLASSES, weights=weights, temperature=0.2)
     by_hand = {
         "softmax": lambda distances: np.exp((1 - distances) / 0.2),
         "uniform": "uniform",
@@ -91,9 +89,7 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
 
 @pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
 def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
-    train, test = (
-        Table((torch.randn(count, 512),), torch.zeros(count, dtype=torch.int64)) for count in (num_train, num_test)
-    )
+    train, test = (Table((torch.randn(count, 512),), torch.zeros(count, dtype=torch.int64)) for count in (num_train, num_test))
     settings = settings_of(chunk_mb=1)
     with Largest() as largest:
         accuracies(train, test, settings=settings, num_classes=CLASSES, world=ALONE, device=CPU)

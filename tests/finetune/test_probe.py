@@ -131,11 +131,7 @@ def test_what_is_left_out_fits_the_optimizer() -> None:
 
 
 def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
-    folder: Path,
-    other_shapes: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder, **PROBE)
     were_finished: list[bool] = []
@@ -147,9 +143,7 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
 
     monkeypatch.setattr(probe_room, "register", told)
     result = probe(settings, ALONE, opened(settings))
-    assert were_finished == [
-        False
-    ]  # a kill in between must not leave a run that is finished and of which nothing was told
+    assert were_finished == [False]  # a kill in between must not leave a run that is finished and of which nothing was told
     assert result is not None and len(result["grid"]) == 4 and "held-out top-1" in capsys.readouterr().out
     silent = TrackingSettings(enabled=False)
     asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)

@@ -34,10 +34,7 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
     count = len(tables[0].labels_N)
     values = [(table.files[0] - tables[0].files[0].mean(0)) / tables[0].files[0].std(0) for table in tables]
     optimizer = make(
-        [
-            {"params": [head.weight], "weight_decay": candidate.weight_decay},
-            {"params": [head.bias], "weight_decay": 0.0},
-        ]
+        [{"params": [head.weight], "weight_decay": candidate.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
     )
     steps = candidate.epochs * math.ceil(count / settings.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -57,9 +54,7 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
 def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
     tables = [blobs(70, seed=1)]
     tables.append(Table((tables[0].files[0] * 1.5 + 1,), tables[0].labels_N))
-    settings = probe_settings(
-        lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov
-    )
+    settings = probe_settings(lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov)
     candidates = candidates_of(settings)
     assert len(candidates) == 8
     heads = train_heads(rows_of(*tables), candidates, settings=settings, num_classes=CLASSES)
@@ -102,9 +97,7 @@ def test_an_update_is_the_plain_optimizer_step_for_step(kind: Any, peer: Any) ->
     start[FEATURES + 1 :] = 0
     update: Update = kind(start.clone())
     lrs, decays = (0.01, 0.2), (0.5, 0.0)
-    pieces = [
-        [start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()] for c in range(2)
-    ]
+    pieces = [[start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()] for c in range(2)]
     peers = [
         peer([{"params": [w], "weight_decay": decay}, {"params": [b], "weight_decay": 0.0}], lr)
         for (w, b), lr, decay in zip(pieces, lrs, decays, strict=True)
@@ -141,10 +134,7 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
 def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, settings = (
-        rows_of(blobs(300, seed=1, spread=0.6)),
-        probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)),
-    )
+    rows, settings = (rows_of(blobs(300, seed=1, spread=0.6)), probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)))
 
     def told(epochs: int) -> tuple[int, str]:
         (head,) = heads_of(rows, [Candidate(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)

@@ -116,9 +116,7 @@ def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
     return [computed, table.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
 
 
-def test_three_ranks_make_each_row_once_and_share_the_candidates(
-    folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_three_ranks_make_each_row_once_and_share_the_candidates(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     words = (str(folder), str(other_shapes))
     _, one_table, one_scores = rank_case(ALONE, *words, str(tmp_path / "one"))
     said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)

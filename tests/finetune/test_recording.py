@@ -32,16 +32,11 @@ def journal(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("ending", "status"), [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")]
-)
+@pytest.mark.parametrize(("ending", "status"), [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")])
 def test_the_status_is_how_it_ended(
     shapes: Path, weights: Checkpoint, tmp_path: Path, ending: OSError | signal.Signals | None, status: str
 ) -> None:
-    run_dir, before = (
-        tmp_path / "run",
-        {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)},
-    )
+    run_dir, before = (tmp_path / "run", {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)})
     settings = ProbeSettings(run_dir=str(run_dir), dataset=str(shapes), tracking=TrackingSettings(uri="sqlite:///x.db"))
 
     def run() -> None:

@@ -26,9 +26,7 @@ def elsewhere(dataset: Path, out: Path, address: str) -> Path:
     manifest = load_manifest(dataset)
     splits = {
         name: split.model_copy(
-            update={
-                "shards": tuple(each.model_copy(update={"file": f"{address}/{each.file}"}) for each in split.shards)
-            }
+            update={"shards": tuple(each.model_copy(update={"file": f"{address}/{each.file}"}) for each in split.shards)}
         )
         for name, split in manifest.splits.items()
     }
@@ -40,11 +38,7 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
     """Of every verb, without what names a place or takes time."""
     judged = judge(weights, dataset, place / "judged", views=2, include_plain=True, **more)
     settings = feature_settings(dataset, place, weights, **PROBE, **more)
-    found = {
-        "evaluate": judged,
-        "predictions": predictions(place / "judged"),
-        "probe": probe(settings, ALONE, opened(settings)),
-    }
+    found = {"evaluate": judged, "predictions": predictions(place / "judged"), "probe": probe(settings, ALONE, opened(settings))}
     tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3), **more}
     nearest = KnnSettings.model_validate(tree | {"run_dir": str(place / "knn"), "features_dir": None}, strict=False)
     found["knn"] = knn(nearest, ALONE, opened(settings))
@@ -70,9 +64,7 @@ def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
     assert not list(cache.glob("*.user"))
 
 
-def test_tuning_and_its_preview_read_over_http(
-    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_credentials(monkeypatch)
     with web(shapes) as (address, _):
         dataset, results = elsewhere(shapes, tmp_path / "far", address), []

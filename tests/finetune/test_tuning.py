@@ -67,9 +67,7 @@ def result_of(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
-    pretrained: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
     output = finish(start_tuning(config, group, "seeds=[0,5]", ranks=2))
     alone = tmp_path / "alone"
@@ -110,9 +108,7 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
     config = tune_config(tmp_path, pretrained, dataset)
     untracked = ["tracking.enabled=false", "train.duration=1 steps", "seeds=[1]"]
     finish(start_tuning(config, tmp_path / "run", "folds=true", *untracked))
-    with pytest.raises(
-        CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"
-    ):
+    with pytest.raises(CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"):
         Checkpoint.open(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
     assert names == [f"fold-{fold}-seed-1" for fold in range(3)]
@@ -131,22 +127,14 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
 
 
 def test_folds_and_seeds_that_will_not_do_are_refused(
-    pretrained: Path,
-    other_shapes: Path,
-    folded: tuple[Path, np.ndarray],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    pretrained: Path, other_shapes: Path, folded: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for dataset, words, complaint in (
         (other_shapes, ["folds=true"], "folds: split 'train' of"),
         (folded[0], ["data.fold=3"], "has 3 folds, numbered from 0"),
         (folded[0], ["data.fold=1", "folds=true"], "leave one of them out"),
         (other_shapes, ["seeds=[1,1]"], "seeds: [1, 1] will not do"),
-        (
-            other_shapes,
-            ["data.eval_split=train"],
-            "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well",
-        ),
+        (other_shapes, ["data.eval_split=train"], "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well"),
     ):
         config = tune_config(tmp_path, pretrained, dataset)
         assert finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
@@ -184,9 +172,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_sha
     (group / "seed-0").mkdir(parents=True)
 
     def asked(resume: str) -> TuneSettings:
-        return load_settings(
-            TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"]
-        )
+        return load_settings(TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"])
 
     with pytest.raises(SettingsError, match=r"resume: 'must', but .* has no checkpoint"):
         check_resume_of(asked("must"), repeats_of(asked("must")))
@@ -202,12 +188,7 @@ def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_sha
 
 def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(pretrained: Path) -> None:
     card = Checkpoint.open(pretrained).card.model_copy(update={"fed_interpolation": "area"})
-    words = [
-        f"pretrained={pretrained}",
-        "run_dir=x",
-        "data.dataset=y",
-        "train={duration: 1 step, global_batch_size: 2}",
-    ]
+    words = [f"pretrained={pretrained}", "run_dir=x", "data.dataset=y", "train={duration: 1 step, global_batch_size: 2}"]
     for more, expected in (([], "area"), (["augment.crop_interpolation=bicubic"], "bicubic")):
         training = load_settings(TuneSettings, path=None, overrides=[*words, *more]).as_training(card)
         assert training.augment.crop_interpolation == training.augment.plain_filter == expected
@@ -218,9 +199,7 @@ def test_layers_further_from_the_head_learn_slower() -> None:
     settings = OptimizerSettings(lr=1.0, layer_decay=0.5, head_lr_scale=10.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     scales = {
-        names[id(parameter)]: group["lr_scale"]
-        for group in parameter_groups(model, settings)
-        for parameter in group["params"]
+        names[id(parameter)]: group["lr_scale"] for group in parameter_groups(model, settings) for parameter in group["params"]
     }
     assert scales.keys() == set(names.values())
     expected = {"stem": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "blocks.2": 1.0, "head": 10.0}

@@ -40,13 +40,7 @@ MLP = MlpSpec(kind="mlp", depth=1, width=12)
 MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
 FEATURES, CLASSES = 6, 3
 SILENT = {"enabled": False}
-PROBE: dict[str, Any] = {
-    "optimizer": "sgd",
-    "lrs": (1e-3, 1e-1),
-    "weight_decays": (0.0, 1e-2),
-    "epochs": (6,),
-    "batch_size": 16,
-}
+PROBE: dict[str, Any] = {"optimizer": "sgd", "lrs": (1e-3, 1e-1), "weight_decays": (0.0, 1e-2), "epochs": (6,), "batch_size": 16}
 """Of a few seconds' work."""
 
 

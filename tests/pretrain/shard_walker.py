@@ -17,12 +17,7 @@ from tests.ranks import REPOSITORY
 
 def start(directory: Path, *, room_bytes: int, files: list[File], ahead: int = 0) -> subprocess.Popen[str]:
     """Holds one file after the other, while the next `ahead` of them are fetched."""
-    task = {
-        "directory": str(directory),
-        "room_bytes": room_bytes,
-        "files": files,
-        "ahead": ahead,
-    }
+    task = {"directory": str(directory), "room_bytes": room_bytes, "files": files, "ahead": ahead}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.pretrain.shard_walker", json.dumps(task)],
         cwd=REPOSITORY,

@@ -10,14 +10,7 @@ from pretrain.augment.plan import Operation, draw_plan
 from pretrain.auto_augment import Policy, Step, parse_policy
 from tests.pretrain.augment.pictures import draws_of
 
-RAND = [
-    "rand-m9-mstd0.5-inc1",
-    "rand",
-    "rand-m7-n3-p0.3",
-    "rand-m9-mstd101-inc1",
-    "rand-m20-mmax30-inc0",
-    "rand-n4-tweights-mstd1",
-]
+RAND = ["rand-m9-mstd0.5-inc1", "rand", "rand-m7-n3-p0.3", "rand-m9-mstd101-inc1", "rand-m20-mmax30-inc0", "rand-n4-tweights-mstd1"]
 SEARCHED = ["original", "originalr", "v0", "v0r", "original-mstd0.5"]
 
 
@@ -101,11 +94,7 @@ def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
     expected = np.array([np.random.choice(15, 2, replace=False, p=weights) for _ in range(6000)])
     names = [step.name for step in parse_policy("rand-m9-p1-tweights").steps]
     for layer in range(2):
-        for name, operation in (
-            ("Rotate", Operation.ROTATE),
-            ("ShearX", Operation.SHEAR_X),
-            ("Equalize", Operation.EQUALIZE),
-        ):
+        for name, operation in (("Rotate", Operation.ROTATE), ("ShearX", Operation.SHEAR_X), ("Equalize", Operation.EQUALIZE)):
             share = (plan.operations_LB[layer] == operation).mean()
             assert abs(share - (expected[:, layer] == names.index(name)).mean()) < 0.02
 

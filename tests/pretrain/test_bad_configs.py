@@ -224,11 +224,7 @@ def test_a_bad_transfer_config_is_one_line_with_its_remedy(
     ],
 )  # fmt: skip
 def test_a_bad_build_is_one_line_with_its_remedy(
-    words: list[str],
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert data_prep(["build", *words]) == 2
@@ -247,9 +243,7 @@ def test_a_bad_build_is_one_line_with_its_remedy(
         ("data_prep", ["index", "bad.yaml"]),
     ],
 )
-def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(
-    package: str, words: list[str], tmp_path: Path
-) -> None:
+def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(package: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("nonsense: 1\n")
     heavy = ["torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "matplotlib", "scipy"]
     program = f"import sys; from {package}.__main__ import main; code = main({words!r}); " + (
@@ -292,9 +286,7 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
     assert seen >= 20
 
 
-def test_show_prints_what_reads_back_to_the_same(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_what_reads_back_to_the_same(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
     assert pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"]) == 0

@@ -61,11 +61,7 @@ class Cluster:
             (self.root / ".venv/bin/python").symlink_to(python)
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         # one thread, as in the local runs that the tests compare with
-        self.environment = outer | {
-            "PATH": PATH,
-            "SLURM_CONF": str(self.directory / "slurm.conf"),
-            "OMP_NUM_THREADS": "1",
-        }
+        self.environment = outer | {"PATH": PATH, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
         self._lab_environment = lab_environment
 
     def __enter__(self) -> Self:
@@ -101,9 +97,7 @@ class Cluster:
     def settle(self, *, timeout_s: float = 90) -> None:
         """Until no node is still occupied by a job that has ended, or just coming back: the next jobs get the first nodes."""
         deadline_s = time.monotonic() + timeout_s
-        while busy := [
-            each for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if each.split()[1] not in USABLE
-        ]:
+        while busy := [each for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if each.split()[1] not in USABLE]:
             assert time.monotonic() < deadline_s, busy
             time.sleep(0.1)
 

@@ -50,9 +50,7 @@ def await_checkpoint(slurm: Cluster, job: str, run_dir: Path) -> None:
 def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes: Path, read_only_on_n2: Path) -> None:
     run_dir, config = slurm.root / "runs/hurt/run", slurm.root / "hurt.yaml"
     config.write_text(CONFIG.format(dataset=shapes))
-    job = slurm.sbatch(
-        "--nodes=2", f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}", "cluster/pretrain.slurm", config.name
-    )
+    job = slurm.sbatch("--nodes=2", f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}", "cluster/pretrain.slurm", config.name)
     slurm.wait_for(job, "start 1: 2 x 2 ranks on n[1-2]")
     slurm.wait_for(job, "start 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
     reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"

@@ -37,9 +37,7 @@ def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
     config = str(slurm.root / CONFIG)
     images = f"source.images_dir={slurm.root}/data/parts-images"
     assert data_prep(["build", config, f"out={alone}", images, *SMALL, *MORE, "name=parts"]) == 0
-    theirs, ours = (
-        {path.name: path.read_bytes() for path in place.glob("*.tar")} for place in (slurm.root / "data/parts", alone)
-    )
+    theirs, ours = ({path.name: path.read_bytes() for path in place.glob("*.tar")} for place in (slurm.root / "data/parts", alone))
     assert len(ours) >= 5 and theirs == ours
     assert (slurm.root / "data/parts/manifest.json").exists()
     again = slurm.sbatch("--array=0", "--cpus-per-task=1", SCRIPT, *words("parts"))

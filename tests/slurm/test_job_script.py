@@ -109,8 +109,7 @@ def test_one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster, options: list[st
     count = len(gpus.split(","))
     mine = lab.directory / f"node/lab/wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
     assert ranks == [
-        f"rank {rank} of {count}, local {rank} of {count}, gpus {gpus}, master g1, on g1,"
-        f" caches {mine}/triton {mine}/extensions"
+        f"rank {rank} of {count}, local {rank} of {count}, gpus {gpus}, master g1, on g1, caches {mine}/triton {mine}/extensions"
         for rank in range(count)
     ]
     assert mine.stat().st_mode & 0o777 == 0o700
@@ -167,11 +166,7 @@ def test_a_start_that_waits_in_vain_for_anothers_lock_has_not_failed(lab: Cluste
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
     assert log.count("runs/busy is held by another start (see above)") == 2 and "process 5 on n9 holds it" in log, log
-    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == [
-        "busy",
-        "busy",
-        "finished",
-    ]
+    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == ["busy", "busy", "finished"]
 
 
 def test_restarts_that_lead_nowhere_have_an_end(lab: Cluster) -> None:
@@ -204,9 +199,7 @@ def test_a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
         lab("scancel", "--batch", "--signal=USR2", f"{array}_{task}")
     for task in (3, 5):
         assert lab.wait(f"{array}_{task}", "COMPLETED")["Restarts"] == "1"
-        assert (
-            lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2
-        )  # appended, by the same member
+        assert lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2  # appended, by the same member
         assert (lab.root / f"runs/second-time-{task}/result.json").exists()
 
 
@@ -225,9 +218,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> No
     plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
     for place in (config, lab.root / "outside.yaml"):
         place.write_text(f"# edited\n{settings}")
-        os.utime(
-            place, (time.time() + 7, time.time() + 7)
-        )  # SLURM's times are whole seconds, and clocks differ a little
+        os.utime(place, (time.time() + 7, time.time() + 7))  # SLURM's times are whole seconds, and clocks differ a little
     for job in [*kept, *plain]:
         lab("scontrol", "release", job)
     for job in kept:

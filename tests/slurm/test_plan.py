@@ -20,9 +20,7 @@ prepare:
     overrides: [out=data/whole-b, source.num_classes=8, source.num_train_per_class=10, {small}]
     sbatch: [--array=0-1, --cpus-per-task=1]
 {runs}
-""".replace(
-    "{small}", "source.num_val_per_class=4, source.image_size=20, image_size=16, samples_per_shard=50, num_workers=1"
-)
+""".replace("{small}", "source.num_val_per_class=4, source.image_size=20, image_size=16, samples_per_shard=50, num_workers=1")
 RUNS = """
 pretrain:
   config: configs/pretrain/demo_mlp.yaml
@@ -34,9 +32,7 @@ probe:
 finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/{name}/tune, pretrained=runs/{name}/pretrain, data.dataset={b}, schedule.warmup=0 steps, {few}]
-""".replace(
-    "{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps"
-)
+""".replace("{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps")
 pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
 
 
@@ -55,13 +51,7 @@ def test_a_whole_plan(slurm: Cluster) -> None:
     for job in (a, merge_a, b, merge_b, pretrain, probe, tune):
         slurm.wait(job, "COMPLETED", timeout_s=200)
 
-    awaited = {
-        merge_a: (a,),
-        merge_b: (b,),
-        pretrain: (merge_a,),
-        probe: (merge_b, pretrain),
-        tune: (merge_b, pretrain),
-    }
+    awaited = {merge_a: (a,), merge_b: (b,), pretrain: (merge_a,), probe: (merge_b, pretrain), tune: (merge_b, pretrain)}
     tasks = {job: slurm.tasks(job) for job in (a, b, *awaited)}
     assert [len(tasks[job]) for job in (a, b)] == [2, 2]
     for task in (task for each in tasks.values() for task in each):

@@ -42,17 +42,7 @@ def config(slurm: Cluster, shapes: Path) -> Path:
 def undisturbed(slurm: Cluster, config: Path) -> Path:
     """The run directory of the same config, run without SLURM."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pretrain",
-            "train",
-            config,
-            "run_dir=runs/local",
-            "tracking.enabled=false",
-            "--ranks",
-            "2",
-        ],
+        [sys.executable, "-m", "pretrain", "train", config, "run_dir=runs/local", "tracking.enabled=false", "--ranks", "2"],
         cwd=slurm.root,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -19,9 +19,7 @@ def config(slurm: Cluster, shapes: Path) -> Path:
 
 def submit(slurm: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
     command = ["cluster/submit", "--parsable", *map(str, words)]
-    return subprocess.run(
-        command, cwd=slurm.root, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(command, cwd=slurm.root, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, config: Path) -> None:

@@ -137,9 +137,7 @@ class StoreDirectory:
             try:
                 yield
             finally:
-                fcntl.flock(
-                    lock, fcntl.LOCK_UN
-                )  # closing alone does not, while a fork of this process has the file, too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone does not, while a fork of this process has the file, too
                 lock.close()
 
     def is_there(self, file: File) -> bool:

@@ -33,15 +33,7 @@ Moves = Callable[[int], None]
 class ShardStore:
     """Each file is whole and verified or not there at all."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        setting: str,
-        max_bytes: int | None,
-        storage: dict[str, Any],
-        num_threads: int = NUM_THREADS,
-    ):
+    def __init__(self, path: Path, *, setting: str, max_bytes: int | None, storage: dict[str, Any], num_threads: int = NUM_THREADS):
         self.directory = StoreDirectory(path, setting=setting, max_bytes=max_bytes)
         self._storage, self._num_threads = storage, num_threads
         self._stop, self._warned_s = threading.Event(), -WARN_AGAIN_S
@@ -165,9 +157,7 @@ class ShardStore:
                 directory.fetching.discard(file.name)
                 directory.publish_record()
             if isinstance(error, FileNotFoundError):
-                raise StoreError(
-                    f"{directory.path}: somebody removes files there; name another {directory.setting}"
-                ) from None
+                raise StoreError(f"{directory.path}: somebody removes files there; name another {directory.setting}") from None
             if isinstance(error, RemoteError | ContentError):
                 raise StoreError(str(error)) from None
             raise
@@ -188,14 +178,7 @@ class ShardStore:
             part.seek(0)
             os.utime(part.fileno())  # those who wait see that something is done
             if file.is_remote:
-                fetch(
-                    file.source,
-                    write,
-                    num_bytes=file.num_bytes,
-                    storage=self._storage,
-                    silence_s=SILENCE_S,
-                    stop=self._stop,
-                )
+                fetch(file.source, write, num_bytes=file.num_bytes, storage=self._storage, silence_s=SILENCE_S, stop=self._stop)
             else:
                 self._copy(Path(file.source), write)
             if part.tell() != file.num_bytes:

@@ -57,9 +57,7 @@ class Permutation(nn.Module):
         if fault:
             error_msgs.append(f"{prefix}index is not a permutation: {fault}; take another copy of the file")
             return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.index = self.index.to(torch.int32)  # `assign=True` takes the given tensor, whatever integers it holds
         self.inverse = inverse_of(self.index)
 

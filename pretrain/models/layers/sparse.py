@@ -313,10 +313,7 @@ class SparseLinear(nn.Module):
             _refuse_faults(Connections(starts, columns, self.in_features), prefix)
             if len(columns) != len(self.columns):
                 assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
-                self.columns, self.values.data = (
-                    self.columns.new_empty(len(columns)),
-                    self.values.new_empty(len(values)),
-                )
+                self.columns, self.values.data = (self.columns.new_empty(len(columns)), self.values.new_empty(len(values)))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._transpose()
 

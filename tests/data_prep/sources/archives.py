@@ -61,16 +61,7 @@ def write_whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "") -> 
 
 def devkit_files(numbers: dict[int, str], truth: list[int], *, parents: int = 2) -> dict[str, bytes]:
     """meta.mat with the classes in any order and their ancestors, as in the real one, and the ground truth."""
-    fields = (
-        "ILSVRC2012_ID",
-        "WNID",
-        "words",
-        "gloss",
-        "num_children",
-        "children",
-        "wordnet_height",
-        "num_train_images",
-    )
+    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images")
     synsets = np.zeros((len(numbers) + parents, 1), dtype=[(name, object) for name in fields])
     for row, (number, wnid) in enumerate(numbers.items()):
         synsets[row, 0] = (number, wnid, f"words of {wnid}", "a gloss", 0, np.zeros(0), 0, 1300)

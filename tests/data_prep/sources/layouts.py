@@ -71,9 +71,7 @@ def python2_pickle(value: Any) -> bytes:
                 parts.append(b"\x88" if item else b"\x89")
             case int():
                 small = b"K" + bytes([item]) if 0 <= item < 256 else None
-                parts.append(
-                    small or (b"M" + struct.pack("<H", item) if 0 <= item < 65536 else b"J" + struct.pack("<i", item))
-                )
+                parts.append(small or (b"M" + struct.pack("<H", item) if 0 <= item < 65536 else b"J" + struct.pack("<i", item)))
             case str() | bytes():
                 data = item.encode() if isinstance(item, str) else item
                 parts.append(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
@@ -106,9 +104,7 @@ def python2_pickle(value: Any) -> bytes:
                 write(item.dtype.str[1:])
                 parts.append(b"K\x00K\x01\x87R")
                 put()
-                parts.append(
-                    b"(K\x03U\x01" + item.dtype.str[:1].encode() + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-                )
+                parts.append(b"(K\x03U\x01" + item.dtype.str[:1].encode() + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb")
                 parts.append(b"\x89")
                 write(item.tobytes())
                 parts.append(b"tb")

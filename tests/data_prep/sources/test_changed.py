@@ -30,11 +30,7 @@ CASES: dict[str, Case] = {
     "whole tar": ("imagenet21k", lambda root: write_whole_tar(root / "whole.tar", COUNTS), ""),
     "imagenet1k": ("imagenet1k", test_imagenet1k.downloaded, "ILSVRC2012_img_val.tar"),
     "imagenet1k, flat val": ("imagenet1k", test_imagenet1k.unpacked, "val/ILSVRC2012_val_00000002.JPEG"),
-    "tiny zip": (
-        "tinyimagenet",
-        lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=False),
-        "",
-    ),
+    "tiny zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=False), ""),
     "tiny folder": (
         "tinyimagenet",
         lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=True),
@@ -43,11 +39,7 @@ CASES: dict[str, Case] = {
     "mnist": ("mnist", lambda root: write_files(root, test_mnist.files()), "t10k-labels-idx1-ubyte.gz"),
     "cifar": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True), "data_batch_3"),
     "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=False), ""),
-    "cifar.tar.gz": (
-        "cifar",
-        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"),
-        "",
-    ),
+    "cifar.tar.gz": ("cifar", lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"), ""),
     "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=True), "fold_indices.txt"),
 }
 WORDS = {"imagenet21k": ["source.processing=raw"], "tinyimagenet": [], "folder": []}
@@ -157,9 +149,7 @@ def test_of_many_changed_files_all_are_counted_and_three_are_named(
 
 
 @pytest.mark.parametrize("name", ["cifar", "cifar.tar.gz", "mnist", "stl10", "stl10.tar.gz", "tiny zip"])
-def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_is_another(
-    tmp_path: Path, name: str
-) -> None:
+def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_is_another(tmp_path: Path, name: str) -> None:
     kind, make, file = CASES[name]
     path = make(tmp_path / "in")
     words = {"kind": kind, "path": str(path)} | ({} if kind == "tinyimagenet" else {"md5": "off"})

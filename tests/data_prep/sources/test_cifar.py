@@ -13,17 +13,7 @@ from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, cifar
 from data_prep.sources.cifar import CifarSettings, CifarSource
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import (
-    build,
-    listed,
-    mutants,
-    pixels,
-    ppm_of,
-    python2_pickle,
-    survey,
-    tar_gz_of,
-    written,
-)
+from tests.data_prep.sources.layouts import build, listed, mutants, pixels, ppm_of, python2_pickle, survey, tar_gz_of, written
 from tests.soak import FACTOR
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -68,10 +58,7 @@ def ten_binary() -> dict[str, bytes]:
 
 def hundred_python() -> dict[str, bytes]:
     folder = "cifar-100-python"
-    files = {
-        f"{folder}/file.txt~": b"",
-        f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE}),
-    }
+    files = {f"{folder}/file.txt~": b"", f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE})}
     for name in ("test", "train"):
         fields = {
             "filenames": [f"{name}_{row}.png" for row in range(NUM)],
@@ -170,9 +157,7 @@ def test_coarse_labels_are_those_of_the_twenty_classes(tmp_path: Path, version: 
 def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = archive(tmp_path, "cifar-10-python")
     found = hashlib.md5(path.read_bytes()).hexdigest()
-    with pytest.raises(
-        SourceError, match=f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
-    ):
+    with pytest.raises(SourceError, match=f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"):
         source_of(path, md5="published").outline()
     monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
     assert len(listed(source_of(path, md5="published"))) == 6 * NUM
@@ -186,9 +171,7 @@ def test_an_archive_with_another_sum_is_not_even_opened(tmp_path: Path, monkeypa
         source_of(path, md5="published").outline()
 
 
-def test_files_of_an_unpacked_python_version_have_sums_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_unpacked_python_version_have_sums_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = archive(tmp_path, "cifar-100-python", unpacked=True)
     with pytest.raises(SourceError, match="published is 16019d7e3df5f24257cddd939b257f8d"):
         source_of(folder, md5="published").outline()
@@ -328,9 +311,7 @@ def test_pickles_of_later_pythons_are_read_too(tmp_path: Path, protocol: int) ->
     (folder / "test_batch").write_bytes(pickle.dumps(fields, protocol=protocol))
     source = source_of(folder)
     entries = [entry for entry in listed(source) if entry.container.split == "test"]
-    assert [source.read(entry) for entry in entries] == [
-        ppm_of(picture.transpose(1, 2, 0)) for picture in TEN_PIXELS["test_batch"]
-    ]
+    assert [source.read(entry) for entry in entries] == [ppm_of(picture.transpose(1, 2, 0)) for picture in TEN_PIXELS["test_batch"]]
 
 
 def test_the_pickles_of_these_tests_are_what_python_reads() -> None:
@@ -376,9 +357,7 @@ def test_mutated_archives_are_read_or_refused(tmp_path: Path, version: str) -> N
     before = sorted(tmp_path.rglob("*"))
     outcomes = []
     plain = gzip.decompress(original)
-    headers = [
-        mutant + plain[1536:] for mutant in mutants(plain[:1536], count=200, seed=2)
-    ]  # with right checksums around them
+    headers = [mutant + plain[1536:] for mutant in mutants(plain[:1536], count=200, seed=2)]  # with right checksums around them
     for mutant in [*mutants(original, count=200, seed=1), *(gzip.compress(mutant, 1) for mutant in headers)]:
         path.write_bytes(mutant)
         outcomes.append(survey(lambda: source_of(path)))

@@ -57,8 +57,7 @@ def test_torchvision_itself_goes_through_from_python(tmp_path: Path) -> None:
 
     original = FakeData(size=5, image_size=(3, 12, 12), num_classes=4)
     assert written(tmp_path / "fake", "train") == {
-        f"train/000000/{place:08d}": (ppm_of(np.asarray(original[place][0])), int(original[place][1]))
-        for place in range(5)
+        f"train/000000/{place:08d}": (ppm_of(np.asarray(original[place][0])), int(original[place][1])) for place in range(5)
     }
 
 

@@ -76,9 +76,7 @@ def test_every_form_gives_the_published_pictures_their_labels(tmp_path: Path, fo
     out = tmp_path / "out"
     assert build(FORMS[form](tmp_path / "in"), out, "encoding=keep") == 0
     assert load_manifest(out).classes == FIRST
-    assert samples_of(out, "val") == {
-        name: (data, label) for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)
-    }
+    assert samples_of(out, "val") == {name: (data, label) for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)}
     train = samples_of(out, "train")
     assert len(train) == 12
     assert all(FIRST[label] == name.split("_")[0] for name, (_, label) in train.items())
@@ -181,8 +179,7 @@ def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["{", "[1, 2]", "[[1], [2], [3], [4], [-1]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]'],
+    "content", ["{", "[1, 2]", "[[1], [2], [3], [4], [-1]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]']
 )
 def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "real.json").write_text(content)

@@ -13,14 +13,7 @@ from data_prep.cli import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
 from data_prep.sources.synsets import find_synsets
 from tests.data_prep.samples import read_samples
-from tests.data_prep.sources.archives import (
-    FIRST,
-    synset_files,
-    tar_of,
-    write_synset_folders,
-    write_synset_tars,
-    write_whole_tar,
-)
+from tests.data_prep.sources.archives import FIRST, synset_files, tar_of, write_synset_folders, write_synset_tars, write_whole_tar
 
 COUNTS = dict(zip(FIRST, (9, 3, 7), strict=True))
 

@@ -13,18 +13,7 @@ from data_prep.manifest import load_annotation, load_manifest, load_paths
 from data_prep.sources import SourceError, stl10
 from data_prep.sources.stl10 import Stl10Settings, Stl10Source
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import (
-    Pixels,
-    build,
-    listed,
-    mutants,
-    pixels,
-    ppm_of,
-    survey,
-    tar_gz_of,
-    tar_of,
-    written,
-)
+from tests.data_prep.sources.layouts import Pixels, build, listed, mutants, pixels, ppm_of, survey, tar_gz_of, tar_of, written
 from tests.soak import FACTOR
 
 CLASSES = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"]
@@ -41,9 +30,7 @@ FOLDS = [[fold, (fold + 5) % 12] for fold in range(10)]
 def stored(picture_HWC: Pixels) -> bytes:
     """Red, green, blue; of each the columns from left to right; of each column the rows from top to bottom."""
     height, width, _ = picture_HWC.shape
-    return bytes(
-        picture_HWC[row, column, colour] for colour in range(3) for column in range(width) for row in range(height)
-    )
+    return bytes(picture_HWC[row, column, colour] for colour in range(3) for column in range(width) for row in range(height))
 
 
 def files() -> dict[str, bytes]:
@@ -70,9 +57,7 @@ def source_of(path: Path, **fields: object) -> Stl10Source:
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
-def test_a_build_holds_pictures_labels_and_folds_as_published(
-    tmp_path: Path, whole: dict[str, bytes], unpacked: bool
-) -> None:
+def test_a_build_holds_pictures_labels_and_folds_as_published(tmp_path: Path, whole: dict[str, bytes], unpacked: bool) -> None:
     path, out = place(tmp_path, whole, unpacked=unpacked), tmp_path / "out"
     assert build("stl10", out, f"source.path={path}", "source.md5=off", "image_size=96", "samples_per_shard=5") == 0
     manifest = load_manifest(out)
@@ -144,9 +129,7 @@ def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path, whole: di
     data = path.read_bytes()
     damaged = [data[:length] for length in range(0, len(data), len(data) // 11)]
     damaged += [data[:-4], data[:-1]]
-    damaged += [
-        data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data) // 2, len(data), len(data) // 7)
-    ]
+    damaged += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data) // 2, len(data), len(data) // 7)]
     damaged += [data[:-8] + struct.pack("<II", 1, len(tar_of(whole)))]
     for mutant in damaged:
         path.write_bytes(mutant)

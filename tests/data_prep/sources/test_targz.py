@@ -22,17 +22,13 @@ def with_long_header(kind: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_what_a_header_claims_is_counted_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes
-) -> None:
+def test_what_a_header_claims_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes) -> None:
     path = tmp_path / "bomb.tar.gz"
     path.write_bytes(gzip.compress(with_long_header(kind), 1))
     assert path.stat().st_size < 1 << 20
     monkeypatch.setattr(gzipped, "MAX_BYTES", 1 << 20)
     tracemalloc.start()
-    with pytest.raises(
-        SourceError, match=r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*134,217,728)"
-    ):
+    with pytest.raises(SourceError, match=r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*134,217,728)"):
         read_members(path, {"header"})
     assert tracemalloc.get_traced_memory()[1] < 2 << 20
     tracemalloc.stop()

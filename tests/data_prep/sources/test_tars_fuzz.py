@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.tar import Member, TarError, members
-from tests.data_prep.sources.test_tars import (
-    BLOCK,
-    LONG,
-    LONGER,
-    SHORT,
-    by_tarfile,
-    packed,
-    pax,
-    with_checksum,
-    written,
-)
+from tests.data_prep.sources.test_tars import BLOCK, LONG, LONGER, SHORT, by_tarfile, packed, pax, with_checksum, written
 from tests.soak import soaked
 
 HANDMADE = {"records": pax(b"12 path=a/b\n", b"10 size=3\n") + packed({"old": b"abc"}, "ustar")[BLOCK:]}

@@ -64,9 +64,7 @@ def place(tmp_path: Path, found: dict[str, bytes], *, unpacked: bool) -> Path:
 
 
 def source_of(path: Path, **fields: object) -> TinyImageNetSource:
-    return TinyImageNetSource(
-        TinyImageNetSettings.model_validate({"kind": "tinyimagenet", "path": str(path), **fields})
-    )
+    return TinyImageNetSource(TinyImageNetSettings.model_validate({"kind": "tinyimagenet", "path": str(path), **fields}))
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
@@ -142,18 +140,14 @@ LINES = WHOLE[f"{TOP}/{ANNOTATIONS}"]
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("unpacked", [False, True])
-def test_what_is_missing_or_too_much_is_named(
-    tmp_path: Path, found: dict[str, bytes], message: str, unpacked: bool
-) -> None:
+def test_what_is_missing_or_too_much_is_named(tmp_path: Path, found: dict[str, bytes], message: str, unpacked: bool) -> None:
     with pytest.raises(SourceError, match=message) as raised:
         listed(source_of(place(tmp_path, found, unpacked=unpacked)))
     assert str(raised.value).startswith("source.path: ")
     assert "\n" not in str(raised.value)
 
 
-def test_a_sorted_out_val_folder_is_not_taken_for_the_published_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sorted_out_val_folder_is_not_taken_for_the_published_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = place(tmp_path, altered("val/images/n01443537/val_1.JPEG", jpeg(1)), unpacked=True)
     assert build("tinyimagenet", tmp_path / "out", f"source.path={path}") == 2
     said = capsys.readouterr().err
@@ -172,11 +166,7 @@ def test_paths_out_of_the_zip_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_others_have_added_to_the_zip_is_not_read(tmp_path: Path) -> None:
-    more = {
-        f"__MACOSX/{TOP}/._wnids.txt": b"x",
-        f"{TOP}/train/.DS_Store": b"x",
-        f"{TOP}/train/n01629819/images/.DS_Store": b"",
-    }
+    more = {f"__MACOSX/{TOP}/._wnids.txt": b"x", f"{TOP}/train/.DS_Store": b"x", f"{TOP}/train/n01629819/images/.DS_Store": b""}
     assert len(listed(source_of(place(tmp_path, WHOLE | more, unpacked=False)))) == 17
 
 

@@ -39,9 +39,7 @@ def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
 
 def make(settings: AugmentSettings, *, size: int, seed: int = 3, normalisation: Normalisation = PLAIN) -> Augmentation:
     device = torch.device("cpu")
-    return Augmentation(
-        settings, seed=seed, image_size=size, normalisation=normalisation, device=device, dtype=torch.float32
-    )
+    return Augmentation(settings, seed=seed, image_size=size, normalisation=normalisation, device=device, dtype=torch.float32)
 
 
 def batch_of(images: Tensor, samples: NDArray[np.int64], *, epoch: int = 0) -> Batch:

@@ -22,9 +22,7 @@ PAPER_A = AugmentSettings(
     mixup_alpha=0.8,
     cutmix_alpha=1.0,
 )
-CIFAR = AugmentSettings(
-    crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", cutmix_alpha=1.0
-)
+CIFAR = AugmentSettings(crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", cutmix_alpha=1.0)
 FLOATS = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5)
 
@@ -32,13 +30,7 @@ RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     # Of 255. Without MixUp (whose lerp may be rounded otherwise in a vector's tail) whole levels are the same bit for bit.
-    [
-        (PAPER_A, 1e-3),
-        (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0),
-        (CIFAR, 0.0),
-        (FLOATS, 1e-3),
-        (RESIZED, 1e-3),
-    ],
+    [(PAPER_A, 1e-3), (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0), (CIFAR, 0.0), (FLOATS, 1e-3), (RESIZED, 1e-3)],
     ids=["paper A", "paper A without MixUp", "padding", "floats", "padding and resize"],
 )
 def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSettings, tolerance: float) -> None:
@@ -103,9 +95,7 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)
-    found = make(settings, size=16, normalisation=Normalisation(mean, (1, 1, 1))).prepare(
-        batch_of(stored, np.arange(400))
-    )
+    found = make(settings, size=16, normalisation=Normalisation(mean, (1, 1, 1))).prepare(batch_of(stored, np.arange(400)))
     levels = (found.images_BCHW * 255 + torch.tensor(mean).view(1, 3, 1, 1) * 255).round()
     filled = (levels == torch.tensor([51, 102, 153]).view(1, 3, 1, 1)).all(dim=1).flatten(1).float().mean(dim=1)
     assert 90 < (filled > 0).sum() < 180  # 5 of 15 operations
@@ -116,9 +106,7 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
 def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
     """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for it, would raise."""
     normalisation, device = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)), torch.device("meta")
-    made = Augmentation(
-        settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16
-    )
+    made = Augmentation(settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16)
     prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
     assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
 
@@ -140,9 +128,7 @@ def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
     batch = batch_of(pictures(16, 16), np.arange(16))
     exact = make(settings, size=16, normalisation=normalisation).prepare(batch).images_BCHW
     device = torch.device("cpu")
-    made = Augmentation(
-        settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16
-    )
+    made = Augmentation(settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16)
     short = made.prepare(batch).images_BCHW
     assert short.dtype == torch.bfloat16 and short.shape == (16, 3, 16, 16)
     assert torch.equal(short, exact.to(torch.bfloat16))

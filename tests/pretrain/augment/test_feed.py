@@ -26,9 +26,7 @@ def reader(shapes: Path) -> ShardReader:
 def augmentation(settings: AugmentSettings) -> Augmentation:
     normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
     device = torch.device("cpu")
-    return Augmentation(
-        settings, seed=1, image_size=16, normalisation=normalisation, device=device, dtype=torch.float32
-    )
+    return Augmentation(settings, seed=1, image_size=16, normalisation=normalisation, device=device, dtype=torch.float32)
 
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:

@@ -34,9 +34,7 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
     # CutMix with weight 1 has an empty box: timm skips it, and so do we.
     lambdas = mix.weight[::2].astype(np.float32)
     monkeypatch.setattr(theirs, "_params_per_elem", lambda pairs: (lambdas.copy(), cut[::2]))
-    boxes = iter(
-        [(mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) for row in range(0, count, 2) if cut[row]]
-    )
+    boxes = iter([(mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) for row in range(0, count, 2) if cut[row]])
     monkeypatch.setattr(timm_mixup, "rand_bbox", lambda *_, **__: next(boxes))
     order = timm_order(count)
     pictures_there = stored[order].clone()
@@ -55,9 +53,7 @@ def test_boxes_are_timms(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
     lambdas = BetaTable(1.0)(pairs.uniform(Purpose.CUTMIX))
     for row in range(0, 600, 2):
-        centre = iter(
-            int(pairs.uniform(purpose)[row] * size) for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN)
-        )
+        centre = iter(int(pairs.uniform(purpose)[row] * size) for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN))
         monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centre))  # noqa: B023
         box, weight = timm_mixup.cutmix_bbox_and_lam((3, size, size), lambdas[row])
         assert (mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) == tuple(int(side) for side in box)
@@ -96,9 +92,7 @@ def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
         assert abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / (4 * (2 * alpha + 1))) < 0.005
 
 
-@pytest.mark.parametrize(
-    "alphas", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}]
-)
+@pytest.mark.parametrize("alphas", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}])
 def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, float]) -> None:
     """Neighbours of all 0 and all 1: the mean of a picture says what it is made of, and its label's weight says the same."""
     augmentation = make(AugmentSettings(flip_probability=0.0, **alphas), size=SIZE)

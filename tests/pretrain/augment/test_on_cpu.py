@@ -110,13 +110,7 @@ def test_ties_round_to_even() -> None:
     """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259 between 258 and 260."""
     images = torch.full((1, 2, 2, 3), 1, dtype=torch.uint8)
     ours = crop_mix_normalise(
-        images,
-        whole_boxes(1, 2),
-        size=2,
-        mean=(0.0, 0.0, 0.0),
-        scale=(257.0, 259.0, -257.0),
-        weights=None,
-        dtype=torch.bfloat16,
+        images, whole_boxes(1, 2), size=2, mean=(0.0, 0.0, 0.0), scale=(257.0, 259.0, -257.0), weights=None, dtype=torch.bfloat16
     )
     assert ours[0, :, 0, 0].tolist() == [256.0, 260.0, -256.0]
 
@@ -133,9 +127,7 @@ def test_pictures_need_not_be_contiguous(spread: str) -> None:
     view = views[spread]
     boxes = random_boxes(len(view), view.shape[1])
     assert not view.is_contiguous()
-    assert torch.equal(
-        crop(view, boxes, size=9), crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9)
-    )
+    assert torch.equal(crop(view, boxes, size=9), crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -166,9 +158,7 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
 
     def part(start: int) -> Tensor:
         z = slice(start, start + 4)
-        return crop(
-            images[z], Boxes(boxes.top[z], boxes.left[z], boxes.height[z], boxes.width[z], boxes.flip[z]), size=24
-        )
+        return crop(images[z], Boxes(boxes.top[z], boxes.left[z], boxes.height[z], boxes.width[z], boxes.flip[z]), size=24)
 
     with ThreadPoolExecutor(4) as pool:
         assert torch.equal(torch.cat(list(pool.map(part, range(0, 64, 4)))), whole)
@@ -202,9 +192,7 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
         crop(images[:3], good, size=8)
     for weights in (np.ones(3), np.ones(4)):
         with pytest.raises(ValueError, match="pairs"):
-            crop_mix_normalise(
-                images[:3], whole_boxes(3, 8), size=8, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32
-            )
+            crop_mix_normalise(images[:3], whole_boxes(3, 8), size=8, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32)
     with pytest.raises(ValueError, match="float16"):
         crop_mix_normalise(images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16)
 
@@ -265,9 +253,7 @@ def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
 def test_a_full_disk_under_its_cache_costs_the_cache_alone(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=False, capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=False, capture_output=True).returncode:
         pytest.skip("only root may mount a file system")
     try:
         crop_elsewhere(tmp_path, NUMBA_CACHE_DIR=str(place))

@@ -157,10 +157,7 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}") is None
         save(run_dir, 4, best=best, keep_last=1)
         assert [step_of(path) for path in list_checkpoints(run_dir)] == [best.step, 4]
-        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {
-            "step": best.step,
-            "score": best.score,
-        }
+        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best.step, "score": best.score}
         if not crashed:
             assert crash_at > 20 and restored.trainer.step == 3
             return
@@ -184,12 +181,7 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
 
 
 def saver_of(
-    run_dir: Path,
-    *,
-    world: World,
-    every: int,
-    timeout_s: float = 600.0,
-    data_is_right: Callable[[], bool] = lambda: True,
+    run_dir: Path, *, world: World, every: int, timeout_s: float = 600.0, data_is_right: Callable[[], bool] = lambda: True
 ) -> Saver:
     """Of a training of 999 steps that keeps one checkpoint and the best."""
     settings: Any = SimpleNamespace(
@@ -224,9 +216,7 @@ class Rank:
 
         self.monkeypatch.setattr("pretrain.checkpoints.writer.publish", publish)
         self.data_is_right = True
-        self.saver = saver_of(
-            self.run_dir, world=World(0, 0, 1), every=10, timeout_s=0.1, data_is_right=lambda: self.data_is_right
-        )
+        self.saver = saver_of(self.run_dir, world=World(0, 0, 1), every=10, timeout_s=0.1, data_is_right=lambda: self.data_is_right)
         self.writer = self.saver.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), first_pause_s=60)
 
     def judge_and_save(self, step: int, score: float, *, waits: bool = True) -> None:
@@ -244,9 +234,7 @@ class Rank:
         assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
 
 
-def test_the_best_that_was_never_written_costs_nothing_that_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_that_was_never_written_costs_nothing_that_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 and 30 would have been better, and fail; 40 makes room by nothing but being saved."""
     rank = Rank(tmp_path, monkeypatch, refused=(20, 30))
     for step, score in ((10, 0.5), (20, 0.6), (30, 0.7), (40, 0.4)):
@@ -254,18 +242,14 @@ def test_the_best_that_was_never_written_costs_nothing_that_was(
     rank.ends_with([10, 40], Best(10, 0.5))
 
 
-def test_the_best_of_those_that_are_there_follows_one_that_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_of_those_that_are_there_follows_one_that_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch, refused=(20,))
     for step, score in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.1)):
         rank.judge_and_save(step, score)
     rank.ends_with([30, 40], Best(30, 0.6))
 
 
-def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch, slow=(20,))
     rank.judge_and_save(10, 0.5)
     rank.judge_and_save(20, 0.6, waits=False)
@@ -277,9 +261,7 @@ def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
     rank.ends_with([40, 50], Best(40, 0.7))
 
 
-def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch)
     rank.judge_and_save(10, 0.5)
     rank.data_is_right = False
@@ -374,10 +356,7 @@ def slow_reads(world: World, folder: str) -> list[Any]:
 
     train.newest_whole = slow
     path = train.agreed_checkpoint(Path(folder), world, device=device)
-    return [
-        path and path.name,
-        on_all_ranks(lambda: time.sleep(7 * world.rank) or world.rank, device=device, failed=""),
-    ]
+    return [path and path.name, on_all_ranks(lambda: time.sleep(7 * world.rank) or world.rank, device=device, failed="")]
 
 
 def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
@@ -393,9 +372,7 @@ def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
 
 
-def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The directory's place is taken by a file (which stops root, too), then given back."""
     taken = tmp_path / "checkpoints"
     taken.write_text("")
@@ -405,9 +382,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
         writer.submit(Snapshot(state(step), TrainerState(step, step * 16), CARD))
         wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
     assert writer.news()["checkpoint/failures"] >= 2
-    assert writer.make_room(
-        timeout_s=10
-    )  # while the ranks make the next snapshot, nothing reads the memory of this one
+    assert writer.make_room(timeout_s=10)  # while the ranks make the next snapshot, nothing reads the memory of this one
     taken.unlink()
     time.sleep(0.3)
     assert list_checkpoints(tmp_path) == []
@@ -421,9 +396,7 @@ def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> 
     writer = CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, final_s=0.2)
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
-    with pytest.raises(
-        CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"
-    ):
+    with pytest.raises(CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"):
         writer.finish(None)
 
 
@@ -436,9 +409,7 @@ def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
         writer.finish(None)
 
 
-def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_under_way_is_waited_for_and_no_longer_than_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
     def slow(path: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -460,11 +431,7 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
 def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {f"ä.{n}": torch.rand(n, 5, generator=generator).to(kind) for n, kind in enumerate(KINDS)}
-    tensors |= {
-        "scalar": torch.tensor(3.0),
-        "turned": torch.rand(4, 6, generator=generator).T,
-        "flag": torch.ones(3) > 0,
-    }
+    tensors |= {"scalar": torch.tensor(3.0), "turned": torch.rand(4, 6, generator=generator).T, "flag": torch.ones(3) > 0}
     expected = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 7)
     digest = WRITE_TENSORS(tmp_path / "a", tensors)

@@ -144,9 +144,7 @@ def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(store
     load_strictly(model, given.state_dict(), source="FILE", label="MODEL")
     torch.testing.assert_close(model(images), given(images))
     short = {
-        name: tensor
-        for name, tensor in given.state_dict().items()
-        if not name.endswith(("1.linear.weight", "1.linear.values"))
+        name: tensor for name, tensor in given.state_dict().items() if not name.endswith(("1.linear.weight", "1.linear.values"))
     }
     with pytest.raises(UserError, match=r"do not fit MODEL: 1 missing \(blocks.1.linear.(weight|values)\)$"):
         load_strictly(model, short, source="FILE", label="MODEL")

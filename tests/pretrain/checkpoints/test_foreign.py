@@ -92,9 +92,7 @@ def test_the_standard_mlp_computes_the_same_and_is_not_the_papers(tmp_path: Path
     foreign = through_a_file(tmp_path, theirs.state_dict())
     images = torch.randn(5, 3, SIDE, SIDE)
     torch.testing.assert_close(ours(foreign)(images), theirs(images))
-    papers = ours(
-        Foreign("scaling_mlps", MlpSpec(kind="mlp", depth=3, width=10, bottleneck="none"), 8, 7, foreign.weights)
-    )
+    papers = ours(Foreign("scaling_mlps", MlpSpec(kind="mlp", depth=3, width=10, bottleneck="none"), 8, 7, foreign.weights))
     assert (papers(images) - theirs(images)).abs().max() > 0.1
 
 
@@ -150,9 +148,7 @@ def test_timms_mixer_computes_the_same() -> None:
             if "stem" in name or "fc2" in name:
                 weight.mul_(3e-3)
     foreign = convert(theirs.state_dict(), source="f")
-    spec = MixerSpec(
-        kind="mixer", patch_size=8, num_channels=12, depth=2, token_hidden=6, channel_hidden=36, norm_eps=1e-6
-    )
+    spec = MixerSpec(kind="mixer", patch_size=8, num_channels=12, depth=2, token_hidden=6, channel_hidden=36, norm_eps=1e-6)
     assert (foreign.spec, foreign.image_size, foreign.num_classes) == (spec, 24, 5)
     images = torch.randn(3, 3, 24, 24)
     torch.testing.assert_close(ours(foreign)(images), theirs(images))
@@ -268,10 +264,7 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[Weights], Weights]:
             with_tensor("blocks.1.block.2.weight", torch.zeros(10, 25, dtype=torch.int8)),
             r"are no floating-point numbers in 1 of 22 tensors \(blocks.1.block.2.weight: int8\); undo the quantisation",
         ),
-        (
-            lambda weights: {"conv1.weight": torch.zeros(1)},
-            r"its names \(conv1.weight\) are of no family that is known",
-        ),
+        (lambda weights: {"conv1.weight": torch.zeros(1)}, r"its names \(conv1.weight\) are of no family that is known"),
         (
             lambda weights: build_model(MlpSpec(kind="mlp"), num_classes=2, image_size=4).state_dict(),
             "holds weights of this project; give the directory",

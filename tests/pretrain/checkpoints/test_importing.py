@@ -57,11 +57,7 @@ def public_forward(w: dict[str, Tensor], images_BHWC: Tensor) -> Tensor:
 def test_an_imported_folder_is_evaluated_probed_and_drawn(
     shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights, file, out = (
-        public_weights(),
-        tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights",
-        tmp_path / "folder",
-    )
+    weights, file, out = (public_weights(), tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights", tmp_path / "folder")
     torch.save({"state_dict": weights}, file)
     words = ["import", str(file), "--out", str(out), "--classes", str(shapes), "--name", "imagenet21"]
     for _ in range(2):  # typed again, it is done before
@@ -76,9 +72,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
 
     world = World(rank=0, local_rank=0, num_ranks=1)
     silent = TrackingSettings(enabled=False)
-    scores = evaluate_checkpoint(
-        Evaluation.of(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent)), world
-    )
+    scores = evaluate_checkpoint(Evaluation.of(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent)), world)
     assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
     logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))
@@ -88,11 +82,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
 
     result = probe(
         ProbeSettings(
-            run_dir=str(tmp_path / "probe"),
-            pretrained=str(out),
-            dataset=str(other_shapes),
-            tracking=silent,
-            epochs=(2,),
+            run_dir=str(tmp_path / "probe"), pretrained=str(out), dataset=str(other_shapes), tracking=silent, epochs=(2,)
         ),
         world,
         Checkpoint.open(out),
@@ -131,9 +121,7 @@ def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.Captu
     card = Checkpoint.open(tmp_path / "plain").card
     assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == ((0.5, 0.5, 0.5), None, "bicubic")
     said = capsys.readouterr().out
-    assert (
-        "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are wrong: --activa" in said
-    )
+    assert "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are wrong: --activa" in said
     assert "timm's transform: interpolation bicubic, crop_pct 0.875 (the usual of timm; kept in config.json" in said
     cfg = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0], "label_names": ["ant", "bee"]}
     cfg |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"}
@@ -158,10 +146,7 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
     raw = public_weights()
     average = {name: tensor / 2 for name, tensor in raw.items()}
     torch.save({"state_dict": raw, "state_dict_ema": average}, tmp_path / "w")
-    for words, taken, said in (
-        ([], average, "--weights raw takes"),
-        (["--weights", "raw"], raw, "--weights ema takes"),
-    ):
+    for words, taken, said in (([], average, "--weights raw takes"), (["--weights", "raw"], raw, "--weights ema takes")):
         out = tmp_path / f"out{len(words)}"
         assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0
         assert said in capsys.readouterr().out

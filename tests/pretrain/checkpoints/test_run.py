@@ -49,10 +49,7 @@ def test_a_run_goes_on_where_the_same_pictures_lie_now(shapes: Path, other_shape
     copy, squashed = (Path(shutil.copytree(shapes, tmp_path / name)) for name in ("copy", "squashed"))
     change_manifest(copy, lambda manifest: manifest.update(name="other", tool_version="later", decoder="other"))
     change_manifest(squashed, lambda manifest: manifest.update(crop="squash"))
-    for begun, others in (
-        ((shapes,), [(other_shapes,), (squashed,), (tmp_path / "gone",)]),
-        ((shapes, shapes), [(shapes,)]),
-    ):
+    for begun, others in (((shapes,), [(other_shapes,), (squashed,), (tmp_path / "gone",)]), ((shapes, shapes), [(shapes,)])):
         (tmp_path / CONFIG_FILE).write_text(dump(on(*begun)))
         check_settings(tmp_path, on(*(copy for _ in begun)))
         for other in others:
@@ -65,9 +62,7 @@ def test_what_may_change_is_a_setting_of_some_command() -> None:
         name, _, rest = key.partition(".")
         field = schema.model_fields.get(name)
         inner = field.annotation if field is not None else None
-        return bool(field) and (
-            not rest or (isinstance(inner, type) and issubclass(inner, Settings) and names(inner, rest))
-        )
+        return bool(field) and (not rest or (isinstance(inner, type) and issubclass(inner, Settings) and names(inner, rest)))
 
     schemas = (PretrainSettings, TuneSettings, ProbeSettings, KnnSettings, EvaluateSettings)
     assert [key for key in (*MAY_CHANGE, *PLACES) if not any(names(schema, key) for schema in schemas)] == []
@@ -84,9 +79,7 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
         is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
     (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
     assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
-    with pytest.raises(
-        SettingsError, match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out"
-    ):
+    with pytest.raises(SettingsError, match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out"):
         is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out")
     (out / "made.json").write_text("{")
     with pytest.raises(SettingsError, match=r"made.json cannot be read"):

@@ -110,9 +110,7 @@ def test_each_is_logged_once_with_its_shard_and_key(
     assert capsys.readouterr().err.count("bad sample: ") == len(BAD)
 
 
-def test_evaluation_leaves_it_out_and_says_so(
-    dataset: Path, reader: ShardReader, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_leaves_it_out_and_says_so(dataset: Path, reader: ShardReader, capsys: pytest.CaptureFixture[str]) -> None:
     for ranks in (1, 3):
         counted, num_bad = [], 0
         for rank in range(ranks):

@@ -30,10 +30,7 @@ def folder_dataset(root: Path, counts: dict[str, int], *, size: int = 16) -> Pat
 def animals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(ant, bee, cat) and (bee, dog): they share a class."""
     root = tmp_path_factory.mktemp("animals")
-    return (
-        folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}),
-        folder_dataset(root / "two", {"bee": 5, "dog": 14}),
-    )
+    return (folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}), folder_dataset(root / "two", {"bee": 5, "dog": 14}))
 
 
 def mixed(animals: tuple[Path, Path], *, weights: tuple[float, float] | None = None) -> TrainingData:
@@ -53,9 +50,7 @@ def test_classes_of_the_same_name_are_one_class(animals: tuple[Path, Path]) -> N
         ids = np.arange(alone.num_samples)
         assert torch.equal(reader.images(first + ids), alone.images(ids))
         names = load_manifest(directory).classes
-        assert [data.classes[label] for label in reader.locate(first + ids).labels] == [
-            names[label] for label in alone.labels
-        ]
+        assert [data.classes[label] for label in reader.locate(first + ids).labels] == [names[label] for label in alone.labels]
 
 
 def test_without_weights_every_sample_comes_once_an_epoch(animals: tuple[Path, Path]) -> None:
@@ -100,9 +95,7 @@ def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) 
 
 def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:
     small = folder_dataset(tmp_path, {"ant": 3}, size=8)
-    with pytest.raises(
-        ValueError, match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew"
-    ):
+    with pytest.raises(ValueError, match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew"):
         mixed((animals[0], small))
 
 
@@ -149,9 +142,7 @@ def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path,
 
     def together(*names: str) -> TrainingData:
         first, *others = (str(tmp_path / name) for name in names)
-        return load_training_data(
-            DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others))
-        )
+        return load_training_data(DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others)))
 
     assert len(together("eight", "eight_too").classes) == 8
     with pytest.raises(ValueError, match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8"):

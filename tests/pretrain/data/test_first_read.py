@@ -161,9 +161,7 @@ def test_without_the_check_nobody_notices_and_nothing_is_hashed(dataset: Path, t
     assert not (tmp_path / "run" / "checked").exists()
 
 
-def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(
-    dataset: Path, tmp_path: Path, hashed: list[str]
-) -> None:
+def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
     parts, shards = parts_of(dataset), sorted(path.name for path in dataset.glob("*.tar"))
     assert len(shards) == 6 and len(parts) == 2
     hash_all(parts, tmp_path / "run", ranks=2)
@@ -207,14 +205,8 @@ def train_without_room_on_one(words: list[str]) -> int:
     return main("pretrain", words)
 
 
-def test_where_only_some_nodes_have_staged_the_shards_all_hash_those_that_the_others_read(
-    dataset: Path, tmp_path: Path
-) -> None:
-    words = (
-        str(write_config(tmp_path, dataset=dataset)),
-        "train.duration=4 steps",
-        f"data.stage_dir={tmp_path / 'scratch'}",
-    )
+def test_where_only_some_nodes_have_staged_the_shards_all_hash_those_that_the_others_read(dataset: Path, tmp_path: Path) -> None:
+    words = (str(write_config(tmp_path, dataset=dataset)), "train.duration=4 steps", f"data.stage_dir={tmp_path / 'scratch'}")
     codes, output = train(train_without_room_on_one, tmp_path / "run", *words, ranks=2)
     assert codes == [0, 0], output
     lists = [path.read_text().splitlines() for path in (tmp_path / "run" / "checked").iterdir()]

@@ -13,15 +13,7 @@ import pytest
 import torch
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.data.loader import (
-    LOOK_AHEAD,
-    MOST_IDLE,
-    Batch,
-    BufferPool,
-    as_stored,
-    evaluation_batches,
-    training_batches,
-)
+from pretrain.data.loader import LOOK_AHEAD, MOST_IDLE, Batch, BufferPool, as_stored, evaluation_batches, training_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import Places, ShardReader, open_split
 from pretrain.ranks.world import World
@@ -32,23 +24,13 @@ def reader(shapes: Path) -> ShardReader:
     return open_split(shapes, load_manifest(shapes), "train")
 
 
-def samples_of(
-    reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
-) -> list[int]:
+def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1) -> list[int]:
     """The samples of `steps` global batches of 24, in the order of their positions."""
     plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
     rows: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(ranks):
         with training_batches(
-            reader,
-            order,
-            plan,
-            rank=rank,
-            consumed=consumed,
-            num_threads=threads,
-            prefetch=3,
-            pin=False,
-            finish=as_stored,
+            reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3, pin=False, finish=as_stored
         ) as batches:
             for step in range(steps):
                 for micro_step in range(plan.accumulation_steps):

@@ -78,11 +78,7 @@ assert len(load_manifest(sys.argv[1]).splits["train"].shards) == 240
 print(int(reader.images(np.arange(240)).sum()), reader.labels.sum())
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "shapes")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program, str(tmp_path / "shapes")], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     reader = open_split(tmp_path / "shapes", load_manifest(tmp_path / "shapes"), "train")

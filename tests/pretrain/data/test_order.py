@@ -76,9 +76,7 @@ def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
 
 @pytest.mark.parametrize("global_batch", [24, 48])
 def test_all_worlds_see_the_same_global_batches(global_batch: int) -> None:
-    worlds = [
-        (ranks, local) for ranks in (1, 2, 3, 4, 6) for local in (1, 2, 4, 8) if global_batch % (ranks * local) == 0
-    ]
+    worlds = [(ranks, local) for ranks in (1, 2, 3, 4, 6) for local in (1, 2, 4, 8) if global_batch % (ranks * local) == 0]
     assert len(worlds) > 8
     for ranks, local in worlds:
         plan = BatchPlan(global_batch, local, ranks)
@@ -107,8 +105,7 @@ def test_every_small_world_resumed_anywhere_continues_the_one_sequence(last_batc
             plan = BatchPlan(batch, local, ranks)
             for consumed in range(len(line) - batch + 1):
                 of_rank = [
-                    itertools.islice(plan.sequence(consumed=consumed, rank=rank), plan.accumulation_steps)
-                    for rank in range(ranks)
+                    itertools.islice(plan.sequence(consumed=consumed, rank=rank), plan.accumulation_steps) for rank in range(ranks)
                 ]
                 positions = np.concatenate([part for parts in zip(*of_rank, strict=True) for part in parts])
                 seen = order.locate(positions)[1]
@@ -124,11 +121,7 @@ def worlds_of(batch: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
     for size, batch in itertools.product([5, 12, 37, 100], [1, 4, 9, 12]):
-        for last_batch, expected in (
-            ("carry", size),
-            ("drop", size // batch * batch),
-            ("pad", -(-size // batch) * batch),
-        ):
+        for last_batch, expected in (("carry", size), ("drop", size // batch * batch), ("pad", -(-size // batch) * batch)):
             length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)  # type: ignore[arg-type]
             assert length == expected
             if length == 0:
@@ -150,8 +143,7 @@ def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
 def test_evaluation_covers_every_sample_once_with_equal_steps() -> None:
     for samples, local, ranks in itertools.product([1, 2, 7, 64, 65], [1, 3, 8], [1, 2, 3, 5]):
         of_rank = [
-            evaluation_slices(num_samples=samples, local_batch_size=local, num_ranks=ranks, rank=rank)
-            for rank in range(ranks)
+            evaluation_slices(num_samples=samples, local_batch_size=local, num_ranks=ranks, rank=rank) for rank in range(ranks)
         ]
         assert len({len(slices) for slices in of_rank}) == 1
         assert all(len(ids) == local for slices in of_rank for ids, _ in slices)

@@ -146,37 +146,26 @@ def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_pa
             batches_of(reader, Order(reader.num_samples, 3), steps=1)
 
 
-def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
-    folder: Path, remote: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(folder: Path, remote: Path, tmp_path: Path) -> None:
     """The order was keyed by the manifest's hash, which covers addresses: the same shards on disk trained otherwise, and the run
     refused them."""
     local = tmp_path / "local"
     assert index(local, f"{folder}/s-00*.tar", "name=of-the-disk") == 0
     assert load_manifest(local).pixels_hash == load_manifest(remote).pixels_hash
     config, run_dir = write_config(tmp_path, dataset=remote), tmp_path / "run"
-    words = [
-        "data.eval_split=train",
-        "data.image_size=16",
-        "train.duration=12 steps",
-        f"data.cache_dir={tmp_path}/cache",
-    ]
+    words = ["data.eval_split=train", "data.image_size=16", "train.duration=12 steps", f"data.cache_dir={tmp_path}/cache"]
     words.append("checkpoint={every: 6 steps, keep_last: 2}")
     finish(start(config, run_dir, *words, ranks=1))
     whole = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
     for dataset in (local, remote):
         shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before the last one
         (run_dir / "result.json").unlink()
-        assert "going on from step-00000006" in finish(
-            start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1)
-        )
+        assert "going on from step-00000006" in finish(start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1))
         again = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
-def test_two_ranks_train_from_a_server_that_fails_now_and_then(
-    remote: Path, server: tuple[str, Web], tmp_path: Path
-) -> None:
+def test_two_ranks_train_from_a_server_that_fails_now_and_then(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
     server[1].faults = {"s-001.tar": [503, "cut"], "s-004.tar": ["wrong"]}
     config = write_config(tmp_path, dataset=remote)
     words = ["data.eval_split=train", "data.image_size=16", "train.duration=3 epochs", "train.eval_every=1 epochs"]
@@ -186,9 +175,7 @@ def test_two_ranks_train_from_a_server_that_fails_now_and_then(
     assert len(list((tmp_path / "cache").glob("*.tar"))) == NUM_SHARDS
 
 
-def test_s3_needs_its_options_and_keeps_them_to_itself(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_needs_its_options_and_keeps_them_to_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_credentials(monkeypatch)
     with s3_server(folder) as storage:
         assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={storage}") == 0
@@ -203,12 +190,5 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(
 def test_settings_and_command_lines_are_shown_without_secrets() -> None:
     data = DataSettings(dataset="x", storage={"secret": "secret-word"})
     assert "secret-word" not in data.model_dump_json()
-    words = [
-        "pretrain",
-        "train",
-        "c.yaml",
-        'data.storage={"key": "me",\n"secret": "w"}',
-        "data.storage.secret=w",
-        "a=b",
-    ]
+    words = ["pretrain", "train", "c.yaml", 'data.storage={"key": "me",\n"secret": "w"}', "data.storage.secret=w", "a=b"]
     assert shown_command(words) == "pretrain train c.yaml data.storage=... data.storage.secret=... a=b"

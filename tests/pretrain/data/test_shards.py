@@ -35,30 +35,18 @@ def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
 def test_random_access_equals_an_independent_decode(shapes: Path, tmp_path: Path, encoding: str) -> None:
     directory = tmp_path / encoding
     source = ["--source", "folder", f"source.path={shapes}-images"]
-    assert (
-        data_prep(
-            ["build", *source, f"out={directory}", "image_size=16", f"encoding={encoding}", "samples_per_shard=50"]
-        )
-        == 0
-    )
+    assert data_prep(["build", *source, f"out={directory}", "image_size=16", f"encoding={encoding}", "samples_per_shard=50"]) == 0
     images, labels = decoded(directory, "train")
     assert len(images) == 240
     reader = open_split(directory, load_manifest(directory), "train")
     assert reader.labels.tolist() == labels
-    for ids in (
-        np.arange(240),
-        np.random.Generator(np.random.Philox(1)).permutation(240)[:77],
-        np.array([3, 3, 239, 0]),
-    ):
+    for ids in (np.arange(240), np.random.Generator(np.random.Philox(1)).permutation(240)[:77], np.array([3, 3, 239, 0])):
         assert torch.equal(reader.images(ids), torch.from_numpy(images[ids]))
 
 
 def test_a_keep_dataset_is_resized_while_reading(shapes: Path, tmp_path: Path) -> None:
     directory = tmp_path / "keep"
-    assert (
-        data_prep(["build", "--source", "folder", f"source.path={shapes}-images", f"out={directory}", "encoding=keep"])
-        == 0
-    )
+    assert data_prep(["build", "--source", "folder", f"source.path={shapes}-images", f"out={directory}", "encoding=keep"]) == 0
     reader = open_split(directory, load_manifest(directory), "val", image_size=24)
     assert reader.images(np.arange(5)).shape == (5, 24, 24, 3)
 

@@ -109,9 +109,7 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(shapes: Path, tmp_pa
     assert whole.items() <= {path.name: path.stat().st_ino for path in place.glob("*.tar")}.items()
     tars = sorted(place.glob("*.tar"))
     assert len(tars) > len(whole) and all(sha256_of(path) == path.stem for path in tars)
-    assert {file.name for file in files(data)} == {
-        path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"
-    }
+    assert {file.name for file in files(data)} == {path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"}
 
 
 def test_a_disk_that_is_too_small_costs_a_warning(
@@ -156,9 +154,7 @@ def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
     assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
-def test_a_shard_that_is_not_the_manifests_is_not_staged(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_that_is_not_the_manifests_is_not_staged(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(shapes, tmp_path / "data")
     shard = sorted((tmp_path / "data").glob("train-*.tar"))[1]
     data = bytearray(shard.read_bytes())
@@ -229,13 +225,10 @@ def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_store(shapes: 
     assert all(found.parts[0].tar(shard).is_relative_to(scratch) for shard in found.parts[0].content.shards)
     manifest = data.parts[0].manifest
     shards = tuple(
-        shard.model_copy(update={"file": f"https://x.invalid/{shard.name}.tar"})
-        for shard in manifest.splits["train"].shards
+        shard.model_copy(update={"file": f"https://x.invalid/{shard.name}.tar"}) for shard in manifest.splits["train"].shards
     )
     splits = manifest.splits | {"train": manifest.splits["train"].model_copy(update={"shards": shards})}
     far = replace(data, parts=(replace(data.parts[0], manifest=manifest.model_copy(update={"splits": splits})),))
     names = {file.name for file in files(far) if not file.is_remote}
     assert names >= {f"{shard.index_sha256}.npy" for shard in shards}
-    assert not names & {f"{shard.sha256}.tar" for shard in shards} and not [
-        file for file in files(far) if file.is_remote
-    ]
+    assert not names & {f"{shard.sha256}.tar" for shard in shards} and not [file for file in files(far) if file.is_remote]

@@ -114,16 +114,9 @@ def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], s
     assert sorted(path.name for path in place.iterdir()) == [".lock", shards[0].name]
 
 
-@pytest.mark.parametrize(
-    ("faults", "num_lines"), [([500, 503, 429], 1), (["stall"], 0), (["cut", "cut"], 1), (["wrong"], 0)]
-)
+@pytest.mark.parametrize(("faults", "num_lines"), [([500, 503, 429], 1), (["stall"], 0), (["cut", "cut"], 1), (["wrong"], 0)])
 def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
-    place: Path,
-    shards: list[File],
-    server: tuple[str, Web],
-    faults: list[Any],
-    num_lines: int,
-    capsys: pytest.CaptureFixture[str],
+    place: Path, shards: list[File], server: tuple[str, Web], faults: list[Any], num_lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once in a while, and not at the first fault, which passes as a rule."""
     address, state = server
@@ -165,9 +158,7 @@ def test_what_stays_is_one_line_without_secrets_and_leaves_nothing(
         assert cached(place) == hashes(shards, 1)
 
 
-def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(
-    place: Path, folder: Path, shards: list[File]
-) -> None:
+def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(place: Path, folder: Path, shards: list[File]) -> None:
     data, source = (folder / SHARD_0).read_bytes(), "http://me:secret-word@127.0.0.1:9/0.tar?key=secret-word"
     with closing(opened(place, room=1)) as ours:
         for wrong, words in [(data * 20, "delivers more than the 40,000 bytes"), (data[:-9], "39,991 of the 40,000")]:
@@ -272,9 +263,7 @@ def test_the_longest_unused_goes_first(place: Path, shards: list[File]) -> None:
         assert cached(place) == hashes(shards, 2, 4, 5)
 
 
-def test_what_is_held_stays_and_whoever_needs_room_waits(
-    place: Path, shards: list[File], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_stays_and_whoever_needs_room_waits(place: Path, shards: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
@@ -341,10 +330,7 @@ def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
 def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_needed_later(
     place: Path, shards: list[File], server: tuple[str, Web]
 ) -> None:
-    with (
-        closing(opened(place, room=3, num_threads=1)) as ours,
-        closing(opened(place, room=3, num_threads=1)) as others,
-    ):
+    with closing(opened(place, room=3, num_threads=1)) as ours, closing(opened(place, room=3, num_threads=1)) as others:
         use(ours, shards[7])
         ours.fetch_ahead(shards[:6])
         # what was used goes for what will be used
@@ -358,10 +344,7 @@ def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_ne
 
 
 def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(place: Path, shards: list[File]) -> None:
-    with (
-        closing(opened(place, room=3, num_threads=1)) as ours,
-        closing(opened(place, room=3, num_threads=1)) as others,
-    ):
+    with closing(opened(place, room=3, num_threads=1)) as ours, closing(opened(place, room=3, num_threads=1)) as others:
         ours.fetch_ahead(shards[:6])
         wait_until(lambda: len(cached(place)) == 3)
         with holding(others, shards[7]):
@@ -372,9 +355,7 @@ def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(pla
         wait_until(lambda: cached(place) == hashes(shards, 3, 4, 5))
 
 
-def test_what_fails_in_the_background_is_said_to_whoever_needs_it(
-    place: Path, shards: list[File], folder: Path
-) -> None:
+def test_what_fails_in_the_background_is_said_to_whoever_needs_it(place: Path, shards: list[File], folder: Path) -> None:
     data = (folder / SHARD_0).read_bytes()
     (folder / SHARD_0).unlink()
     with closing(opened(place, num_threads=1)) as ours:
@@ -534,9 +515,7 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
         opened(tiny_disk)
 
 
-def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(
-    tiny_disk: Path, shards: list[File]
-) -> None:
+def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(tiny_disk: Path, shards: list[File]) -> None:
     with closing(opened(tiny_disk)) as ours, closing(opened(tiny_disk)) as others:
         use(others, shards[0])
         ours.fetch_ahead([shards[0]])

@@ -28,9 +28,7 @@ SIZE: dict[str, Any] = {"num_classes": 10, "image_size": 8, "device": CPU}
 ALONE: dict[str, Any] = SIZE | {"world": World(0, 0, 1)}
 
 
-def settings_of(
-    run_dir: Path, batch: int, *, augment: dict[str, float] | None = None, **engine: Any
-) -> PretrainSettings:
+def settings_of(run_dir: Path, batch: int, *, augment: dict[str, float] | None = None, **engine: Any) -> PretrainSettings:
     return PretrainSettings.model_validate(
         {
             "run_dir": str(run_dir),

@@ -106,14 +106,7 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch:
     monkeypatch.setattr(reader, "read", read)
     monkeypatch.setattr(reader, "end_waits", arrives.set)
     with pytest.raises(Interrupted):
-        evaluate(
-            classifier(),
-            reader,
-            AUGMENTATION,
-            local_batch_size=40,
-            world=World(0, 0, 1),
-            stop=stop,
-        )
+        evaluate(classifier(), reader, AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=stop)
     assert waited and all(waited)
 
 

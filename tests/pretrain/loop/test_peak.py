@@ -56,9 +56,7 @@ def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.Monkey
 
 def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.loop.trainer.time", SimpleNamespace(monotonic=lambda: 110.0))
-    meter = Meter(
-        global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.768, device=CPU, _wait_s=2.5, _started_s=100.0
-    )
+    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.768, device=CPU, _wait_s=2.5, _started_s=100.0)
     for _ in range(20):
         meter.count()
     reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()

@@ -57,9 +57,7 @@ def test_they_answer_like_ours(name: str, num_features: int, shallow: None) -> N
     assert torch.equal(model(images), pooled)
 
 
-@pytest.mark.parametrize(
-    ("name", "weight"), [("resnet152_64", "body.conv1.weight"), ("vit_b_4", "body.blocks.0.attn.qkv.weight")]
-)
+@pytest.mark.parametrize(("name", "weight"), [("resnet152_64", "body.conv1.weight"), ("vit_b_4", "body.blocks.0.attn.qkv.weight")])
 def test_weights_are_a_function_of_the_seed(name: str, weight: str, shallow: None) -> None:
     states: list[dict[str, Tensor]] = []
     for before, seed in ((1, 5), (2, 5), (2, 6)):

@@ -87,6 +87,4 @@ def test_inductor_is_eager() -> None:
 def test_traced_graphs_are_eager(spec: AnySpec) -> None:
     compiled = model(spec).double()
     compiled.compile(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(
-        logits_and_gradients(compiled, IMAGES.double()), plain_in_float64(spec), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(logits_and_gradients(compiled, IMAGES.double()), plain_in_float64(spec), rtol=1e-10, atol=1e-10)

@@ -61,19 +61,13 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "batch norm": (MlpSpec(kind="mlp", depth=3, width=10, norm="batch"), 8),
     "no norm, standard": (MlpSpec(kind="mlp", depth=3, width=10, norm="none", bottleneck="none"), 8),
     "fractional expansion": (MlpSpec(kind="mlp", depth=2, width=10, expansion=2.55), 8),
-    "one permuted block": (
-        MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=3, num_tokens=7, permuted_blocks=(1,)),
-        12,
-    ),
+    "one permuted block": (MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=3, num_tokens=7, permuted_blocks=(1,)), 12),
     "permuted first block": (
         MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=5, permuted_blocks=(0,)),
         12,
     ),
     "a token skip though S = S0": (MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=9), 12),
-    "own hidden sizes": (
-        MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, token_hidden=5, channel_hidden=11),
-        12,
-    ),
+    "own hidden sizes": (MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, token_hidden=5, channel_hidden=11), 12),
     "ViT at another size": (TimmSpec(kind="timm", name="vit_b_4"), 12),
     "ResNet at another size": (TimmSpec(kind="timm", name="resnet152_64"), 25),
     "sparse by its density": (SparseMlpSpec(kind="sw_mlp", num_channels=3, width=40, depth=2, density=0.04), 8),
@@ -85,14 +79,8 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
         SparseMlpSpec(kind="sw_mlp", num_channels=3, depth=2, density=0.3, storage="masked", expansion=2.0),
         8,
     ),
-    "Monarch, in colour": (
-        StructuredMlpSpec(kind="structured", form="monarch", num_rows=5, num_columns=7, greyscale=False),
-        8,
-    ),
-    "Kronecker, in colour": (
-        StructuredMlpSpec(kind="structured", form="kronecker", num_rows=5, num_columns=7, greyscale=False),
-        8,
-    ),
+    "Monarch, in colour": (StructuredMlpSpec(kind="structured", form="monarch", num_rows=5, num_columns=7, greyscale=False), 8),
+    "Kronecker, in colour": (StructuredMlpSpec(kind="structured", form="kronecker", num_rows=5, num_columns=7, greyscale=False), 8),
     "S-Mixer": (MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, layers_per_mixing=1), 12),
 }
 
@@ -198,12 +186,9 @@ def test_paper_a_cost_of_sw_mlps(
     channels: int, patch: int, image_size: int, depth: int, gamma: int, memory: float, flops: float
 ) -> None:
     """Two blocks of a SW-MLP for each of a Mixer: one for each mixing. Weights and mask take 4 bytes each in the paper."""
-    spec = SparseMlpSpec(
-        kind="sw_mlp", patch_size=patch, num_channels=channels, expansion=gamma, storage="masked", depth=1
-    )
+    spec = SparseMlpSpec(kind="sw_mlp", patch_size=patch, num_channels=channels, expansion=gamma, storage="masked", depth=1)
     one, more = (
-        cost_of(spec.model_copy(update={"depth": blocks}), num_classes=10, image_size=image_size)
-        for blocks in (1, 1 + 2 * depth)
+        cost_of(spec.model_copy(update={"depth": blocks}), num_classes=10, image_size=image_size) for blocks in (1, 1 + 2 * depth)
     )
     num_weights = more.multiply_adds - one.multiply_adds
     assert f"{2 * num_weights:.2e}" == f"{flops:.2e}" and f"{(4 + 4) * num_weights:.2e}" == f"{memory:.2e}"
@@ -315,9 +300,7 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: Mixe
     for layer in model.blocks.modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(
-                lambda layer, inputs, _output: used.append(
-                    layer.weight.numel() * inputs[0][0].numel() // layer.in_features
-                )
+                lambda layer, inputs, _output: used.append(layer.weight.numel() * inputs[0][0].numel() // layer.in_features)
             )
     model(next(model.parameters()).new_zeros(1, 3, 8, 8))
     assert used

@@ -94,9 +94,7 @@ def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) 
         states.append(build(name, num_classes=7, seed=seed, **changes).state_dict())
     one, two, other = states
     assert all(torch.equal(one[key], two[key]) for key in one)
-    drawn = [
-        key for key in one if key.endswith(("weight", "index", "mask", "columns", "per_row")) and "norm" not in key
-    ]
+    drawn = [key for key in one if key.endswith(("weight", "index", "mask", "columns", "per_row")) and "norm" not in key]
     assert drawn and not any(one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in drawn)
 
 

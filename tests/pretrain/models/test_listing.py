@@ -33,9 +33,7 @@ def test_classes_size_and_pattern_are_obeyed() -> None:
 
 def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--match", "mixer_p*", "--image-size", "32"]) == 0
-    assert (
-        "Left out, as they cannot take images of that size: mixer_p7, mixer_p14, mixer_p28." in capsys.readouterr().out
-    )
+    assert "Left out, as they cannot take images of that size: mixer_p7, mixer_p14, mixer_p28." in capsys.readouterr().out
 
 
 def test_widths_are_those_of_the_papers_sweep(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,9 +214,7 @@ def outputs_and_gradients(model: Mixer) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("permuted", ["all", (0,), (1,)], ids=str)
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
-def test_rp_blocks_with_structured_permutations_are_the_normal_model(
-    fields: dict[str, object], permuted: object
-) -> None:
+def test_rp_blocks_with_structured_permutations_are_the_normal_model(fields: dict[str, object], permuted: object) -> None:
     """Outputs and all gradients; with random ones the outputs are others, so the permutations are really used."""
     normal, random = built(spec_with(**fields)), built(spec_with(**fields, permuted_blocks=permuted))
     assert not torch.allclose(normal(images()), random(images()))

@@ -110,10 +110,7 @@ def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
     model.eval()(x)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     model.train()(x)
-    z, name = (
-        x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"),
-        "blocks.0.norm",
-    )
+    z, name = (x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"), "blocks.0.norm")
     mean, variance = (before[f"{name}.running_{kind}"] for kind in ("mean", "var"))
     torch.testing.assert_close(model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0))
     torch.testing.assert_close(model.get_buffer(f"{name}.running_var"), 0.9 * variance + 0.1 * z.var(0))
@@ -153,9 +150,7 @@ def test_every_weight_gets_a_gradient_and_float32_agrees(fields: dict[str, objec
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("fields", "num_dropouts"), [({"expansion": 1.0}, 2), (BOTH[1], 1)], ids=["inverted", "standard"]
-)
+@pytest.mark.parametrize(("fields", "num_dropouts"), [({"expansion": 1.0}, 2), (BOTH[1], 1)], ids=["inverted", "standard"])
 def test_dropout_scales_what_it_keeps_and_only_in_training(fields: dict[str, object], num_dropouts: int) -> None:
     """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the others are 4 times as large."""
     torch.manual_seed(0)

@@ -70,9 +70,7 @@ def is_whole(module: nn.Module, index: Tensor) -> bool:
     right_types = permutation.index.dtype == permutation.inverse.dtype == torch.int32
     arange = torch.arange(SIZE, dtype=torch.int32)
     return bool(
-        right_types
-        and torch.equal(permutation.index, index)
-        and torch.equal(permutation.index[permutation.inverse.long()], arange)
+        right_types and torch.equal(permutation.index, index) and torch.equal(permutation.index[permutation.inverse.long()], arange)
     )
 
 

@@ -49,8 +49,7 @@ def test_a_layer_is_its_dense_matrix(form: str) -> None:
 
     torch.testing.assert_close(ours(weights, x), theirs(weights, x))
     gradients = [
-        torch.func.grad(lambda w, x, run=run: run(w, x).pow(3).sum(), argnums=(0, 1))(weights, x)
-        for run in (ours, theirs)
+        torch.func.grad(lambda w, x, run=run: run(w, x).pow(3).sum(), argnums=(0, 1))(weights, x) for run in (ours, theirs)
     ]
     torch.testing.assert_close(gradients[0], gradients[1])
     assert all(gradient.all() for gradient in [*gradients[0][0].values(), gradients[0][1]])

@@ -81,9 +81,7 @@ def test_lion_equals_timms_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
-def test_lion_moves_nothing_without_gradient_and_hides_no_nan(
-    in_one_pass: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lion_moves_nothing_without_gradient_and_hides_no_nan(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not in_one_pass:
         monkeypatch.setattr(lion, "lion_on_cpu", None)
     weight = nn.Parameter(torch.ones(6))
@@ -130,9 +128,7 @@ def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
     holder = one_matrix(1.0, -2.0)
     optimizer = build_optimizer(holder, OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95)))
     value = [1.0, -2.0]
-    for gradient, direction in zip(
-        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True
-    ):
+    for gradient, direction in zip(GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True):
         holder.matrix.grad = torch.tensor([gradient])
         optimizer.step()
         value = [v * (1 - 0.1 * 0.5) - 0.1 * d for v, d in zip(value, direction, strict=True)]
@@ -145,9 +141,7 @@ def test_lamb_is_its_formula_and_scales_matrices_alone(decay: float) -> None:
     holder.bias = nn.Parameter(torch.tensor([0.5, 0.25]))
     optimizer = build_optimizer(holder, OptimizerSettings(name="lamb", lr=0.1, weight_decay=decay, betas=(0.8, 0.95)))
     matrix, bias = [1.0, -2.0], [0.5, 0.25]
-    for gradient, direction in zip(
-        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True
-    ):
+    for gradient, direction in zip(GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True):
         holder.matrix.grad, holder.bias.grad = torch.tensor([gradient]), torch.tensor(gradient)
         optimizer.step()
         whole = [d + decay * w for d, w in zip(direction, matrix, strict=True)]
@@ -221,14 +215,7 @@ def test_a_warm_up_begins_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [
-        ("5000 steps", 5000),
-        ("1 step", 1),
-        ("2 epochs", 20),
-        ("1.5 epochs", 15),
-        ("1_000 samples", 10),
-        ("1001 samples", 11),
-    ],
+    [("5000 steps", 5000), ("1 step", 1), ("2 epochs", 20), ("1.5 epochs", 15), ("1_000 samples", 10), ("1001 samples", 11)],
 )
 def test_durations_become_steps(text: str, steps: int) -> None:
     assert parse_length(text).steps(global_batch_size=100, num_samples=1000) == steps

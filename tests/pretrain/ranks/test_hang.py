@@ -43,23 +43,16 @@ def train_with_one_stuck_rank(words: list[str]) -> int:
     return training.main("pretrain", words)
 
 
-def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(
-    shapes: Path, tmp_path: Path
-) -> None:
+def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(shapes: Path, tmp_path: Path) -> None:
     """Rank 1 never comes to the exchange of gradients of the fifth step (two micro-batches each), in which rank 0 waits."""
     config, run_dir = write_config(tmp_path, dataset=shapes), tmp_path / "run"
     words = ["train", str(config), f"run_dir={run_dir}", "engine.hang_timeout_s=500", "train.eval_every=99 epochs"]
     target = "tests.pretrain.ranks.test_hang:train_with_one_stuck_rank"
-    ranks = [
-        begin(target, words, environment=each, output=tmp_path / "output")
-        for each in environments(2, TMPDIR=str(tmp_path))
-    ]
+    ranks = [begin(target, words, environment=each, output=tmp_path / "output") for each in environments(2, TMPDIR=str(tmp_path))]
     assert wait(ranks, timeout_s=120) == [1, 1]
     output = (tmp_path / "output").read_text()
     (line,) = re.findall("^rank 1 .* has made no progress.*$", output, re.MULTILINE)
-    where = (
-        r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the end of the step .*)"
-    )
+    where = r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the end of the step .*)"
     ends = f"; the run stops; the same command goes on with it; stacks of all ranks: {re.escape(str(run_dir))}/stacks"
     facts = rf"\(node {re.escape(socket.gethostname())}, pid {ranks[1].pid}\)"
     assert re.fullmatch(rf"rank 1 {facts} has made no progress for 1,0\d\d s, {where}{ends}", line), line

@@ -111,34 +111,21 @@ FAILED, STUCK = "has failed (ValueError: rank two gives up)", "waits for data, a
 @pytest.mark.parametrize(
     ("plans", "timeout_s", "struck", "codes", "line"),
     [
-        pytest.param(
-            ["hangs", BROKEN, "hangs"], 60, (0, KILL), [1, 1], "rank 0 (NODE) is gone", id="the first is killed"
-        ),
-        pytest.param(
-            ["hangs", BROKEN, "hangs"], 60, (2, KILL), [1, 1], "rank 2 (NODE) is gone", id="another is killed"
-        ),
+        pytest.param(["hangs", BROKEN, "hangs"], 60, (0, KILL), [1, 1], "rank 0 (NODE) is gone", id="the first is killed"),
+        pytest.param(["hangs", BROKEN, "hangs"], 60, (2, KILL), [1, 1], "rank 2 (NODE) is gone", id="another is killed"),
         pytest.param(["hangs", "hangs"], 1, (0, STOP), [1], f"rank 0 (NODE) {SILENT}", id="the first is frozen"),
         pytest.param(["hangs", "hangs"], 1, (1, STOP), [1], f"rank 1 (NODE) {SILENT}", id="another is frozen"),
         pytest.param(["hangs", "hangs", "fails"], 60, None, [1, 1, 3], f"rank 2 (NODE) {FAILED}", id="one fails"),
         pytest.param(["fails", "fails"], 60, None, [3, 3], None, id="all fail alike and print their own messages"),
         pytest.param([LOCK, "ends", LOCK], 10, None, [0, 0, 0], None, id="goodbyes, and ranks that compute"),
-        pytest.param(
-            ["hangs", "waits"], 60, None, [0, 0], f"rank 1 (NODE) {STUCK}", id="a stop that cannot wait for data"
-        ),
+        pytest.param(["hangs", "waits"], 60, None, [0, 0], f"rank 1 (NODE) {STUCK}", id="a stop that cannot wait for data"),
     ],
 )
 def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
-    tmp_path: Path,
-    plans: list[str],
-    timeout_s: float,
-    struck: tuple[int, int] | None,
-    codes: list[int],
-    line: str | None,
+    tmp_path: Path, plans: list[str], timeout_s: float, struck: tuple[int, int] | None, codes: list[int], line: str | None
 ) -> None:
     """`codes`: of the ranks that were not struck. Those that a verdict ends do what must still be done."""
-    ranks = started(
-        tmp_path, len(plans), timeout_s=timeout_s, **{f"rank_{rank}": plan for rank, plan in enumerate(plans)}
-    )
+    ranks = started(tmp_path, len(plans), timeout_s=timeout_s, **{f"rank_{rank}": plan for rank, plan in enumerate(plans)})
     left = dict(enumerate(ranks))
     if struck is not None:
         victim, number = struck

@@ -35,8 +35,7 @@ def test_ranks_get_what_torchrun_would_give_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "words"),
-    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
+    ("ending", "code", "words"), [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")]
 )
 def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str) -> None:
     done = start(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
@@ -113,10 +112,7 @@ def test_srun_is_understood() -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
         ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
         ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1"}, 7),
-        (
-            {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"},
-            5,
-        ),  # the job's, not the step's
+        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"}, 5),  # the job's, not the step's
         ({"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"}, 7),  # 8 is but a limit
         ({"SLURM_STEP_TASKS_PER_NODE": "what is this", "SLURM_NODEID": "1"}, 14),
     ],

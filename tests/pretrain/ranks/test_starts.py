@@ -24,13 +24,7 @@ from tests.forked import begin, new_output, wait
 from tests.pretrain.checkpoints.test_checkpoint import save, wait_until
 
 NOT_NOTICED = 7
-OPERATIONS = [
-    (publish.os, "rename"),
-    (publish.os, "replace"),
-    (publish.os, "fsync"),
-    (Path, "mkdir"),
-    (publish.shutil, "rmtree"),
-]
+OPERATIONS = [(publish.os, "rename"), (publish.os, "replace"), (publish.os, "fsync"), (Path, "mkdir"), (publish.shutil, "rmtree")]
 
 
 def run_and_freeze(folder: str) -> int:
@@ -74,13 +68,9 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
 
 
-def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    old = begin(
-        "tests.pretrain.ranks.test_starts:run_and_freeze", str(tmp_path), environment=os.environ, output=new_output()
-    )
+    old = begin("tests.pretrain.ranks.test_starts:run_and_freeze", str(tmp_path), environment=os.environ, output=new_output())
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda _descriptor: None)
@@ -118,13 +108,9 @@ def enter_alone(run_dir: str) -> int:
     return 0
 
 
-def test_of_many_starts_at_once_each_has_its_turn_and_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_starts_at_once_each_has_its_turn_and_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many = [
-        begin(
-            "tests.pretrain.ranks.test_starts:enter_alone", str(tmp_path), environment=os.environ, output=new_output()
-        )
+        begin("tests.pretrain.ranks.test_starts:enter_alone", str(tmp_path), environment=os.environ, output=new_output())
         for _ in range(6)
     ]
     assert wait(many, timeout_s=60) == [0] * 6
@@ -153,13 +139,7 @@ GONE = "slurm_load_jobs error: Invalid job id specified"
     ],
 )
 def test_another_jobs_start_is_over_when_slurm_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    restart: int,
-    cluster: str,
-    job: str,
-    node: str,
-    is_over: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, cluster: str, job: str, node: str, is_over: bool
 ) -> None:
     stand_in = tmp_path / "bin" / "scontrol"
     stand_in.parent.mkdir()
@@ -174,9 +154,7 @@ def test_another_jobs_start_is_over_when_slurm_says_so(
     if is_over:
         with started(tmp_path / "run", lock_wait_s=0):
             return
-    said = (
-        f"start 4 of this run holds it \\(process 123 on n7, job 17, start {restart + 1}, since 2026-11-22 01:02:03\\)"
-    )
+    said = f"start 4 of this run holds it \\(process 123 on n7, job 17, start {restart + 1}, since 2026-11-22 01:02:03\\)"
     with pytest.raises(Busy, match=said), started(tmp_path / "run", lock_wait_s=0):
         pass
 
@@ -196,9 +174,7 @@ def test_a_start_that_waits_heeds_a_stop(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tracking"])
-def test_a_run_on_two_file_systems_is_refused_before_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_run_on_two_file_systems_is_refused_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run_dir, scratch, rename = tmp_path / "run", tmp_path / "scratch", os.rename
 
     def between_two(source: Path, target: Path) -> None:
@@ -220,9 +196,7 @@ def test_a_run_on_two_file_systems_is_refused_before_it_trains(
         assert not list(scratch.iterdir())
 
 
-def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -235,9 +209,7 @@ def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(
     assert [path.name for path in tmp_path.rglob(".tmp-*")] == []
 
 
-def test_a_desk_that_another_start_sweeps_away_as_it_is_made_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_desk_that_another_start_sweeps_away_as_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, swept = publish.make_directory, []
 
     def sweeping(directory: Path) -> None:
@@ -287,9 +259,7 @@ def test_who_publishes_after_the_block_is_behind_the_fence_still(tmp_path: Path)
         publish.write_atomic(tmp_path / "x", b"2")
 
 
-def test_one_thread_may_begin_a_start_while_another_one_publishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thread_may_begin_a_start_while_another_one_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def while_another_begins(self: Path, other: Path) -> bool:
         publish.use_workspace(tmp_path / "workspace", under=tmp_path / str(len(workspaces)))
         return is_relative_to(self, other)

@@ -74,9 +74,7 @@ def test_runs_that_start_together_have_one_whole_store(new_store: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlartifacts", "mlflow.db"]
 
 
-def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(
-    new_store: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(new_store: Path, tmp_path: Path) -> None:
     """The child comes first and is whole before there is a parent."""
     parent, child, store = tmp_path / "parent", tmp_path / "child", tmp_path / "mlflow.db"
     shutil.copy(new_store, store)

@@ -91,9 +91,4 @@ def test_a_next_start_knows_the_last_steps_and_removes_a_half_line(tmp_path: Pat
     assert journal.last_steps == {"loss": 5, "lr": 3, image_name("first"): 4}
     journal.append({"event": "end"})
     assert journal.close(timeout_s=30)
-    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == [
-        "metrics",
-        "metrics",
-        "image",
-        "end",
-    ]
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["metrics", "metrics", "image", "end"]

@@ -45,19 +45,11 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
         tracker = Tracker(child, params={}, tags={"task": "probe"})
         tracker.metrics({"probe/test_top1": 0.5}, step=3)
         for _ in range(2):  # a second process says it again
-            tracker.version(
-                "pretrained",
-                checkpoint=checkpoint,
-                weights_sha256=weights,
-                parent_key=identity.run_key,
-                tags=tags,
-            )
+            tracker.version("pretrained", checkpoint=checkpoint, weights_sha256=weights, parent_key=identity.run_key, tags=tags)
         tracker.close("FINISHED")
         sync(child)
     client = MlflowClient(tracking_uri=identity.uri)
-    versions = {
-        version.tags["weights_sha256"]: version for version in client.search_model_versions("name = 'pretrained'")
-    }
+    versions = {version.tags["weights_sha256"]: version for version in client.search_model_versions("name = 'pretrained'")}
     assert {weights: version.tags | {} for weights, version in versions.items()} == {
         "f00d": {"weights_sha256": "f00d", "checkpoint": str(checkpoint), "probe/cifar10": "0.5", "tune/stl10": "0.7"},
         "beef": {"weights_sha256": "beef", "checkpoint": str(checkpoint), "probe/cifar10": "0.6"},
@@ -70,9 +62,7 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
     assert stored["child-0"].data.metrics == {"probe/test_top1": 0.5} and stored["child-0"].info.status == "FINISHED"
     mlflow_run = client.get_run(str(versions["f00d"].run_id))
     assert mlflow_run.info.run_name == "pretrained"
-    assert [artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id, "checkpoint")] == [
-        "checkpoint/config.json"
-    ]
+    assert [artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id, "checkpoint")] == ["checkpoint/config.json"]
     assert mlflow_run.data.params == {"a": "1"}
 
 
@@ -114,7 +104,4 @@ def test_a_version_that_the_registry_will_not_have_holds_up_nothing(
     client = MlflowClient(tracking_uri=identity.uri)
     (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])  # type: ignore[union-attr]
     assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["after.txt"]
-    assert (
-        found.info.status == "FINISHED"
-        and json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
-    )
+    assert found.info.status == "FINISHED" and json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []

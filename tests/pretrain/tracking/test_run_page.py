@@ -80,13 +80,7 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
 
 
 def test_the_command_is_shown_as_it_can_be_typed() -> None:
-    words = [
-        "/somewhere/pretrain/__main__.py",
-        "train",
-        "a.yaml",
-        "train.duration=2 epochs",
-        "data.storage={key: secret}",
-    ]
+    words = ["/somewhere/pretrain/__main__.py", "train", "a.yaml", "train.duration=2 epochs", "data.storage={key: secret}"]
     assert shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
 
 

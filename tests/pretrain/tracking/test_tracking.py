@@ -135,9 +135,7 @@ def wait_for_journal(run_dir: Path, word: bytes) -> None:
     wait_until(lambda: journal.exists() and word in journal.read_bytes())
 
 
-def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The store's directory is a file while the run lasts, so that every delivery fails."""
     run_dir, blocked = tmp_path / "run", tmp_path / "store"
     blocked.write_text("in the way")
@@ -209,9 +207,7 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dies, now_s = tmp_path / "dies", [1000.0]
-    dies.write_text(
-        f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word >>$3/tracking/delivery.log\nkill -9 $$\n"
-    )
+    dies.write_text(f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word >>$3/tracking/delivery.log\nkill -9 $$\n")
     dies.chmod(0o755)
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(dies))
     monkeypatch.setattr("pretrain.tracking.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
@@ -409,9 +405,7 @@ def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path
         assert image.size == (128, 256)
 
 
-def test_pictures_do_without_a_pil_that_writes_webp(
-    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_do_without_a_pil_that_writes_webp(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, picture(run_dir, step=0), end("FINISHED"))
     monkeypatch.setattr("pretrain.tracking.store.features.check", lambda feature: False)
@@ -421,9 +415,7 @@ def test_pictures_do_without_a_pil_that_writes_webp(
         assert (image.format, image.size) == ("PNG", (128, 256))
 
 
-def test_a_damaged_picture_holds_up_no_file_behind_it(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_picture_holds_up_no_file_behind_it(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     identity(run_dir)
     cut, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
@@ -449,9 +441,4 @@ def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: 
     live.close("FINISHED")
     lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
     told = [(event["step"], event["values"]) for event in map(json.loads, lines) if event["event"] == "metrics"]
-    assert told == [
-        (6, {"system/cpu": 1.0}),
-        (7, {"system/cpu": 2.0}),
-        (8, {"system/cpu": 3.0}),
-        (0, {"system/node-3/cpu": 9.0}),
-    ]
+    assert told == [(6, {"system/cpu": 1.0}), (7, {"system/cpu": 2.0}), (8, {"system/cpu": 3.0}), (0, {"system/node-3/cpu": 9.0})]
