@@ -22,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from data_prep import publish
 from data_prep.publish import use_workspace
 from pretrain.checkpoints import files
-from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of, newest_whole
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
 from pretrain.checkpoints.run import list_checkpoints, step_of
@@ -36,19 +36,10 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import started
 from pretrain.ranks.world import World
 from tests.moments import wait_until
+from tests.pretrain.checkpoints.tiny import card_of
 from tests.ranks import run_ranks
 
-CARD = ModelCard(
-    model=MlpSpec(kind="mlp", depth=1, width=4),
-    image_size=8,
-    classes=("a", "b"),
-    channel_mean=(0.5, 0.5, 0.5),
-    channel_std=(0.2, 0.2, 0.2),
-    dataset="shapes",
-    content_hash="0" * 64,
-    step=1,
-    run_key="",
-)
+CARD = card_of(MlpSpec(kind="mlp", depth=1, width=4), image_size=8, num_classes=2)
 
 
 def state(value: float) -> EngineState:
@@ -81,13 +72,6 @@ def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
     assert restored.trainer == TrainerState(7, 112) and restored.engine.num_updates == 7
     assert torch.equal(restored.engine.weights["w"], torch.full((3,), 7.0))
     assert torch.equal(restored.engine.optimizer["exp_avg.w"], torch.full((3,), -7.0))
-
-
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, keep_last=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000004\n"
 
 
 class Crash(BaseException):
@@ -170,14 +154,20 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     best = None
     for step in range(10, 101, 10):
         best = bests.get(step, best)
-        assert writer.make_room(timeout_s=10)
-        writer.submit(Snapshot(state(step), TrainerState(step, step * 16, best), CARD))
+        submitted(writer, step, best=best)
         if step == 80:
             writer.finish(best)
             assert [step_of(path) for path in list_checkpoints(tmp_path)] == [20, 30, 60, 70, 80]
     writer.finish(best)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [30, 60, 90, 100]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
     assert writer.news()["checkpoint/gb"] > 0
+
+
+def submitted(writer: CheckpointWriter, step: int, engine: EngineState | None = None, best: Best | None = None) -> CheckpointWriter:
+    assert writer.make_room(timeout_s=10)
+    writer.submit(Snapshot(engine or state(step), TrainerState(step, step * 16, best), CARD))
+    return writer
 
 
 def saver_of(
@@ -234,19 +224,26 @@ class Rank:
         assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
 
 
-def test_the_best_that_was_never_written_costs_nothing_that_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 and 30 would have been better, and fail; 40 makes room by nothing but being saved."""
-    rank = Rank(tmp_path, monkeypatch, refused=(20, 30))
-    for step, score in ((10, 0.5), (20, 0.6), (30, 0.7), (40, 0.4)):
-        rank.judge_and_save(step, score)
-    rank.ends_with([10, 40], Best(10, 0.5))
-
-
-def test_the_best_of_those_that_are_there_follows_one_that_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(tmp_path, monkeypatch, refused=(20,))
-    for step, score in ((10, 0.5), (20, 0.7), (30, 0.6), (40, 0.1)):
-        rank.judge_and_save(step, score)
-    rank.ends_with([30, 40], Best(30, 0.6))
+@pytest.mark.parametrize(
+    ("scores", "refused", "left", "best"),
+    [
+        ((0.5, 0.6, 0.7, 0.4), (20, 30), [10, 40], Best(10, 0.5)),  # 40 makes room by nothing but being saved
+        ((0.5, 0.7, 0.6, 0.1), (20,), [30, 40], Best(30, 0.6)),
+    ],
+)
+def test_a_best_that_could_not_be_written_is_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: tuple[float, ...],
+    refused: tuple[int, ...],
+    left: list[int],
+    best: Best,
+) -> None:
+    """It costs nothing that was written, and the best of those that are there follows it."""
+    rank = Rank(tmp_path, monkeypatch, refused=refused)
+    for number, score in enumerate(scores, 1):
+        rank.judge_and_save(10 * number, score)
+    rank.ends_with(left, best)
 
 
 def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +267,18 @@ def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(tmp_path: 
     rank.ends_with([10], Best(10, 0.5))
 
 
-def last_ones(world: World) -> list[str]:
-    """What `finish` says on this rank: of a disk that takes longer than any collective may, and of one that refuses."""
+def waits(world: World, folder: str) -> list[Any]:
+    """What each rank finds where one reads or writes for longer than any collective may.
+
+    The first rank verifies, the second loads; then `finish`, on a disk that is slow, and on one that refuses.
+    """
     torch.distributed.init_process_group("gloo")
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    device = torch.device("cpu")
+
+    def slow_newest(run_dir: Path) -> Path | None:
+        time.sleep(4)
+        return newest_whole(run_dir)
 
     def slow(best: Best | None) -> None:
         time.sleep(4)
@@ -281,23 +286,26 @@ def last_ones(world: World) -> list[str]:
     def refuses(best: Best | None) -> None:
         raise CheckpointError("no space")
 
-    said = []
+    train.newest_whole = slow_newest
+    path = train.agreed_checkpoint(Path(folder), world, device=device)
+    found = [path and path.name, on_all_ranks(lambda: time.sleep(4 * world.rank) or world.rank, device=device, failed="")]
     for finish in (slow, refuses):
         saver = saver_of(Path("unused"), world=world, every=1)
         saver.writer.finish = finish  # type: ignore[method-assign]
         try:
             saver.finish()
-            said.append("done")
+            found.append("done")
         except (CheckpointError, FailedElsewhere) as error:
-            said.append(f"{error}; of all ranks: {error.of_all_ranks}")
-    return said
+            found.append(f"{error}; of all ranks: {error.of_all_ranks}")
+    return found
 
 
-def test_all_ranks_wait_for_the_last_checkpoint_and_end_alike() -> None:
-    first, second = run_ranks(last_ones, num_ranks=2)
-    assert first == ["done", "no space; of all ranks: False"]
+def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_and_end_alike(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    first, second = run_ranks(waits, str(tmp_path), num_ranks=2)
     lost = "the last checkpoint could not be written; see the message of the first rank"
-    assert second == ["done", f"{lost}; of all ranks: True"]
+    assert first == ["step-00000007", 0, "done", "no space; of all ranks: False"]
+    assert second == ["step-00000007", 1, "done", f"{lost}; of all ranks: True"]
 
 
 class SlowDisk:
@@ -344,26 +352,6 @@ def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypat
     assert all(torch.equal(read[name], tensors[name]) for name in tensors) and read.keys() == tensors.keys()
 
 
-def slow_reads(world: World, folder: str) -> list[Any]:
-    """What each rank finds when the first takes longer to verify, and the second to load, than any collective may."""
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
-    device = torch.device("cpu")
-
-    def slow(run_dir: Path) -> Path | None:
-        time.sleep(7)
-        return newest_whole(run_dir)
-
-    train.newest_whole = slow
-    path = train.agreed_checkpoint(Path(folder), world, device=device)
-    return [path and path.name, on_all_ranks(lambda: time.sleep(7 * world.rank) or world.rank, device=device, failed="")]
-
-
-def test_ranks_wait_for_the_one_that_reads_longer_than_any_collective_may(tmp_path: Path) -> None:
-    save(tmp_path, 7)
-    assert run_ranks(slow_reads, str(tmp_path), num_ranks=2) == [["step-00000007", 0], ["step-00000007", 1]]
-
-
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
     save(tmp_path, 10, best=Best(10, 0.5))
     save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
@@ -378,8 +366,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
     taken.write_text("")
     writer = CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, longest_pause_s=0.1)
     for step in (1, 2):
-        assert writer.make_room(timeout_s=10)
-        writer.submit(Snapshot(state(step), TrainerState(step, step * 16), CARD))
+        submitted(writer, step)
         wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
     assert writer.news()["checkpoint/failures"] >= 2
     assert writer.make_room(timeout_s=10)  # while the ranks make the next snapshot, nothing reads the memory of this one
@@ -393,18 +380,14 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
 
 def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    writer = CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, final_s=0.2)
-    assert writer.make_room(timeout_s=10)
-    writer.submit(Snapshot(state(7), TrainerState(7, 112), CARD))
+    writer = submitted(CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, final_s=0.2), 7)
     with pytest.raises(CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"):
         writer.finish(None)
 
 
 def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, Retention(2))
-    assert writer.make_room(timeout_s=10)
     odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
-    writer.submit(Snapshot(odd, TrainerState(1, 16), CARD))
+    writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 1, odd)
     with pytest.raises(ValueError, match="complex64"):
         writer.finish(None)
 
@@ -417,9 +400,7 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(tmp_path: Path,
         return WRITE_TENSORS(path, tensors)
 
     monkeypatch.setattr(files, "write_tensors", slow)
-    writer = CheckpointWriter(tmp_path, Retention(2))
-    assert writer.make_room(timeout_s=10)
-    writer.submit(Snapshot(state(1), TrainerState(1, 16), CARD))
+    writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 1)
     wait_until(lambda: list((tmp_path / "checkpoints").glob(".tmp-*")) != [])
     assert not writer.make_room(timeout_s=0.05)
     go_on.set()
@@ -441,21 +422,19 @@ def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeyp
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.uint8, torch.float16)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "no hashes"])
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flip": lambda weights: weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1])),
+    "cut": lambda weights: os.truncate(weights, weights.stat().st_size - 1),
+    "remove": Path.unlink,
+    "no hashes": lambda weights: weights.with_name("sha256.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    victim = newest / "model.safetensors"
-    data = bytearray(victim.read_bytes())
-    if damage == "flip":
-        data[-1] ^= 1
-        victim.write_bytes(data)
-    elif damage == "cut":
-        victim.write_bytes(data[:-1])
-    elif damage == "remove":
-        victim.unlink()
-    else:
-        (newest / "sha256.json").unlink()
+    DAMAGES[damage](newest / "model.safetensors")
     assert fault_of(newest) is not None
     restored = restore(tmp_path)
     assert restored is not None and restored.trainer.step == 1

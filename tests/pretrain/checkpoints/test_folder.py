@@ -19,26 +19,13 @@ from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
+from tests.pretrain.checkpoints.tiny import card_of
 
 SPECS: list[AnySpec] = [
     MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),
     MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=5, norm_eps=1e-6, permuted_blocks=(1,)),
     SparseMlpSpec(kind="sw_mlp", num_channels=2, width=24, depth=2, density=0.3, storage="sparse"),
 ]
-
-
-def card_of(spec: AnySpec, *, image_size: int = 16, num_classes: int = 3) -> ModelCard:
-    return ModelCard(
-        model=spec,
-        image_size=image_size,
-        classes=tuple(f"n{number}" for number in range(num_classes)),
-        channel_mean=(0.4, 0.5, 0.6),
-        channel_std=(0.1, 0.2, 0.3),
-        dataset="shapes",
-        content_hash="0" * 64,
-        step=20,
-        run_key="key",
-    )
 
 
 def random_weights(card: ModelCard) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from data_prep.settings import UserError
 from pretrain.tracking import store
 from pretrain.tracking.delivery import Delivery, sync
 from pretrain.tracking.store import EmbeddedStore, Store
-from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
+from pretrain.tracking.tracker import Journal, RunIdentity
 
 NUM_POINTS = 30
 FORK = multiprocessing.get_context("fork")
@@ -125,20 +125,6 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
     client = MlflowClient(tracking_uri=second.uri)
     experiments = [each.experiment_id for each in client.search_experiments()]
     assert len(client.search_runs(experiments)) == 2 and len(asked) == 2
-
-
-def test_the_last_line_of_a_run_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    deliverer = tmp_path / "deliverer"  # is started as: deliverer -m pretrain.tracking.delivery RUN ...
-    deliverer.write_text('#!/bin/sh\necho "the store is no store" >> "$3/tracking/delivery.log"\nexit 1\n')
-    deliverer.chmod(0o755)
-    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(deliverer))
-    (tmp_path / "run" / "tracking").mkdir(parents=True)
-    (tmp_path / "run" / "tracking" / "delivery.log").write_text("an older trouble\n")
-    Tracker(tmp_path / "run", params={}, tags={}).close("FINISHED")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "the store is no store" in line and "older" not in line and f"pretrain sync {tmp_path / 'run'}" in line
 
 
 # ---- without mlflow ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from PIL import Image
@@ -50,8 +50,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")
 
 
-def identity(run_dir: Path, *, uri: str | None = None, parent_key: str | None = None) -> RunIdentity:
-    return RunIdentity.of(run_dir, experiment="tests", uri=uri, parent_key=parent_key)
+def identity(run_dir: Path, *, uri: str | None = None) -> RunIdentity:
+    return RunIdentity.of(run_dir, experiment="tests", uri=uri)
 
 
 def tracker(run_dir: Path, *, close_timeout_s: float = 60) -> Tracker:
@@ -103,47 +103,20 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
 
 
-def test_a_child_run_hangs_under_its_parent(tmp_path: Path, by_hand: None) -> None:
-    parent = identity(tmp_path / "parent")
-    tracker(tmp_path / "parent").close("FINISHED")
-    sync(tmp_path / "parent")
-    identity(tmp_path / "child", parent_key=parent.run_key)
-    tracker(tmp_path / "child").close("FINISHED")
-    sync(tmp_path / "child")
-    runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
-    assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
-
-
-def test_a_child_that_is_delivered_before_its_parent_hangs_under_it_in_the_end(tmp_path: Path, by_hand: None) -> None:
-    parent = identity(tmp_path / "parent")
-    identity(tmp_path / "child", parent_key=parent.run_key)
-    child = tracker(tmp_path / "child")
-    child.metrics({"loss": 1.0}, step=1)
-    wait_for_journal(tmp_path / "child", b"loss")
-    delivery = Delivery(tmp_path / "child")
-    delivery.deliver()
-    tracker(tmp_path / "parent").close("FINISHED")
-    sync(tmp_path / "parent")
-    child.close("FINISHED")
-    sync(tmp_path / "child")
-    runs = {run.info.run_name: run for run in runs_in(tmp_path / "mlflow.db")}
-    assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
-
-
-def wait_for_journal(run_dir: Path, word: bytes) -> None:
-    journal = run_dir / "tracking" / "journal.jsonl"
-    wait_until(lambda: journal.exists() and word in journal.read_bytes())
-
-
-def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The store's directory is a file while the run lasts, so that every delivery fails."""
+    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/false")
     run_dir, blocked = tmp_path / "run", tmp_path / "store"
     blocked.write_text("in the way")
     identity(run_dir, uri=f"sqlite:///{blocked}/mlflow.db")
     dead = tracker(run_dir, close_timeout_s=3)
     dead.metrics({"loss": 0.5}, step=1)
     dead.close("FINISHED")
-    assert "pretrain sync" in capsys.readouterr().err
+    assert deliver_after_the_end(run_dir, close_timeout_s=0.0) == 1
+    said = capsys.readouterr().err
+    assert "pretrain sync" in said and str(blocked) in said
     blocked.unlink()
     blocked.mkdir()
     assert sync(run_dir) > 0
@@ -152,55 +125,51 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(tmp_path: Path, ca
     assert run.info.status == "FINISHED" and points(blocked / "mlflow.db", run, "loss") == [(1, 0.5)]
 
 
-def test_a_killed_trainer_is_marked_failed(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
+    """What a deliverer does whose trainer is gone."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        return deliver_while_training(run_dir, pipe, close_timeout_s=close_timeout_s)
+
+
+TRAINER = """
+import sys; from pathlib import Path; from pretrain.tracking import tracker
+tracker.RESTART_S = 0.0
+run = tracker.Tracker(Path(sys.argv[1]), params={}, tags={})
+for step in map(int, sys.stdin):
+    print(run._deliverer.pid, flush=True)
+    run.metrics({"loss": 1 / step}, step=step)
+"""
+
+
+def test_a_deliverer_that_is_killed_is_started_again_and_a_killed_trainer_is_marked_failed(tmp_path: Path, store: Path) -> None:
+    run_dir, position = tmp_path / "run", tmp_path / "run/tracking/delivered.json"
     identity(run_dir)
-    program = (
-        "import sys, time; from pathlib import Path; from pretrain.tracking.tracker import Tracker\n"
-        "t = Tracker(Path(sys.argv[1]), params={}, tags={})\n"
-        "t.metrics({'loss': 1.0}, step=1); print('up', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], cwd=REPOSITORY, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    wait_for_journal(run_dir, b"loss")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    state = run_dir / "tracking" / "delivered.json"
-    wait_until(lambda: state.exists() and runs_in(tmp_path / "mlflow.db")[0].info.status != "RUNNING")
-    (run,) = runs_in(tmp_path / "mlflow.db")
-    assert run.info.status == "FAILED" and points(tmp_path / "mlflow.db", run, "loss") == [(1, 1.0)]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(run_dir)], cwd=REPOSITORY, bufsize=0, **pipes) as trainer:
+        assert trainer.stdin and trainer.stdout and trainer.stderr
 
+        def delivered() -> int:
+            return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
 
-def test_a_deliverer_that_is_killed_is_started_again_and_every_point_stands_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: Path
-) -> None:
-    monkeypatch.setattr("pretrain.tracking.tracker.RESTART_S", 0.0)
-    run_dir, position, step = tmp_path / "run", tmp_path / "run/tracking/delivered.json", 0
-    identity(run_dir)
-    run = tracker(run_dir)
-
-    def delivered() -> int:
-        return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
-
-    for _ in range(2):
-        before, step = delivered(), step + 1
-        run.metrics({"loss": 1 / step}, step=step)
-        wait_until(lambda: delivered() > before)  # noqa: B023
-        run._deliverer.kill()
-        wait_until(lambda: run._deliverer.poll() is not None)
-    for step in (3, 4):
-        run.metrics({"loss": 1 / step}, step=step)
-    run.close("FINISHED")
-    said = capsys.readouterr().err
-    assert said == (
-        f"tracking: what delivers to MLflow has ended (SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, "
-        "at most once a minute\n"
-    )
-    (found,) = runs_in(store)
-    assert found.info.status == "FINISHED"
-    assert points(store, found, "loss") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3, 4)]
+        trainer.stdin.write(b"1\n")
+        deliverer = psutil.Process(int(trainer.stdout.readline()))
+        wait_until(lambda: b"loss" in (run_dir / "tracking/journal.jsonl").read_bytes()[: delivered()])
+        deliverer.kill()
+        wait_until(lambda: deliverer.status() == psutil.STATUS_ZOMBIE)
+        trainer.stdin.write(b"2\n3\n")
+        journal = (run_dir / "tracking/journal.jsonl").read_bytes
+        wait_until(lambda: journal().count(b"loss") == 3 and delivered() == len(journal()))
+        trainer.kill()
+        assert trainer.stderr.read().decode() == (
+            f"tracking: what delivers to MLflow has ended (SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, "
+            "at most once a minute\n"
+        )
+    wait_until(lambda: runs_in(store)[0].info.status != "RUNNING")
+    (run,) = runs_in(store)
+    assert run.info.status == "FAILED"
+    assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3)]
 
 
 def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_told(
@@ -286,10 +255,7 @@ def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, stor
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1), START, loss(2), end("FINISHED"))
     sync(run_dir)
-    reader, writer = os.pipe()
-    os.close(writer)
-    with open(reader, "rb") as pipe:  # the next trainer's deliverer, whose trainer is gone by now, too
-        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    assert deliver_after_the_end(run_dir) == 0  # the next trainer's deliverer
     assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
 
 
@@ -305,10 +271,7 @@ def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, sto
         journal.write(json.dumps(loss(2) | {"time_ms": 2}) + "\n")
     with pytest.raises(Superseded):
         delivery.deliver()
-    reader, writer = os.pipe()
-    os.close(writer)  # its trainer has woken up, too, and ended
-    with open(reader, "rb") as pipe:
-        assert deliver_while_training(run_dir, pipe, close_timeout_s=5) == 0
+    assert deliver_after_the_end(run_dir) == 0  # its trainer has woken up, too, and ended
     (run,) = runs_in(store)
     assert run.info.status == "RUNNING" and run.data.metrics == {"loss": 1.0}
 
