@@ -91,6 +91,7 @@ def test_the_command_prints_and_writes(
     ("words", "message"),
     [
         ("--batch 0", "--batch: 0 will not do"),
+        ("--device cuda", "--device: torch finds no CUDA device here"),
         ("--out table.txt", "--out: table.txt has no ending that is known; give one of .md, .json"),
         ("--out nowhere/table.md", "--out: there is no folder nowhere"),
     ],
@@ -99,11 +100,3 @@ def test_a_mistake_is_one_message(words: str, message: str, instant: None, capsy
     assert main(["efficiency", *words.split()]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
-
-
-def test_cuda_is_refused_where_there_is_none(
-    instant: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["efficiency", "--device", "cuda"]) == 2
-    assert "--device: torch finds no CUDA device here" in capsys.readouterr().err

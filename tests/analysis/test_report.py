@@ -1,5 +1,5 @@
-"""The report shows every run, finished or not, as a row; finished transfers as one bar each beside their own chance; and its
-picture is a PNG that others can open.
+"""Runs are found by what they left on disk, each with its task, result, curves and origin. The report shows each as a row, finished
+or not; finished transfers as one bar each beside their own chance; and its picture is a PNG that others can open.
 """
 
 import io
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from analysis.cli import main
 from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, print_table
+from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 
 
@@ -27,6 +28,10 @@ def probing(dataset: Path, pretrained: Path | None) -> dict[str, Any]:
 
 def tuning(dataset: Path, pretrained: Path, init: str = "pretrained") -> dict[str, Any]:
     return {"data": {"dataset": str(dataset)}, "pretrained": str(pretrained), "init": init}
+
+
+ANIMALS = Path("data/animals")
+PRETRAIN, PROBE, TUNE = pretraining(ANIMALS), probing(ANIMALS, None), tuning(ANIMALS, Path("runs/a"))
 
 
 @pytest.fixture
@@ -145,3 +150,69 @@ def test_a_folder_without_runs_and_a_place_that_cannot_be_written_are_one_clear_
         assert main(["report", str(folder), "--out", str(tmp_path / out)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
+
+
+def found_in(folder: Path) -> dict[str, Run]:
+    return {run.name: run for run in collect(folder)}
+
+
+def test_runs_are_sorted_by_task_and_name(tmp_path: Path, write_run: WriteRun) -> None:
+    evaluation = {"dataset": "data/animals", "split": "val", "pretrained": "runs/a"}
+    for name, settings in (
+        *(("d", TUNE | {"init": "scratch"}), ("c", TUNE), ("b", PROBE), ("z", PRETRAIN), ("deeper/a", PRETRAIN)),
+        *(("e", evaluation), ("k", {"dataset": "data/animals", "neighbours": [20]})),
+    ):
+        run = write_run(name, settings)
+    assert [(run.name, run.task) for run in collect(tmp_path / "runs")] == [
+        *(("a", "pretrain"), ("z", "pretrain"), ("b", "probe"), ("k", "knn"), ("c", "tune"), ("d", "scratch")),
+        ("e", "evaluate"),
+    ]
+    assert [run.name for run in collect(run)] == ["k"]  # the folder of a run is a folder of one run
+    assert [run.name for run in runs_below(tmp_path, deepest=2)] == ["b", "c", "d", "e", "k", "z"]
+
+
+def test_what_is_no_run_and_what_cannot_be_read_is_left_out(
+    tmp_path: Path, write_run: WriteRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run("a", PRETRAIN)
+    copy = tmp_path / "runs" / "mlartifacts" / "0123" / "artifacts"
+    copy.mkdir(parents=True)
+    (copy / "config.yaml").write_text("data: {dataset: x}\n")
+    (write_run("b", PRETRAIN) / "config.yaml").write_text("data: [\n")
+    assert list(found_in(tmp_path / "runs")) == ["a"]
+    error = capsys.readouterr().err
+    assert str(tmp_path / "runs" / "b" / "config.yaml") in error and "the run is left out" in error
+    assert run_of(tmp_path / "runs" / "b") is None
+
+
+def test_a_curve_is_what_the_journal_has_up_to_where_a_kill_cut_it(tmp_path: Path, write_run: WriteRun) -> None:
+    metrics = [(10, {"train/loss": 2.5}), (20, {"train/loss": 2.0, "eval/top1": 0.25}), (30, {"train/loss": 1.5})]
+    journal = write_run("a", PRETRAIN, metrics=metrics) / "tracking" / "journal.jsonl"
+    run = found_in(tmp_path / "runs")["a"]
+    assert run.curve("train/loss") == ([10, 20, 30], [2.5, 2.0, 1.5])
+    assert run.curve("eval/top1") == ([20], [0.25])
+    assert run.curve("nothing") == ([], [])
+    journal.write_text(journal.read_text()[:-5])
+    assert run.curve("train/loss") == ([10, 20], [2.5, 2.0])
+    journal.unlink()
+    assert found_in(tmp_path / "runs")["a"].curve("train/loss") == ([], [])
+
+
+def test_what_the_table_does_not_show(tmp_path: Path, write_run: WriteRun) -> None:
+    """A model named after its tag, no chance where the dataset is gone, each accuracy of a result."""
+    write_run("tagged", PRETRAIN, tags={"model": "B-1/Wi-2"})
+    write_run("probe", PROBE, result={"test_top1": 0.5, "test_top5": 0.9, "holdout_top1": 0.6})
+    runs = found_in(tmp_path / "runs")
+    assert (runs["tagged"].model_name, runs["tagged"].chance, runs["tagged"].result) == ("B-1/Wi-2", None, {})
+    assert runs["probe"].accuracies == {"top-1": 0.5, "top-5": 0.9}
+
+
+def test_what_a_run_started_from_is_known_wherever_one_looks_from(tmp_path: Path, write_run: WriteRun) -> None:
+    first = write_run("a", PRETRAIN, spec=MLP)
+    write_run("tuned", TUNE | {"run_dir": "runs/tuned"})
+    write_run("pixels", PROBE)
+    runs = found_in(tmp_path / "runs")
+    assert runs["tuned"].pretrained == first
+    assert runs["tuned"].started_from == "B-2/Wi-6 trained on animals"
+    assert runs["pixels"].pretrained is None and runs["pixels"].started_from == ""
+    assert read_run(first).started_from == "random weights"

@@ -27,8 +27,9 @@ def points_of(law: Law, *, low: float, high: float, count: int) -> tuple[np.ndar
     ],
 )
 def test_exact_points_give_back_their_law(law: Law, low: float, high: float) -> None:
-    found = fit(*points_of(law, low=low, high=high, count=8))
-    assert found == pytest.approx(law, rel=1e-4, abs=1e-6)
+    compute, error = points_of(law, low=low, high=high, count=8)
+    for rows in (np.arange(8), np.random.default_rng(1).permutation(8)):  # in any order
+        assert fit(compute[rows], error[rows]) == pytest.approx(law, rel=1e-4, abs=1e-6)
 
 
 def test_points_with_a_little_noise_give_back_about_their_law() -> None:
@@ -39,12 +40,6 @@ def test_points_with_a_little_noise_give_back_about_their_law() -> None:
     assert found.floor == pytest.approx(0.1, abs=0.02)
     _, beyond = points_of(law, low=1e18, high=1e19, count=2)
     assert found.error(np.array([1e18, 1e19])) == pytest.approx(beyond, rel=0.1)
-
-
-def test_the_order_of_the_points_does_not_matter() -> None:
-    compute, error = points_of(Law(a=0.5, b=1.0, alpha=0.3, floor=0.2), low=1, high=1e4, count=8)
-    rows = np.random.default_rng(1).permutation(8)
-    assert fit(compute[rows], error[rows]) == pytest.approx(fit(compute, error), rel=1e-6)
 
 
 def csv(compute: object, error: object) -> str:

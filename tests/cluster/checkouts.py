@@ -1,10 +1,13 @@
-"""A whole checkout in an empty directory, whose SLURM is stand-ins: what cluster's shell files need."""
+"""Checkouts in an empty directory, whose SLURM is stand-ins; and runs that look finished, without the training."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from cluster.work import Work
+from data_prep.settings import dump
+from pretrain.checkpoints.run import CONFIG_FILE, save_result
 from tests.ranks import REPOSITORY
 
 
@@ -24,3 +27,11 @@ def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProc
     outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = outer | {"PATH": f"{root}:{os.environ['PATH']}"} | environment
     return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+def finish(work: Work) -> None:
+    """Leaves what `pretrain train` leaves, with the settings of the run."""
+    run_dir = Path(work.writes)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / CONFIG_FILE).write_text(dump(work.settings))
+    save_result(run_dir, {"step": 1})

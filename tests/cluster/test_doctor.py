@@ -1,6 +1,7 @@
 """The doctor against stand-ins of SLURM's commands: what it concludes from their answers, and that it never submits."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from cluster.doctor import check_job, check_python, check_slurm, judge_time_limit, main, minutes_of, num_ranks
 from cluster.slurm import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
+from tests.ranks import REPOSITORY
 
 MLP = "configs/pretrain/demo_mlp.yaml"
 PARTITIONS = (
@@ -104,25 +106,16 @@ def test_an_environment_that_is_not_whole_is_a_fault(
 
 
 def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> None:
-    cases = {
-        ("--nodes=2", "cluster/pretrain.slurm", MLP, "schedule.warmup=0 steps", f"data.dataset={shapes}"): [
-            ("config", "ok"),
-            ("batch", "ok"),
-        ],
-        ("--nodes=3", "cluster/pretrain.slurm", MLP, "schedule.warmup=0 steps", f"data.dataset={shapes}"): [
-            ("config", "ok"),
-            ("batch", "FAULT"),
-        ],
-        ("cluster/pretrain.slurm", MLP, "train.duratoin=3"): [("config", "FAULT")],
-        ("cluster/pretrain.slurm", MLP): [("config", "FAULT")],
-    }
-    complaints = []
-    for words, verdicts in cases.items():
+    job = ("cluster/pretrain.slurm", MLP)
+    whole = (*job, "schedule.warmup=0 steps", f"data.dataset={shapes}")
+    for words, verdicts, found in (
+        (("--nodes=2", *whole), [("config", "ok"), ("batch", "ok")], "splits over 2 ranks"),
+        (("--nodes=3", *whole), [("config", "ok"), ("batch", "FAULT")], "does not split over 3 ranks"),
+        ((*job, "train.duratoin=3"), [("config", "FAULT")], "train.duratoin: unknown key"),
+        (job, [("config", "FAULT")], "is no finished dataset"),
+    ):
         findings = check_job(read_submission(words), os.environ)
-        assert [(each.check, each.verdict) for each in findings] == verdicts, findings
-        complaints.append(findings[-1].found)
-    assert "splits over 2 ranks" in complaints[0] and "does not split over 3 ranks" in complaints[1]
-    assert "train.duratoin: unknown key" in complaints[2] and "is no finished dataset" in complaints[3]
+        assert [(each.check, each.verdict) for each in findings] == verdicts and found in findings[-1].found, findings
     assert not Path("jobs").exists(), "nothing is kept"
 
 
@@ -148,11 +141,10 @@ def test_a_whole_visit_submits_nothing_leaves_nothing_and_fits_the_terminal(
 def test_site_env_counts_less_than_what_is_given_and_may_not_be_broken(slurm: Path) -> None:
     (slurm / "cluster").unlink()
     (slurm / "cluster").mkdir()
-    for path in sorted((Path(__file__).parents[2] / "cluster").iterdir()):
+    for path in (REPOSITORY / "cluster").iterdir():
         if path.name not in ("site.env", "doctor"):
             (slurm / "cluster" / path.name).symlink_to(path)
-    (slurm / "cluster/doctor").write_text((Path(__file__).parents[2] / "cluster/doctor").read_text())
-    (slurm / "cluster/doctor").chmod(0o755)
+    shutil.copy(REPOSITORY / "cluster/doctor", slurm / "cluster/doctor")
     site = slurm / "cluster/site.env"
     site.write_text("export SBATCH_TIMELIMIT=3-0 PREFLIGHT=1\n")
     done = run(slurm, "cluster/doctor")

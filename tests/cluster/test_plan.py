@@ -19,7 +19,7 @@ from cluster.submit import main as submit
 from data_prep.settings import SettingsError
 from pretrain.config import PretrainSettings
 from pretrain.models.spec import MixerSpec
-from tests.cluster.finished import finish
+from tests.cluster.checkouts import finish
 from tests.ranks import REPOSITORY
 
 DEMO = "configs/plan/demo.yaml"
@@ -173,33 +173,6 @@ def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) ->
 
 
 # ---- on SLURM ---------------------------------------------------------------------------------------------------------
-
-STAND_IN = """#!/bin/sh
-# Notes its words; answers as SLURM does, by the files queue and refuse.
-name=$(basename "$0")
-printf '%s\\n' "$name $*" >>calls
-case $name in
-sbatch)
-    count=$(grep -c ^sbatch calls)
-    [ "$count" != "$(cat refuse 2>/dev/null)" ] || { echo "sbatch: error: no such partition" >&2; exit 1; }
-    echo "a word of the site's"; echo "$((100 + count));lab" ;;
-squeue) cat queue 2>/dev/null; true ;;
-snapshot) echo /kept ;;
-esac
-"""
-
-
-@pytest.fixture
-def slurm(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose SLURM is a stand-in that keeps what it is asked in `calls`."""
-    (checkout / "bin").mkdir()
-    stand_in = checkout / "bin/stand-in"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-    for path in ("cluster/snapshot", "bin/squeue", "bin/scancel", "bin/sbatch"):
-        (checkout / path).symlink_to(stand_in)
-    monkeypatch.setenv("PATH", f"{checkout}/bin:{os.environ['PATH']}")
-    return checkout
 
 
 def calls(checkout: Path, name: str) -> list[list[str]]:

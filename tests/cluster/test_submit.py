@@ -1,7 +1,6 @@
 """What `cluster/submit` refuses before it asks sbatch, so that nobody waits in the queue for a typing mistake."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from cluster.submit import NothingLeft, Order, examine, indices, main
 from cluster.work import Work
 from cluster.work import main as ask
 from data_prep.settings import SettingsError
-from tests.cluster.checkouts import run, stand_in
-from tests.cluster.finished import finish
+from tests.cluster.checkouts import finish, run, stand_in
 
 MLP, GRID = "configs/pretrain/demo_mlp.yaml", "configs/plan/demo_grid.yaml"
 CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretrain.yaml"
@@ -26,6 +24,7 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["cluster/pretrain.slurm", MLP, "--ranks", "2"], "--ranks: after CONFIG a job takes key=value alone"),
         (["-a", "0-1", "cluster/pretrain.slurm", MLP], "--array: pretrain.slurm is one run"),
         (["cluster/pretrain.slurm", MLP], "data/demo-pretrain is no finished dataset"),
+        (["cluster/pretrain.slurm", MLP, "data.dataset=SHAPES", "schedule.warmup=99999 steps"], "99999 steps"),
         (["--array=9%2", "cluster/grid.slurm", GRID, "pretrain"], "has no member 9; its members are 0 to 3"),
         (["cluster/grid.slurm", GRID, "pretrain", "train.seed=1"], "overrides are written in the plan file"),
         (["cluster/grid.slurm", GRID, "pretrain"], "data/study-pretrain is no finished dataset"),
@@ -39,28 +38,24 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
 )
-def test_what_cannot_run_is_refused(checkout: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_run_is_refused(
+    checkout: Path, shapes: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine").mkdir()
     Path("mine/pretrain.slurm").touch()
-    assert main(words) == 2
+    assert main([word.replace("SHAPES", str(shapes)) for word in words]) == 2
     said = capsys.readouterr()
-    assert complaint in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert complaint in said.err and said.err.startswith("cluster/submit: ") and said.err.count("\n") == 1 and said.out == ""
 
 
 def order(*words: str) -> Order:
     return examine(read_submission(words))
 
 
-@pytest.mark.parametrize("words", [["cluster/pretrain.slurm", MLP], ["cluster/data_prep.slurm", CIFAR]])
-def test_what_waits_for_another_job_may_lack_what_it_reads(checkout: Path, words: list[str]) -> None:
+def test_what_waits_for_another_job_may_lack_what_it_reads(checkout: Path) -> None:
     for option in ("--dependency=afterok:7", "--hold"):
-        assert order(option, *words)
-
-
-def test_what_does_not_fit_the_data_is_one_line(checkout: Path, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "schedule.warmup=99999 steps"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("cluster/submit: ") and said.count("\n") == 1, said
+        for words in (["cluster/pretrain.slurm", MLP], ["cluster/data_prep.slurm", CIFAR]):
+            assert order(option, *words)
 
 
 def test_what_is_finished_is_not_submitted(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,38 +72,21 @@ def test_what_is_finished_is_not_submitted(checkout: Path, capsys: pytest.Captur
         assert said.out == "" and reason in said.err
 
 
-SQUEUE = """#!/bin/sh
-[ -z "$SQUEUE_STATES" ] && [ "$*" = "--noheader --me --array --format=%F %K %T %S" ] && cat queue
-"""
-
-
-@pytest.fixture
-def queue(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the checkout's squeue says."""
-    (checkout / "bin").mkdir()
-    (checkout / "bin/squeue").write_text(SQUEUE)
-    (checkout / "bin/squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{checkout}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # what the user likes to see
-    return checkout / "queue"
-
-
 def note(job: str, lines: str) -> None:
     Path(f"jobs/{job}").mkdir(parents=True)
     Path(f"jobs/{job}/writes").write_text(lines)
 
 
 def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
-    queue: Path, capsys: pytest.CaptureFixture[str]
+    slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--begin=now+1hour", "cluster/grid.slurm", GRID, "pretrain"]
-    queue.write_text("")
     places = [work.writes for work in load_plan(GRID).stages[0].works]
     first = order(*words)
     assert first.writes == {place: str(index) for index, place in enumerate(places)} and GRID not in first.reads
     note("50", lines_of(first.writes))
     since = "2026-01-01T10:00:00"
-    queue.write_text(f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n")
+    (slurm / "queue").write_text(f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n")
     second = order(*words)
     assert second.submission.options[-1] == "--array=0-1%2" and sorted(second.writes.values()) == ["0", "1"]
     assert "members 2-3 are in the queue already, of job 50" in capsys.readouterr().err
@@ -116,18 +94,17 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
         order("--array=1-2", *words)
     for given in (["--arr=0,1"], ["--depend=afterany:50", "--array=1-2"]):
         assert order(*given, *words).submission.options == (*given, words[0])
-    queue.write_text("".join(f"50 {index} PENDING N/A\n" for index in range(len(places))))
+    (slurm / "queue").write_text("".join(f"50 {index} PENDING N/A\n" for index in range(len(places))))
     with pytest.raises(NothingLeft):
         order(*words)
 
 
-def test_a_dataset_that_is_being_built_is_not_built_twice(queue: Path) -> None:
-    queue.write_text("")
+def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
     for words in (["cluster/data_prep.slurm", SHAPES], ["cluster/data_prep.slurm", SHAPES, "--source", "synthetic"]):
         assert order(*words).writes == {"data/demo-pretrain": "-"}
     for number in ("8", "9"):  # the parts and their merge
         note(number, f"-\t{Path('data/demo-pretrain').resolve()}\n")
-    queue.write_text("9 0 PENDING N/A\n8 1 RUNNING 2026-01-01T10:00:00\n")
+    (slurm / "queue").write_text("9 0 PENDING N/A\n8 1 RUNNING 2026-01-01T10:00:00\n")
     with pytest.raises(SettingsError, match=r"job 8_1 \(RUNNING\) writes it already.*--dependency=afterany:8:9"):
         order("cluster/data_prep.slurm", SHAPES)
 
@@ -144,10 +121,10 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(queue: Path) -> None:
     ],
 )
 def test_of_two_jobs_for_one_run_the_one_that_was_started_first_has_it(
-    queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: str, answer: str
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: str, answer: str
 ) -> None:
     note(others[:1] or "4", f"-\t{Path('runs/mine').resolve()}\n")
-    queue.write_text(f"5 N/A RUNNING 2026-01-01T10:00:00\n{others}\n")
+    (slurm / "queue").write_text(f"5 N/A RUNNING 2026-01-01T10:00:00\n{others}\n")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     for _ in range(2):  # as at a second start
         assert ask(["--starting", "pretrain", "train", MLP, "run_dir=runs/mine"]) == 0
