@@ -160,12 +160,16 @@ class Job:
         self.cpus = max(1, smallest // self.ranks)
         environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
         nodes = hosts(environment["SLURM_JOB_NODELIST"])
-        lines = slurm("scontrol", "-o", "show", "node", environment["SLURM_JOB_NODELIST"], tries=3).splitlines()
+        lines: list[str] = []
+        with suppress(SlurmError):  # a controller that fails over now ends no job: the names are used as they are
+            lines = slurm("scontrol", "-o", "show", "node", environment["SLURM_JOB_NODELIST"], tries=3).splitlines()
         self.nodes = nodes
         self.refuse_gpus([int(found[1]) for found in (re.search(r"gres/gpu=(\d+)", line) for line in lines) if found])
         # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
         of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == nodes[0]), "")
-        own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+        own: list[str] = []
+        with suppress(OSError):
+            own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
         environment["MASTER_ADDR"] = next((name for name in (nodes[0], of_slurm, *own[:1]) if name and resolves(name)), nodes[0])
         # Below the ephemeral ports; another for each job and each start, whose ranks may linger; the next one if it is taken.
         first = 10000 + (int(self.number) * 16 + 2 * self.restarts) % 20000
@@ -207,7 +211,11 @@ class Job:
         follow = ["tail", "-q", "-s", "0.2", "-F", "-c", f"+{first.stat().st_size + 1}", str(first)]
         with subprocess.Popen(follow, stderr=subprocess.DEVNULL) as tail:
             rank = ["bash", str(self.snapshot / "cluster/rank.sh"), str(ends), cache]
-            self.step = subprocess.Popen(["srun", *options, *rank, *words])
+            try:
+                self.step = subprocess.Popen(["srun", *options, *rank, *words])
+            except OSError:
+                tail.kill()
+                raise
             while True:  # again and again: what comes while they start is lost
                 if self.stopped:
                     self.step.send_signal(signal.SIGUSR2)
@@ -218,7 +226,8 @@ class Job:
             time.sleep(0.5)  # for the last lines
             tail.kill()
         if code not in (0, NAMED_BAD) and not self.stopped:
-            self.show_first_failure(ends, log)
+            with suppress(OSError, ValueError, KeyError):  # a record or a log that a full disk has cut
+                self.show_first_failure(ends, log)
         return code if code >= 0 else 128 - code
 
     def show_first_failure(self, ends: Path, log: str) -> None:
@@ -298,8 +307,10 @@ class Job:
         """Or a job that cannot write would start again for ever."""
         line = {"restart": self.restarts, "mark": self.mark(), "time": time.strftime("%FT%T"), **values}
         try:
-            with open(self.directory / "starts.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+            with open(self.directory / "starts.jsonl", "ab+") as file:
+                file.seek(max(0, file.tell() - 1))
+                is_cut = file.read() not in (b"", b"\n")  # by the end of the node that wrote it
+                file.write(("\n" * is_cut + json.dumps(line) + "\n").encode())
         except OSError as error:
             raise End(f"cannot write {self.directory}/starts.jsonl ({error.strerror}); not started again") from None
 
@@ -372,7 +383,10 @@ class Job:
         if not re.fullmatch(r"[A-Za-z0-9_.\-&]*", features):
             features = ""  # more than a list of what nodes must have
         partition = os.environ["SLURM_JOB_PARTITION"]
-        lines = [line.split() for line in slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N %f", tries=3).splitlines()]
+        try:
+            lines = [line.split() for line in slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N %f", tries=3).splitlines()]
+        except SlurmError:
+            return  # it goes into the queue without the estimate
         needed = set(filter(None, features.split("&")))
         left = {node for node, has in lines if needed <= set(has.split(","))} - set(bad)
         if len(left) < self.num_nodes:
@@ -521,7 +535,7 @@ def prepare(job: Job, words: list[str]) -> int:
         return 0
     if not Path("jobs", job.array or job.number, "writes").exists():
         (job.directory / "writes").write_text(lines_of({out: ALL_TASKS}))
-    job.mark = lambda: str(sum(1 for _ in Path(out).rglob("*")))
+    job.mark = lambda: str(sum(len(folders) + len(files) for _, folders, files in os.walk(out)))  # others rename there meanwhile
     job.settle_ranks(per_node=1)
     is_done = lambda code: code == 0 and not job.stopped  # noqa: E731
     if stage == "--merge":

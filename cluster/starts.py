@@ -30,7 +30,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
             each = json.loads(line)
             if each["event"] == "begin":
                 starts.append({"began": each["mark"], "restart": each["restart"], "how": "lost", "seconds": 0})
-            elif starts:
+            elif starts and starts[-1]["restart"] == each["restart"]:
                 starts[-1].update(how=each["how"], seconds=each["seconds"])
     return starts
 

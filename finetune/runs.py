@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
-from data_prep.settings import UserError, read_yaml
+from data_prep.settings import read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten, list_checkpoints
 from pretrain.data.datasets import Part
@@ -222,11 +222,11 @@ def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
         places = (path for depth in range(deepest + 1) for path in root.glob("*/" * depth + CONFIG_FILE))
     found = []
     for directory in sorted({path.parent for path in places}):
-        if (directory / "tracking").is_dir() or finished_result(directory) is not None:
-            try:
+        try:
+            if (directory / "tracking").is_dir() or finished_result(directory) is not None:
                 found.append(read_run(directory))
-            except (UserError, OSError) as error:
-                print(f"{error}; the run is left out", file=sys.stderr)
+        except (ValueError, OSError) as error:
+            print(f"{directory}: {error}; the run is left out", file=sys.stderr)
     return found
 
 
@@ -236,7 +236,7 @@ def run_of(checkpoint: Path) -> Run | None:
     place = next((each for each in (path, path.parent, path.parent.parent) if (each / CONFIG_FILE).is_file()), None)
     try:
         return read_run(place) if place is not None else None
-    except (UserError, OSError):
+    except (ValueError, OSError):
         return None
 
 

@@ -95,7 +95,10 @@ def _prepared(
 
 
 def _read(failure: Path) -> dict[str, Any]:
-    return dict(json.loads(failure.read_bytes())) if failure.exists() else {}
+    try:
+        return dict(json.loads(failure.read_bytes()))
+    except FileNotFoundError:  # another task may remove it at any moment
+        return {}
 
 
 def _refuse_merged(directory: Path) -> None:

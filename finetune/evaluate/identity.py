@@ -116,7 +116,7 @@ class Evaluation:
         if not self._is_begun():
             return self.settings
         begun = validate(EvaluateSettings, read_yaml(self.run_dir / CONFIG_FILE))
-        return begun.model_copy(update={"local_batch_size": self.settings.local_batch_size})
+        return begun.model_copy(update={"local_batch_size": self.settings.local_batch_size, "ranks": self.settings.ranks})
 
     def mark(self) -> None:
         write_json(self.run_dir / IDENTITY, self.facts)

@@ -147,7 +147,8 @@ class FeatureMaker:
             if self.world.is_first and len(missing) < len(views):
                 what = f"{len(views) - len(missing)} of {len(views)} views" if len(views) > 1 else "features"
                 print(f"{split}: {what} found in {places[0].parent}")
-            return [_table(place, torch.from_numpy(reader.labels.astype(np.int64))) for place in places]
+            labels_N = torch.from_numpy(reader.labels.astype(np.int64))
+            return [_table(place, labels_N) for place in places]
 
     @property
     def fed(self) -> AugmentSettings:

@@ -40,13 +40,14 @@ class Checkpoint:
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
         """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is the newest whole checkpoint.
 
-        `verify`: the weights are held to their hash, which reads them; one process of a node need do that.
+        `verify`: the weights are held to their hash, which reads them; one process of a node need do that for a checkpoint that is
+        named itself. Of a run every process verifies, so that all fall back alike from one that is damaged.
         """
         place = Path(place)
         candidates = [place] if (place / MODEL).is_file() else list_checkpoints(place)[::-1]
         if not candidates:
             raise _no_checkpoint(place)
-        faults = []
+        faults, verify = [], verify or candidates != [place]
         for directory in candidates:
             fault = fault_of(directory, needed=(MODEL, CONFIG)) if verify and (directory / HASHES).exists() else None
             if fault is None:

@@ -195,9 +195,9 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
 def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
     """Of a checkpoint that has been verified."""
     state: dict[str, Any] = json.loads((directory / TRAINER).read_text())
-    num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale")
+    num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale", {})
     engine = EngineState(read_tensors(directory / MODEL), read_tensors(directory / OPTIMIZER), num_updates, scale)
-    best = state.pop("best")
+    best = state.pop("best", None)
     return engine, TrainerState(**state, best=Best(**best) if best else None)
 
 

@@ -363,9 +363,13 @@ class MappedShards:
             if shard.is_remote:
                 assert self._store is not None
                 path = self._store.hold(self._file(number))
+                try:
+                    self.files.map(number, path, num_bytes=shard.num_bytes)
+                except BaseException:
+                    self._store.release([self._file(number)])
+                    raise
                 with self._lock:
                     self._held[number] = self._file(number)
-                self.files.map(number, path, num_bytes=shard.num_bytes)
             else:
                 self._check_local(number)
                 self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)

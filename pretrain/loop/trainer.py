@@ -133,7 +133,7 @@ class Trainer:
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed before result.json
                 self._evaluate()
-                self.meter.restart()
+            self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
                 try:
                     queued = self._queue_step(feed)
@@ -156,8 +156,10 @@ class Trainer:
             self._settle()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
-        self.saver.finish()
-        self._log_saving()
+        try:
+            self.saver.finish()
+        finally:
+            self._log_saving()
         is_saved = self.saver.saved_step == self.step  # it may have been left out
         return Outcome(
             self.step,

@@ -39,6 +39,10 @@ class StoreError(UserError):
     """A directory that cannot serve; the text names it and the remedy."""
 
 
+class NoRoomError(StoreError):
+    """What is to be copied does not fit."""
+
+
 class File(NamedTuple):
     """What is to be copied."""
 
@@ -150,7 +154,11 @@ class StoreDirectory:
         if self.is_there(file):
             if keep:
                 self.keep([file])
-                self.publish_record()
+                try:
+                    self.publish_record()
+                except BaseException:
+                    self.reading -= Counter([file.name])
+                    raise
             return Claim.IS_THERE
         if file.name in users.fetching and self.part(file).exists():
             return Claim.IS_FETCHED
@@ -173,6 +181,7 @@ class StoreDirectory:
         if missing <= 0:
             return 0
         users, entries, parts = users or self._users(), self._entries(), {self.part(file).name for file in files}
+        asked = parts | {file.name for file in files}
         missing += 0 if place == NOW else users.waiting_bytes
         if self.max_bytes is not None:
             missing += sum(entry.st_size for name, entry in entries.items() if name not in parts) - self.max_bytes
@@ -180,7 +189,7 @@ class StoreDirectory:
         for name, entry in entries.items():
             whole = name.removesuffix(".part")
             wanted = users.places.get(whole)
-            if name in parts or whole in users.fetching or name in users.reading:
+            if name in asked or whole in users.fetching or name in users.reading:
                 continue
             if name != whole:
                 ranked.append(((0, 0), name))
@@ -303,14 +312,15 @@ class StoreDirectory:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_full:
                 bound = "" if self.max_bytes is None else ", lower data.cache_gb"
                 remedy = f"its disk is full; free some of it{bound}, or name another {self.setting}"
             elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
                 remedy = f"cannot be written to; name another directory as {self.setting}"
             else:
                 raise
-            raise StoreError(f"{self.path}: {remedy} ({os.strerror(error.errno)})") from None
+            raise (NoRoomError if is_full else StoreError)(f"{self.path}: {remedy} ({error.strerror})") from None
 
 
 def open_file(path: Path, flags: int) -> FileIO:

@@ -20,7 +20,7 @@ import torch
 from data_prep.progress import ProgressLine, in_words, progress
 from data_prep.remote import StoppedError
 from pretrain.data.datasets import TrainingData
-from pretrain.data.store.directory import File, StoreError, tar_of
+from pretrain.data.store.directory import File, NoRoomError, StoreError, tar_of
 from pretrain.data.store.store import NUM_THREADS, ShardStore
 from pretrain.ranks.collectives import any_rank
 from pretrain.ranks.hangs import PROGRESS
@@ -118,13 +118,14 @@ class _Copier(threading.Thread):
                 return
 
     def _hold(self, store: ShardStore, files: list[File]) -> None:
-        """All files, or StoreError, and no copy that nobody reads: a disk that we leave full would fail others."""
+        """All files, or StoreError. Without room for all there stays no copy that nobody reads: a disk that we leave full would
+        fail others. After any other fault the next start goes on with what is whole."""
         with store.directory.room():
             needed = sum(file.num_bytes for file in files if not store.directory.is_there(file))
             missing = store.directory.make_room(files)
         try:
             if missing:
-                raise StoreError(
+                raise NoRoomError(
                     f"{store.directory.path}: {needed / 1e9:,.3g} GB will not fit, {(needed - missing) / 1e9:,.3g} GB are free "
                     "or can be freed"
                 )
@@ -136,10 +137,11 @@ class _Copier(threading.Thread):
                     each.result()
             finally:
                 threads.shutdown(cancel_futures=True)
-        except StoreError:
+        except StoreError as error:
             with store.directory.room():
                 store.directory.let_go(files)
-                store.directory.remove_unread(files)
+                if isinstance(error, NoRoomError):
+                    store.directory.remove_unread(files)
             raise
 
     @property

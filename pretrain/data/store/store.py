@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
-from pretrain.data.store.directory import NOW, Claim, File, StoreDirectory, StoreError, open_file
+from pretrain.data.store.directory import NOW, Claim, File, NoRoomError, StoreDirectory, StoreError, open_file
 
 NUM_ATTEMPTS, FIRST_PAUSE_S, SILENCE_S = 8, 0.5, 30.0
 """To fetch a shard from a server; one that sends nothing for so long has failed."""
@@ -66,7 +66,9 @@ class ShardStore:
                 if (now := self._progress(file)) != seen:
                     began_s, seen = time.monotonic(), now
                     moves(0)
-                if time.monotonic() - began_s > (WAIT_S if waits_for_room or claim is Claim.IS_FETCHED else 0):
+                if claim is Claim.HAS_NO_ROOM and not waits_for_room:
+                    raise NoRoomError(self._gave_up(file, claim))
+                if time.monotonic() - began_s > WAIT_S:
                     raise StoreError(self._gave_up(file, claim))
                 if self._stop.wait(look_s):
                     raise StoppedError
