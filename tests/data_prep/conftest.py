@@ -1,11 +1,37 @@
 """What several files of these tests stand on."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from tests.data_prep.stock import Web, web
+
+
+class Refused(Protocol):
+    def __call__(self, found: int, *words: str, code: int = 2) -> None: ...
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Asserts the exit code of the command that has just ended, and that its complaint is one line with these words."""
+
+    def check(found: int, *words: str, code: int = 2) -> None:
+        lines = [line for line in capsys.readouterr().err.splitlines() if "/s " not in line]  # progress of a slow machine
+        assert found == code, lines
+        assert all(line.startswith("data_prep: ") for line in lines), lines
+        assert all(each.rstrip("\n") in lines[-1] for each in words), lines
+
+    capsys.readouterr()
+    return check
+
+
+@pytest.fixture
+def dataset(shapes: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(shapes, tmp_path / "shapes")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -140,18 +139,3 @@ def files_of(root: Path) -> dict[str, bytes]:
     }
     assert found, f"{root} is empty"
     return found
-
-
-def read_samples(path: Path) -> Iterator[tuple[str, bytes, int]]:
-    """(key, image bytes, label) of a shard of ours in file order, read as a plain tar."""
-    with tarfile.open(path, mode="r:") as archive:
-        key, image = "", b""
-        for member in archive:
-            name, _, extension = member.name.partition(".")
-            body = archive.extractfile(member)
-            assert body is not None, member.name
-            if extension == "cls":
-                assert name == key, member.name
-                yield key, image, int(body.read())
-            elif extension != "json":
-                key, image = name, body.read()

@@ -224,17 +224,6 @@ def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
     assert files_of(tiny_disk) == before
 
 
-def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    source = write_classes(tmp_path / "source", {"ant": 2})
-    (tmp_path / "file").write_text("not a directory")
-    words = [f"source.path={source}", f"out={tmp_path / 'file' / 'out'}"]
-    command = [sys.executable, "-m", "data_prep", "build", "source.kind=folder", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "cannot be made, for a file is in its place; name another directory" in ended.stderr
-
-
 def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,31 +13,39 @@ from data_prep.cli import main
 from data_prep.manifest import Shard
 from data_prep.publish import atomic_file
 from tests.conftest import Command
+from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, write_classes
+
+LEAST = "{!r} will not do; give a whole number from {} up"
 
 
 @pytest.mark.parametrize(
-    ("words", "least"),
+    ("words", "message"),
     [
-        (["verify", "nowhere", "--workers", "0"], 1),
-        (["stats", "nowhere", "--workers", "-2"], 1),
-        (["dedup", "nowhere", "--workers", "two"], 1),
-        (["show", "nowhere", "--count", "0"], 1),
-        (["show", "nowhere", "--seed", "-1"], 0),
-        (["show", "nowhere", "--shard", "-1"], 0),
-        (["subset", "nowhere", "--out", "out", "--count", "0"], 1),
-        (["subset", "nowhere", "--out", "out", "--per-class", "0"], 1),
-        (["subset", "nowhere", "--out", "out", "--count", "3", "--seed", "-1"], 0),
+        (["verify", "nowhere", "--workers", "0"], LEAST.format("0", 1)),
+        (["stats", "nowhere", "--workers", "-2"], LEAST.format("-2", 1)),
+        (["dedup", "nowhere", "--workers", "two"], LEAST.format("two", 1)),
+        (["show", "nowhere", "--count", "0"], LEAST.format("0", 1)),
+        (["show", "nowhere", "--seed", "-1"], LEAST.format("-1", 0)),
+        (["show", "nowhere", "--shard", "-1"], LEAST.format("-1", 0)),
+        (["subset", "nowhere", "--out", "out", "--count", "0"], LEAST.format("0", 1)),
+        (["subset", "nowhere", "--out", "out", "--per-class", "0"], LEAST.format("0", 1)),
+        (["subset", "nowhere", "--out", "out", "--count", "3", "--seed", "-1"], LEAST.format("-1", 0)),
+        (["dedup", "nowhere", "--near", "6", "--exact"], "not allowed with argument --near"),
     ],
 )
-def test_a_number_has_a_least_value(words: list[str], least: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_option_cannot_be_is_refused_first(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option = next(word for word in reversed(words) if word.startswith("--"))
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"data_prep {words[0]}: error: argument {words[-2]}: {words[-1]!r} will not do; " + (
-        f"give a whole number from {least} up"
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == f"data_prep {words[0]}: error: argument {option}: {message}"
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["build", "--sauce", "folder"])
+    assert "unrecognized arguments: --sauce" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -49,14 +57,13 @@ def test_a_number_has_a_least_value(words: list[str], least: int, capsys: pytest
     ],
 )
 def test_the_same_command_goes_on_only_after_what_is_in_its_way_is_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused, error: OSError, words: str
 ) -> None:
     def fail(_: object) -> None:
         raise error
 
     monkeypatch.setattr("data_prep.build.build.build", fail)
-    assert build(write_classes(tmp_path / "in", {"ant": 1}), tmp_path / "out") == 1
-    assert words in capsys.readouterr().err
+    refused(build(write_classes(tmp_path / "in", {"ant": 1}), tmp_path / "out"), words, code=1)
 
 
 def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(tmp_path: Path, command: Command) -> None:

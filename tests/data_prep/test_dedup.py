@@ -15,6 +15,7 @@ from data_prep.choose.hashes import DTYPE, picture_hashes, same_colours
 from data_prep.choose.neighbours import near_pairs, plan
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
+from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, write_files
 
 
@@ -298,19 +299,13 @@ def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, ca
         (["--out", "not/there/list.jsonl"], "out: not/there is no directory; make it, or name another place"),
     ],
 )
-def test_a_mistake_is_one_line(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    capsys.readouterr()
-    assert main(["dedup", str(shapes), "--out", str(tmp_path / "list.jsonl"), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+def test_a_mistake_is_one_line(shapes: Path, tmp_path: Path, refused: Refused, words: list[str], message: str) -> None:
+    refused(main(["dedup", str(shapes), "--out", str(tmp_path / "list.jsonl"), *words]), message)
     assert not (tmp_path / "list.jsonl").exists()
 
 
 def test_where_the_list_cannot_go_is_said_before_hashing(
-    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("data_prep.choose.dedup.shard_hashes", None)
     (tmp_path / "folder.jsonl").mkdir()
@@ -318,16 +313,8 @@ def test_where_the_list_cannot_go_is_said_before_hashing(
     for content in ("years of work", '{"path": "a.jpg"}\n'):
         thesis.write_text(content)
         for path, words in [(tmp_path / "folder.jsonl", "is a directory"), (thesis, "exists and is no list of dedup")]:
-            assert main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]) == 2
-            assert f"data_prep: out: {path} {words}; name " in capsys.readouterr().err
+            refused(main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]), f"data_prep: out: {path} {words}; name ")
         assert thesis.read_text() == content
-
-
-def test_near_and_exact_exclude_each_other(shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["dedup", str(shapes), "--near", "6", "--exact"])
-    assert caught.value.code == 2
-    assert "argument --exact: not allowed with argument --near" in capsys.readouterr().err
 
 
 def test_the_shapes_have_no_double(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:

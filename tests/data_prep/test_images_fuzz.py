@@ -73,9 +73,10 @@ def splice(data: bytearray, generator: np.random.Generator) -> bytes:
 
 
 def edit_header(data: bytearray, generator: np.random.Generator) -> bytes:
-    """Numbers that sizes, counts and offsets take badly, among the first bytes."""
+    """Numbers that sizes, counts and offsets take badly, among the first bytes, or the last ones, where a TIFF has its own."""
     for _ in range(int(generator.integers(1, 4))):
         at, width = int(generator.integers(0, min(len(data), 200))), int(generator.choice((1, 2, 4)))
+        at = max(len(data) - 4 - at, 0) if generator.integers(4) == 0 else at
         number = int(generator.choice(NUMBERS)) % 256**width
         data[at : at + width] = number.to_bytes(width, "big" if generator.integers(2) else "little")
     return bytes(data)

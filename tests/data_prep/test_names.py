@@ -13,9 +13,10 @@ import pytest
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from data_prep.settings import UserError, printable
+from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
 from tests.data_prep.sources.archives import FIRST
-from tests.data_prep.stock import index, last_line, read, rejects
+from tests.data_prep.stock import index, read, rejects
 
 CAFE, NAIVE, BAD = (os.fsdecode(name) for name in (b"caf\xe9", b"na\xefve.jpg", b"b\xe4d.jpg"))
 CUT = ("max_reject_share=0.5", "samples_per_shard=3", "encoding=keep")
@@ -123,15 +124,13 @@ def test_a_terminal_that_cannot_show_a_name_stops_nothing(tmp_path: Path, source
 
 
 def test_messages_spell_them_and_a_shard_whose_name_a_manifest_cannot_hold_is_refused(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     assert str(UserError(f"no {CAFE}, {chr(0xD800)}")) == f"no caf\\xe9, {chr(0xD800)}"
     (source / os.fsdecode(b"\xe9t\xe9")).mkdir()
-    assert build(source, tmp_path / "out") == 2
-    assert "hold no pictures (\\xe9t\\xe9); remove them" in capsys.readouterr().err
+    refused(build(source, tmp_path / "out"), "hold no pictures (\\xe9t\\xe9); remove them")
     write_tar(tmp_path / f"{CAFE}.tar", {"a.cls": b"0"}, tarfile.PAX_FORMAT)
-    assert index(tmp_path / "out", tmp_path / "caf*.tar") == 2
-    assert "caf\\xe9.tar is not named in UTF-8; rename it" in last_line(capsys)
+    refused(index(tmp_path / "out", tmp_path / "caf*.tar"), "caf\\xe9.tar is not named in UTF-8; rename it")
     (tmp_path / "wide").write_text("ant\n", encoding="utf-16")
     assert build(source, tmp_path / "out", f"classes_file={tmp_path / 'wide'}") == 2
     assert "classes_file: " in (said := capsys.readouterr().err)

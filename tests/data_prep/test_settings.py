@@ -228,13 +228,6 @@ def test_overrides_may_stand_without_a_config_and_after_options(tmp_path: Path, 
         assert "seed: 5\n" in capsys.readouterr().out
 
 
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["build", "--sauce", "folder"])
-    assert ended.value.code == 2
-    assert "unrecognized arguments: --sauce" in capsys.readouterr().err
-
-
 _HEAVY = """
 import sys
 from data_prep.cli import main

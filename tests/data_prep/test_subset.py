@@ -13,11 +13,11 @@ from data_prep.build.merge import write_annotation
 from data_prep.check.verify import verify
 from data_prep.choose.selection import ranking
 from data_prep.cli import main
-from data_prep.manifest import load_annotation, load_index, load_manifest, load_paths
-from data_prep.publish import sha256_of
+from data_prep.manifest import load_annotation, load_index, load_manifest
 from pretrain.data.reader import open_split
-from tests.data_prep.samples import build, files_of, write_classes
-from tests.data_prep.test_verify import change_manifest
+from tests.data_prep.conftest import Refused
+from tests.data_prep.samples import build, change_manifest, files_of, replace_index, write_classes
+from tests.data_prep.stock import paths as paths_of
 
 COUNTS = {"ant": 3, "bee": 40, "cat": 17, "dog": 1, "elk": 60, "fox": 29}
 
@@ -33,12 +33,6 @@ def animals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def subset(source: Path, out: Path, *words: str) -> int:
     return main(["subset", str(source), "--out", str(out), *words])
-
-
-def paths_of(directory: Path, split: str = "train") -> list[str]:
-    found = [path for shard in load_manifest(directory).splits[split].shards for path in load_paths(directory, shard)]
-    assert found
-    return found
 
 
 def counts_of(directory: Path) -> dict[str, int]:
@@ -74,21 +68,15 @@ def test_smaller_sizes_lie_within_larger_ones(animals: Path, tmp_path: Path, see
     assert len(before) == 150
 
 
-def test_every_size_is_nested_in_the_next_and_adds_one_sample() -> None:
+def test_a_ranking_holds_every_sample_once_and_one_left_out_keeps_the_order_of_the_others_of_a_class() -> None:
     labels = np.random.default_rng(1).integers(0, 9, 500) ** 2 // 9
     keep = np.ones(500, np.bool_)
-    order = ranking(labels, seed=0, keep=keep)
-    assert sorted(order.tolist()) == list(range(500))
-    keep[order[100]] = False
-    assert sorted(ranking(labels, seed=0, keep=keep).tolist()) == sorted(set(range(500)) - {int(order[100])})
-
-
-def test_leaving_samples_out_keeps_the_order_of_the_others_of_a_class() -> None:
-    labels = np.zeros(100, np.int64)
-    keep = np.ones(100, np.bool_)
     whole = ranking(labels, seed=5, keep=keep)
+    assert sorted(whole.tolist()) == list(range(500))
     keep[whole[::3]] = False
-    assert ranking(labels, seed=5, keep=keep).tolist() == [row for row in whole.tolist() if keep[row]]
+    rest = ranking(labels, seed=5, keep=keep)
+    for label in range(9):
+        assert rest[labels[rest] == label].tolist() == [row for row in whole[labels[whole] == label].tolist() if keep[row]]
 
 
 def test_seeds_choose_differently_and_one_seed_the_same_bytes(animals: Path, tmp_path: Path) -> None:
@@ -103,13 +91,10 @@ def test_the_ranking_is_the_same_in_every_version() -> None:
     assert ranking(labels, seed=11, keep=np.ones(10, np.bool_)).tolist() == [9, 5, 0, 2, 4, 7, 8, 1, 6, 3]
 
 
-def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(animals: Path, tmp_path: Path, refused: Refused) -> None:
     assert subset(animals, tmp_path / "one", "--per-class", "1") == 0
     assert counts_of(tmp_path / "one") == dict.fromkeys(COUNTS, 1)
-    assert subset(animals, tmp_path / "two", "--per-class", "2") == 2
-    assert "per-class: 2 asked for, dog has 1 in train" in capsys.readouterr().err
+    refused(subset(animals, tmp_path / "two", "--per-class", "2"), "per-class: 2 asked for, dog has 1 in train")
 
 
 # ---- what is in it -----------------------------------------------------------------------------------------------
@@ -199,21 +184,19 @@ def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Pat
         shutil.rmtree(tmp_path / "rest")
 
 
-def test_a_list_of_another_dataset_is_refused_and_an_empty_one_is_not(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_list_of_another_dataset_or_of_a_whole_split_is_refused_and_an_empty_one_is_not(
+    animals: Path, tmp_path: Path, refused: Refused
 ) -> None:
-    (tmp_path / "other").write_text('{"path": "of/another.jpg"}\n{"path": "of/yet/another.jpg"}\n')
-    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "other")) == 2
-    assert f"other: none of 2 paths is in {animals}; name a list" in capsys.readouterr().err
-    (tmp_path / "none").write_text("")
-    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "none")) == 0
-
-
-def test_a_split_that_would_lose_every_sample_is_refused(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "list").write_text("\n".join(json.dumps({"path": path}) for path in paths_of(animals, "val")))
-    assert subset(animals, tmp_path / "out", "--exclude", str(tmp_path / "list")) == 2
-    assert f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    listed = tmp_path / "list"
+    for paths, message in (
+        (["of/another.jpg", "of/yet/another.jpg"], f"list: none of 2 paths is in {animals}; name a list"),
+        (paths_of(animals, "val"), f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less"),
+    ):
+        listed.write_text("\n".join(json.dumps({"path": path}) for path in paths))
+        refused(subset(animals, tmp_path / "out", "--exclude", str(listed)), message)
+        assert not (tmp_path / "out").exists()
+    listed.write_text("")
+    assert subset(animals, tmp_path / "out", "--exclude", str(listed)) == 0
 
 
 def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None:
@@ -239,11 +222,9 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
 def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(animals: Path, tmp_path: Path) -> None:
     assert subset(animals, tmp_path / "half", "--fraction", "0.5") == 0
     shard = load_manifest(tmp_path / "half").splits["train"].shards[1]
-    path = tmp_path / "half" / shard.index_file
-    rows = np.load(path)
+    rows = np.load(tmp_path / "half" / shard.index_file)
     rows[3, 0] += 512
-    np.save(path, rows)
-    change_manifest(tmp_path / "half", lambda m: m["splits"]["train"]["shards"][1].update(index_sha256=sha256_of(path)))
+    replace_index(tmp_path / "half", rows, shard=1)
     faults = verify(tmp_path / "half").faults
     assert faults == [f"{shard.file}: row 3 of {shard.index_file} points at no picture"]
 
@@ -252,15 +233,14 @@ def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_pict
 
 
 def test_the_same_call_again_changes_nothing_and_another_is_refused(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     assert subset(animals, tmp_path / "half", "--fraction", "0.5") == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()}
     assert subset(animals, tmp_path / "half", "--fraction", "0.5", "--json") == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {"train": 75, "val": 12}
-    assert subset(animals, tmp_path / "half", "--fraction", "0.4") == 2
-    assert "half: holds another dataset (half); choose another directory" in capsys.readouterr().err
+    refused(subset(animals, tmp_path / "half", "--fraction", "0.4"), "half: holds another dataset (half); choose another directory")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
 
 
@@ -286,15 +266,16 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, t
     assert subset(*again) == 2
 
 
-def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path, refused: Refused) -> None:
     shutil.copytree(animals, tmp_path / "here")
     assert subset(tmp_path / "here", tmp_path / "half", "--fraction", "0.5") == 0
     (tmp_path / "here").rename(tmp_path / "there")
     assert verify(tmp_path / "half").num_faults > 0
     (tmp_path / "half" / "notes.md").write_text("mine")
     (tmp_path / "half" / ".tmp-of-a-killed-run").write_text("")
-    assert subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5") == 2
-    assert "but notes.md is no part of it; move that elsewhere" in capsys.readouterr().err
+    refused(
+        subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5"), "but notes.md is no part of it; move that elsewhere"
+    )
     (tmp_path / "half" / "notes.md").rename(tmp_path / "notes.md")
     assert subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5") == 0
     assert verify(tmp_path / "half").faults == []
@@ -315,25 +296,19 @@ def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    animals: Path, tmp_path: Path, refused: Refused, words: list[str], message: str
 ) -> None:
-    assert subset(animals, tmp_path / "out", *words) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    refused(subset(animals, tmp_path / "out", *words), message)
     assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
 
 
-def test_an_unknown_class_and_a_directory_of_something_else_are_refused(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_class_and_a_directory_of_something_else_are_refused(animals: Path, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "classes").write_text("fix\n")
-    assert subset(animals, tmp_path / "out", "--classes-file", str(tmp_path / "classes")) == 2
-    assert "names 'fix', which the dataset lacks; did you mean 'fox'?" in capsys.readouterr().err
+    words = ("--classes-file", str(tmp_path / "classes"))
+    refused(subset(animals, tmp_path / "out", *words), "names 'fix', which the dataset lacks; did you mean 'fox'?")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
-    assert subset(animals, tmp_path / "mine", "--count", "3") == 2
-    assert "mine: exists and is no dataset; choose another directory" in capsys.readouterr().err
+    refused(subset(animals, tmp_path / "mine", "--count", "3"), "mine: exists and is no dataset; choose another directory")
     (tmp_path / "link").symlink_to(animals)
-    assert subset(animals, tmp_path / "link", "--count", "3") == 2
-    assert "link is the dataset that the samples are chosen from; name another" in capsys.readouterr().err
+    message = "link is the dataset that the samples are chosen from; name another"
+    refused(subset(animals, tmp_path / "link", "--count", "3"), message)

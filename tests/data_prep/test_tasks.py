@@ -20,6 +20,7 @@ import pytest
 from data_prep.build.parts import PARTS
 from data_prep.cli import main
 from data_prep.publish import Holder, sole_writer
+from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import (
     LOCK,
     build,
@@ -52,8 +53,7 @@ def whole(source: Path) -> dict[str, bytes]:
 
 
 def task(source: Path, out: Path, which: str, *overrides: str) -> int:
-    words = [f"source.path={source}", "image_size=16", "num_workers=1", *CUT, *overrides]
-    return main(["build", "--source", "folder", "--out", str(out), "--task", which, *words])
+    return main([*words_of(source, out, which), *overrides])
 
 
 def merge(out: Path) -> int:
@@ -111,55 +111,54 @@ def test_tasks_continue_what_a_build_began_and_the_other_way_round(tmp_path: Pat
 # ---- what a merge refuses ---------------------------------------------------------------------------------------
 
 
-def _lost_record(out: Path, other: Path) -> None:
-    (out / PARTS / "train-000004.json").unlink()
+FOURTH = "train-000004"
 
 
-def _killed_task(out: Path, other: Path) -> None:
-    (out / PARTS / "train-000004.json").unlink()
-    (out / "train-000004.tar").rename(out / ".tmp-train-000004.tar")
+def _changed_index(out: Path, _: Path) -> None:
+    data = (out / f"{FOURTH}.npy").read_bytes()
+    (out / f"{FOURTH}.npy").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def _lost_tar(out: Path, other: Path) -> None:
-    (out / "train-000004.tar").unlink()
-
-
-def _cut_tar(out: Path, other: Path) -> None:
-    os.truncate(out / "train-000004.tar", 1024)
-
-
-def _changed_index(out: Path, other: Path) -> None:
-    data = bytearray((out / "train-000004.npy").read_bytes())
-    data[-1] ^= 1
-    (out / "train-000004.npy").write_bytes(bytes(data))
-
-
-def _lost_paths(out: Path, other: Path) -> None:
-    (out / "train-000004.paths").unlink()
-
-
-def _damaged_record(out: Path, other: Path) -> None:
-    (out / PARTS / "train-000004.json").write_text('{"plan_hash": ')
-
-
-def _copied_record(out: Path, other: Path) -> None:
-    shutil.copy(out / PARTS / "train-000001.json", out / PARTS / "train-000004.json")
-
-
-def _edited_record(out: Path, other: Path) -> None:
-    path = out / PARTS / "train-000004.json"
+def _edited_record(out: Path, _: Path) -> None:
+    path = out / PARTS / f"{FOURTH}.json"
     record = json.loads(path.read_text())
     assert record["channel_sums"]
     path.write_text(json.dumps(record | {"channel_sums": [1, 2, 3]}))
 
 
 def _foreign_part(out: Path, other: Path) -> None:
-    for name in ("train-000004.tar", "train-000004.npy", "train-000004.paths", f"{PARTS}/train-000004.json"):
+    for name in (f"{FOURTH}.tar", f"{FOURTH}.npy", f"{FOURTH}.paths", f"{PARTS}/{FOURTH}.json"):
         shutil.copy(other / name, out / name)
 
 
+HARM: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "lost record": (
+        lambda out, _: (out / PARTS / f"{FOURTH}.json").unlink(),
+        f"1 of 7 shards cannot be merged ({FOURTH} is not written)",
+    ),
+    "killed task": (
+        lambda out, _: [(out / PARTS / f"{FOURTH}.json").unlink(), (out / f"{FOURTH}.tar").rename(out / f".tmp-{FOURTH}.tar")],
+        f"1 of 7 shards cannot be merged ({FOURTH} is not written)",
+    ),
+    "lost tar": (lambda out, _: (out / f"{FOURTH}.tar").unlink(), f"({FOURTH}.tar is not as it was written)"),
+    "cut tar": (lambda out, _: os.truncate(out / f"{FOURTH}.tar", 1024), f"({FOURTH}.tar is not as it was written)"),
+    "changed index": (_changed_index, f"({FOURTH}.npy is not as it was written)"),
+    "lost paths": (lambda out, _: (out / f"{FOURTH}.paths").unlink(), f"({FOURTH}.paths is not as it was written)"),
+    "damaged record": (
+        lambda out, _: (out / PARTS / f"{FOURTH}.json").write_text('{"plan_hash": '),
+        f"(the record of {FOURTH} is damaged, or of another)",
+    ),
+    "copied record": (
+        lambda out, _: shutil.copy(out / PARTS / "train-000001.json", out / PARTS / f"{FOURTH}.json"),
+        f"(the record of {FOURTH} is damaged, or of another)",
+    ),
+    "edited record": (_edited_record, f"(the record of {FOURTH} is damaged, or of another)"),
+    "foreign part": (_foreign_part, f"({FOURTH} is of another build)"),
+}
+
+
 def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
-    tmp_path: Path, whole: dict[str, bytes], source: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: dict[str, bytes], source: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     mine, out = tmp_path / "source", tmp_path / "animals"
     shutil.copytree(source, mine)
@@ -167,13 +166,11 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     file = mine / "bee" / "003.jpg"
     before = file.stat()
     os.utime(file, ns=(1, 1))
-    assert merge(out) == 2
-    assert "1 files have changed since they were listed (bee/003.jpg)" in capsys.readouterr().err
+    refused(merge(out), "1 files have changed since they were listed (bee/003.jpg)")
     assert not (out / "manifest.json").exists()
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     shutil.copytree(mine / "bee", mine / "wasp")  # a class that nobody has listed
-    assert merge(out) == 2
-    assert "1 folders, archives or lists of labels have changed since they were listed (wasp)" in capsys.readouterr().err
+    refused(merge(out), "1 folders, archives or lists of labels have changed since they were listed (wasp)")
     shutil.rmtree(mine / "wasp")
     shutil.copytree(out, tmp_path / "twin" / "animals")
     assert merge(out) == 0
@@ -186,40 +183,17 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     assert files_of(out) == files_of(tmp_path / "twin" / "animals") == whole
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (_lost_record, "1 of 7 shards cannot be merged (train-000004 is not written); run the tasks 1/3 again"),
-        (_killed_task, "1 of 7 shards cannot be merged (train-000004 is not written); run the tasks 1/3 again"),
-        (_lost_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
-        (_cut_tar, "(train-000004.tar is not as it was written); run the tasks 1/3 again"),
-        (_changed_index, "(train-000004.npy is not as it was written); run the tasks 1/3 again"),
-        (_lost_paths, "(train-000004.paths is not as it was written); run the tasks 1/3 again"),
-        (_damaged_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
-        (_copied_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
-        (_edited_record, "(the record of train-000004 is damaged, or of another); run the tasks 1/3 again"),
-        (_foreign_part, "(train-000004 is of another build); run the tasks 1/3 again"),
-    ],
-)
+@pytest.mark.parametrize("name", HARM)
 def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_mends_it(
-    tmp_path: Path,
-    source: Path,
-    whole: dict[str, bytes],
-    capsys: pytest.CaptureFixture[str],
-    harm: Callable[[Path, Path], None],
-    message: str,
+    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused, name: str
 ) -> None:
-    out, other = tmp_path / "animals", tmp_path / "other"
+    (harm, message), out, other = HARM[name], tmp_path / "animals", tmp_path / "other"
     for number in range(3):
         assert task(source, out, f"{number}/3") == 0
     assert task(source, other, "1/3", "seed=1") == 0
     harm(out, other)
     before = files_of(out)
-    capsys.readouterr()
-    assert merge(out) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    refused(merge(out), f"{message}; run the tasks 1/3 again")
     assert files_of(out) == before  # nothing damaged
     assert task(source, out, "1/3") == 0
     assert merge(out) == 0
@@ -231,7 +205,7 @@ def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_
     [(b'"bee"', b'"Bee"'), (b'"image_size": 16', b'"image_size": 61'), (b'"center"', b'"squash"'), (b'"stamp"', b'"\xf3tamp"')],
 )
 def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str], before: bytes, after: bytes
+    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused, before: bytes, after: bytes
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
@@ -239,14 +213,11 @@ def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
     data = begun.read_bytes()
     assert data.count(before) == 1
     begun.write_bytes(data.replace(before, after))
-    for command in (lambda: merge(out), lambda: task(source, out, "0/1")):
-        capsys.readouterr()
-        assert command() == 2
-        said = f"data_prep: {begun}: is not as it was written; remove {out} and build again\n"
-        assert capsys.readouterr().err == said
+    message = f"data_prep: {begun}: is not as it was written; remove {out} and build again"
+    refused(merge(out), message)
+    refused(task(source, out, "0/1"), message)
     begun.unlink()
-    assert merge(out) == 2
-    assert "unfinished; run its data_prep build again" in capsys.readouterr().err
+    refused(merge(out), "unfinished; run its data_prep build again")
     assert task(source, out, "0/1") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
@@ -259,8 +230,8 @@ def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
     assert task(source, out, "0/1") == 0
     trusting = ["merge", str(out), "--workers", "1", "--trust"]
     kept = {name: (out / name).read_bytes() for name in (f"{PARTS}/train-000004.json", "train-000004.tar")}
-    for harm in (_copied_record, _edited_record, _cut_tar, _lost_tar):
-        harm(out, out)
+    for name in ("copied record", "edited record", "cut tar", "lost tar"):
+        HARM[name][0](out, out)
         assert main(trusting) == 2
         write_files(out, kept)
     _changed_index(out, out)
@@ -268,34 +239,37 @@ def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
     assert {name for name, data in files_of(out).items() if data != whole[name]} == {"train-000004.npy"}
 
 
-def test_a_merge_needs_no_list_of_classes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_needs_no_list_of_classes_and_a_task_after_it_has_nothing_to_do(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     (tmp_path / "list").write_text("bee\n")
     monkeypatch.chdir(tmp_path)
-    assert task(source, tmp_path / "animals", "0/1", "classes_file=list") == 0
+    out, words = tmp_path / "animals", "classes_file=list"
+    assert task(source, out, "0/1", words) == 0
+    content = (tmp_path / "list").read_bytes()
     (tmp_path / "list").unlink()
-    assert merge(tmp_path / "animals") == 0
+    assert merge(out) == 0
+    before = files_of(out)
+    (tmp_path / "list").write_bytes(content)
+    refused(task(source, out, "0/1", words), "is merged already")
+    assert files_of(out) == before
 
 
-def test_a_stranger_among_the_shards_is_named(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, refused: Refused) -> None:
+    refused(merge(tmp_path / "nowhere"), "no such directory")
+    (tmp_path / "empty").mkdir()
+    refused(merge(tmp_path / "empty"), "holds no parts of a build; run data_prep build CONFIG --task i/n first")
+    assert [path.name for path in (tmp_path / "empty").iterdir()] in ([], [LOCK])
+
+
+def test_a_stranger_among_the_shards_is_named(tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     write_files(out, {"train-000099.tar": b"of another dataset"})
-    assert merge(out) == 2
-    assert "train-000099.tar is no part of this build; move it elsewhere" in capsys.readouterr().err
+    refused(merge(out), "train-000099.tar is no part of this build; move it elsewhere")
     (out / "train-000099.tar").unlink()
     assert merge(out) == 0
     assert files_of(out) == whole
-
-
-def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert merge(tmp_path / "nowhere") == 2
-    assert "no such directory" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    assert merge(tmp_path / "empty") == 2
-    assert "holds no parts of a build; run data_prep build CONFIG --task i/n first" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "empty").iterdir()] in ([], [LOCK])
 
 
 # ---- several at once --------------------------------------------------------------------------------------------
@@ -307,70 +281,48 @@ def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]
 
 
 def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:
     out = tmp_path / "animals"
     write_files(out, {LOCK: json.dumps(asdict(Holder())).encode()})  # of a build that was killed: it is not named
     with at_work(source, out, "0/2"):
-        for words, code, message in (
-            (lambda: task(source, out, "1/3"), 2, "2 tasks are at work in"),
-            (lambda: task(source, out, "1/2", "image_size=20"), 2, "tasks of another config are at work in"),
-            (lambda: merge(out), 1, "array tasks are at work here; wait"),
-            (lambda: build(source, out, *CUT), 1, "array tasks are at work here; wait"),
-        ):
-            assert words() == code
-            said = capsys.readouterr().err
-            assert message in said
+        refused(task(source, out, "1/3"), "2 tasks are at work in")
+        refused(task(source, out, "1/2", "image_size=20"), "tasks of another config are at work in")
+        refused(merge(out), "array tasks are at work here; wait", code=1)
+        refused(build(source, out, *CUT), "array tasks are at work here; wait", code=1)
         assert task(source, out, "1/2") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
 
 
-def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: Path, refused: Refused) -> None:
     mine = Path(shutil.copytree(source, tmp_path / "source"))
     out = tmp_path / "animals"
     assert task(mine, out, "0/2") == 0
     before = files_of(out)
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
-    assert task(mine, out, "1/2") == 2
-    assert "holds an unfinished dataset of another config or source" in capsys.readouterr().err
+    refused(task(mine, out, "1/2"), "holds an unfinished dataset of another config or source")
     (out / PARTS / "failed.json").unlink()  # for those that may have waited meanwhile
     assert files_of(out) == before | {f"{PARTS}/task-1": b"a directory"}
 
 
-def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_changes_while_tasks_are_at_work_is_refused(tmp_path: Path, source: Path, refused: Refused) -> None:
     mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
     with at_work(mine, out, "0/2"):
         times = {path: path.stat().st_mtime_ns for path in mine.rglob("*.jpg")}
         for path in times:
             path.write_bytes(path.read_bytes() + b"more")
-        assert task(mine, out, "1/2") == 2
-        assert "when it was listed, or changed since" in capsys.readouterr().err
+        refused(task(mine, out, "1/2"), "when it was listed, or changed since")
         for path, changed_ns in times.items():
             path.write_bytes(path.read_bytes()[:-4])
             os.utime(path, ns=(changed_ns, changed_ns))
         assert task(mine, out, "1/2") == 0
 
 
-def test_a_task_after_the_merge_has_nothing_to_do(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "animals"
-    assert task(source, out, "0/1") == 0
-    assert merge(out) == 0
-    before = files_of(out)
-    assert task(source, out, "0/1") == 2
-    assert "is merged already" in capsys.readouterr().err
-    assert files_of(out) == before
-
-
 @pytest.mark.parametrize("which", ["1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"])
-def test_a_wrong_task_number_is_one_clear_line(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], which: str
-) -> None:
+def test_a_wrong_task_number_is_one_clear_line(tmp_path: Path, source: Path, refused: Refused, which: str) -> None:
     words = ["build", "--source", "folder", "--out", str(tmp_path / "out"), f"source.path={source}", f"--task={which}"]
-    assert main(words) == 2
-    assert "write i/n with 0 <= i < n, such as 0/8" in capsys.readouterr().err
+    refused(main(words), "write i/n with 0 <= i < n, such as 0/8")
     assert not (tmp_path / "out").exists()
 
 
@@ -426,6 +378,8 @@ sys.exit(main(sys.argv[3:]))
 def planners(log: Path, *tasks: tuple[str, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
     """A task (fate, words) each: the first is at its plan, and the others wait for it."""
     processes: list[subprocess.Popen[str]] = []
+    for left in (log, Path(f"{log}-goes-on")):
+        left.unlink(missing_ok=True)
     try:
         for fate, words in tasks:
             command = [sys.executable, "-c", PLANNER, str(log), fate, *words]
@@ -455,21 +409,22 @@ def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(tmp_path: P
     assert files_of(out) == whole
 
 
+def ended(log: Path, *tasks: tuple[str, list[str]]) -> tuple[list[int], int]:
+    """The exit codes of planners whose first may go on, and how many of them made a plan."""
+    with planners(log, *tasks) as processes:
+        Path(f"{log}-goes-on").touch()
+        said = [each.communicate(timeout=60)[1] for each in processes]
+    codes = [each.returncode for each in processes]
+    assert all("data_prep: source: is not what it seems" in words for words, code in zip(said, codes, strict=True) if code), said
+    return codes, log.read_text().count("planning\n")
+
+
 def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out, log = tmp_path / "animals", tmp_path / "log"
-    another = [*words_of(source, out, "2/3"), "seed=1"]
-    first = [("fails", words_of(source, out, "0/3")), ("lives", words_of(source, out, "1/3"))]
-    with planners(log, *first) as processes:
-        Path(f"{log}-goes-on").touch()
-        for each in processes:
-            _, said = each.communicate(timeout=60)
-            assert each.returncode == 2 and "data_prep: source: is not what it seems" in said
-        assert log.read_text() == "planning\n"
-    log.unlink()
-    Path(f"{log}-goes-on").unlink()
-    with planners(log, first[0], ("lives", another)) as processes:  # another config finds out for itself
-        Path(f"{log}-goes-on").touch()
-        assert [each.wait(60) for each in processes] == [2, 0]
+    first = ("fails", words_of(source, out, "0/3"))
+    assert ended(log, first, ("lives", words_of(source, out, "1/3"))) == ([2, 2], 1)
+    another = ("lives", [*words_of(source, out, "2/3"), "seed=1"])
+    assert ended(log, first, another) == ([2, 0], 2)  # another config finds out for itself
     shutil.rmtree(out)
     for number in range(3):  # mended; what was wrong before is forgotten
         assert task(source, out, f"{number}/3") == 0
@@ -481,35 +436,21 @@ def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_say
     out, log = tmp_path / "animals", tmp_path / "log"
     fates = ("fails on n1", "fails on n2", "fails on n3", "lives on n4")
     tasks = [(fate, words_of(source, out, f"{number}/4")) for number, fate in enumerate(fates)]
-    with planners(log, *tasks[:2]) as processes:
-        Path(f"{log}-goes-on").touch()
-        for each in processes:
-            assert each.wait(60) == 2
-    assert log.read_text() == "planning\n" * 2
-    for path in (log, Path(f"{log}-goes-on")):
-        path.unlink()
+    assert ended(log, *tasks[:2]) == ([2, 2], 2)
     (out / PARTS / "failed.json").unlink()
-    with planners(log, tasks[0], tasks[3]) as processes:  # n1 alone is wrong
-        Path(f"{log}-goes-on").touch()
-        assert [each.wait(60) for each in processes] == [2, 0]
+    assert ended(log, tasks[0], tasks[3]) == ([2, 0], 2)  # n1 alone is wrong
     shutil.rmtree(out)
-    for path in (log, Path(f"{log}-goes-on")):
-        path.unlink()
-    with planners(log, *tasks[:3]) as processes:
-        Path(f"{log}-goes-on").touch()
-        assert [each.wait(60) for each in processes] == [2, 2, 2]
-    assert log.read_text() == "planning\n" * 2, "the third believes the other two"
+    assert ended(log, *tasks[:3]) == ([2, 2, 2], 2)  # the third believes the other two
 
 
 def test_parts_made_by_another_pillow_are_not_mixed(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/2") == 0
     with monkeypatch.context() as patch:
         patch.setattr("PIL.__version__", "1.1.7")
-        assert task(source, out, "1/2") == 2
-        assert "was begun with Pillow" in capsys.readouterr().err
+        refused(task(source, out, "1/2"), "was begun with Pillow")
         assert build(source, out, *CUT) == 2
     assert task(source, out, "1/2") == 0
     assert merge(out) == 0

@@ -2,12 +2,6 @@
 
 import hashlib
 import io
-import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +10,10 @@ import pytest
 
 from data_prep.build.merge import write_annotation
 from data_prep.check.verify import verify
-from data_prep.publish import sha256_of
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
-from tests.data_prep.stock import index, sample, write_stock, write_tar
-from tests.data_prep.test_verify import change_manifest, flip_byte
-
-
-@pytest.fixture
-def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return shutil.copytree(shapes, tmp_path / "shapes")
+from data_prep.manifest import load_manifest
+from tests.data_prep.samples import build, change_manifest, encoded, files_of, picture, replace_index, write_classes
+from tests.data_prep.stock import index, sample, web, write_stock, write_tar
+from tests.data_prep.test_verify import flip_byte
 
 
 def forge(directory: Path, number: int, *, tar: bytes | None = None, **files: bytes) -> None:
@@ -138,31 +126,12 @@ def unlabelled(block: bytes) -> bytes:
     return block[:1536] + bytes(header) + b"-1".ljust(512, b"\0")
 
 
-@contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """The address of `directory` on a server of this machine."""
-    handler = partial(QuietHandler, directory=str(directory))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:  # type: ignore[override]
-        pass
-
-
 def test_remote_shards_are_fetched_checked_and_removed(dataset: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for tar in dataset.glob("*.tar"):
         tar.rename(elsewhere / tar.name)
-    with served(elsewhere) as address:
+    with web(elsewhere) as (address, _):
 
         def move(manifest: dict[str, Any]) -> None:
             for split in manifest["splits"].values():
@@ -181,21 +150,6 @@ def test_remote_shards_are_fetched_checked_and_removed(dataset: Path, tmp_path: 
     assert set(files_of(dataset)) == before
 
 
-def set_label(directory: Path, *, row: int, label: int) -> None:
-    """In the index of the first shard, with all hashes and counts as if that were right."""
-    path = directory / "train-000000.npy"
-    rows = np.load(path)
-    rows[row, 2] = label
-    np.save(path, rows)
-
-    def change(manifest: dict[str, Any]) -> None:
-        split = manifest["splits"]["train"]
-        split["shards"][0]["index_sha256"] = sha256_of(path)
-        split["class_counts"] = np.bincount(rows[:, 2], minlength=len(manifest["classes"])).tolist()
-
-    change_manifest(directory, change)
-
-
 @pytest.mark.parametrize("word", ["check=decode", "classes_file=NAMES"])
 def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, word: str) -> None:
     (tmp_path / "names").write_text("a\nb\nc\nd\n")
@@ -208,7 +162,11 @@ def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, wor
     write_tar(tmp_path / "in" / "a.tar", members)
     assert index(tmp_path / "out", tmp_path / "in" / "a.tar", word.replace("NAMES", str(tmp_path / "names"))) == 0
     assert verify(tmp_path / "out").faults == []
-    set_label(tmp_path / "out", row=0, label=2)
+    rows = np.load(tmp_path / "out" / "train-000000.npy")
+    rows[0, 2] = 2  # with all hashes and counts as if that were right
+    replace_index(tmp_path / "out", rows)
+    counts = np.bincount(rows[:, 2], minlength=len(load_manifest(tmp_path / "out").classes)).tolist()
+    change_manifest(tmp_path / "out", lambda manifest: manifest["splits"]["train"].update(class_counts=counts))
     assert verify(tmp_path / "out").faults == ["../in/a.tar 0: the index points elsewhere"]
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from data_prep.archives.inventory import Entries, Entry, Outline
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
-from data_prep.sources import Source, SourceError
+from data_prep.sources import Source, SourceError, SourceSettings, open_source
 from tests.soak import FACTOR, FIRST
 
 Pixels = NDArray[np.uint8]
@@ -135,6 +136,13 @@ def written(out: Path, split: str) -> dict[str, Written]:
             found[path] = Written(content[offset : offset + num_bytes], label)
     assert found, f"{split} is empty"
     return found
+
+
+def opened(kind: str, path: Path) -> Source:
+    """Without its published sums."""
+    words = {"kind": kind, "path": str(path)} | ({} if kind == "tinyimagenet" else {"md5": "off"})
+    settings: TypeAdapter[SourceSettings] = TypeAdapter(SourceSettings)
+    return open_source(settings.validate_python(words), num_workers=1)
 
 
 def listed(source: Source) -> list[Entry]:

@@ -10,7 +10,8 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_manifest, load_paths
-from tests.data_prep.samples import read_samples, write_files
+from tests.data_prep.conftest import Refused
+from tests.data_prep.samples import write_files
 from tests.data_prep.sources.archives import (
     FIRST,
     devkit_files,
@@ -21,6 +22,7 @@ from tests.data_prep.sources.archives import (
     write_synset_tars,
     write_whole_tar,
 )
+from tests.data_prep.sources.layouts import written
 
 NUMBERS = {1: FIRST[2], 2: FIRST[0], 3: FIRST[1]}
 """The devkit's numbers are not in the order of the wnids."""
@@ -64,11 +66,7 @@ def build(path: Path, out: Path, *overrides: str) -> int:
 
 def samples_of(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
     """(bytes, label) by file name."""
-    found = {}
-    for shard in load_manifest(out).split(split).shards:
-        for path, (_, image, label) in zip(load_paths(out, shard), read_samples(out / shard.file), strict=True):
-            found[path.rpartition("/")[2]] = (image, label)
-    return found
+    return {path.rpartition("/")[2]: sample for path, sample in written(out, split).items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,54 +142,50 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
     ],
 )  # fmt: skip
 def test_what_is_missing_or_damaged_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], message: str
+    tmp_path: Path, refused: Refused, make: Callable[[Path], Path], message: str
 ) -> None:
-    assert build(make(tmp_path / "in"), tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("data_prep: source.path: ")
-    assert said.count("\n") == 1
+    refused(build(make(tmp_path / "in"), tmp_path / "out"), "data_prep: source.path: ", message)
 
 
-def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(tmp_path: Path, refused: Refused) -> None:
     source = sorted_by_hand(tmp_path / "in")
     (source / "val" / FIRST[1] / "ILSVRC2012_val_00000001.JPEG").unlink()
     (tmp_path / "real.json").write_text(json.dumps([[0]] * 5))
     for words in ([f"source.real={tmp_path / 'real.json'}"], []):
         if not words:
             write_files(source, devkit_files(NUMBERS, TRUTH))
-        assert build(source, tmp_path / "out", *words) == 2
-        assert "val has 4 pictures, but labels are known of 5; complete the archive" in capsys.readouterr().err
+        refused(build(source, tmp_path / "out", *words), "val has 4 pictures, but labels are known of 5; complete the archive")
     shutil.rmtree(source / "val" / FIRST[2])
     (source / "val" / FIRST[2]).symlink_to("elsewhere")
-    assert build(source, tmp_path / "out") == 2
-    assert f"neither folders nor files of its own ({FIRST[2]}: a link to nowhere)" in capsys.readouterr().err
+    refused(build(source, tmp_path / "out"), f"neither folders nor files of its own ({FIRST[2]}: a link to nowhere)")
     (source / "val" / FIRST[2]).unlink()
-    assert build(source, tmp_path / "out") == 2
-    assert f"val has 2 synsets, train 3 (for example {FIRST[2]} is in one only)" in capsys.readouterr().err
+    refused(build(source, tmp_path / "out"), f"val has 2 synsets, train 3 (for example {FIRST[2]} is in one only)")
 
 
-def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit") == 2
-    assert "published is fa75699e90414af021442c21a62c3abf" in capsys.readouterr().err
+def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, refused: Refused) -> None:
+    refused(
+        build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit"), "published is fa75699e90414af021442c21a62c3abf"
+    )
+
+
+NO_LISTS = "is not a list of label lists, one for each validation picture"
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1, 2]", "[[1], [2], [3], [4], [-1]]", "[[1], [2], [3], [4], [1000]]", '[["a"], [2], [3], [4], [5]]']
+    ("content", "message"),
+    [
+        ("{", NO_LISTS),
+        ("[1, 2]", NO_LISTS),
+        ("[[1], [2], [3], [4], [-1]]", NO_LISTS),
+        ("[[1], [2], [3], [4], [1000]]", NO_LISTS),
+        ('[["a"], [2], [3], [4], [5]]', NO_LISTS),
+        ("[[1], [2]]", "has 2 lists, none for ILSVRC2012_img_val.tar/ILSVRC2012_val_0000000"),
+    ],
 )
-def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, refused: Refused, content: str, message: str) -> None:
     (tmp_path / "real.json").write_text(content)
-    assert build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}") == 2
-    assert "is not a list of label lists, one for each validation picture" in capsys.readouterr().err
+    refused(build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}"), message)
     assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_real_labels_that_end_too_soon_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "real.json").write_text("[[1], [2]]")
-    assert build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}") == 2
-    assert "has 2 lists, none for ILSVRC2012_img_val.tar/ILSVRC2012_val_0000000" in capsys.readouterr().err
 
 
 def test_real_labels_are_renumbered_with_the_classes_that_are_kept(tmp_path: Path) -> None:

@@ -9,11 +9,23 @@ import numpy as np
 import pytest
 
 from data_prep.archives.files import sort_out
+from data_prep.archives.inventory import Entry
 from data_prep.cli import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
+from data_prep.sources import SourceError
+from data_prep.sources.imagenet21k import ImageNet21kSettings, ImageNet21kSource
 from data_prep.sources.synsets import find_synsets
-from tests.data_prep.samples import read_samples
-from tests.data_prep.sources.archives import FIRST, synset_files, tar_of, write_synset_folders, write_synset_tars, write_whole_tar
+from tests.data_prep.conftest import Refused
+from tests.data_prep.sources.archives import (
+    FIRST,
+    jpeg,
+    synset_files,
+    tar_of,
+    write_synset_folders,
+    write_synset_tars,
+    write_whole_tar,
+)
+from tests.data_prep.sources.layouts import written
 
 COUNTS = dict(zip(FIRST, (9, 3, 7), strict=True))
 
@@ -58,10 +70,7 @@ def test_keep_encoding_gives_back_the_published_files(tmp_path: Path) -> None:
     assert build(FORMS["whole tar"](tmp_path), out, "encoding=keep", "source.processing=raw", "num_workers=2") == 0
     manifest = load_manifest(out)
     assert manifest.classes == FIRST
-    found = {}
-    for shard in manifest.split("train").shards:
-        for path, (_, image, label) in zip(load_paths(out, shard), read_samples(out / shard.file), strict=True):
-            found[path] = (image, manifest.classes[label])
+    found = {path: (image, manifest.classes[label]) for path, (image, label) in written(out, "train").items()}
     wanted = {
         f"fall11_whole.tar/{wnid}.tar/{name}": (data, wnid)
         for wnid, count in COUNTS.items()
@@ -112,66 +121,30 @@ def test_only_the_asked_for_classes_are_listed_and_labelled_anew(tmp_path: Path)
     assert labels == [0] * 7
 
 
-def _cut(source: Path) -> None:
-    tar = source / f"{FIRST[1]}.tar"
-    tar.write_bytes(tar.read_bytes()[:-6000])
-
-
-def _no_end(source: Path) -> None:
-    tar = source / f"{FIRST[1]}.tar"
-    data = tar.read_bytes().rstrip(b"\0")
-    tar.write_bytes(data + bytes(-len(data) % 512))
-
-
-def _damaged(source: Path) -> None:
-    tar = source / f"{FIRST[1]}.tar"
-    data = bytearray(tar.read_bytes())
-    data[data.index(b"_10.JPEG")] ^= 1
-    tar.write_bytes(bytes(data))
-
-
-def _zipped(source: Path) -> None:
-    tar = source / f"{FIRST[1]}.tar"
-    tar.write_bytes(gzip.compress(tar.read_bytes()))
-
-
-def _stranger(source: Path) -> None:
-    (source / "holiday.tar").write_bytes(tar_of({"me.jpg": b"x"}))
-
-
-def _link(source: Path) -> None:
-    with tarfile.open(source / f"{FIRST[1]}.tar", "w") as archive:
-        link = tarfile.TarInfo(f"{FIRST[1]}_1.JPEG")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-
-
-def _empty_class(source: Path) -> None:
-    (source / f"{FIRST[1]}.tar").write_bytes(tar_of({}))
+def _link(_: bytes) -> bytes:
+    link = tarfile.TarInfo(f"{FIRST[1]}_1.JPEG")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    return link.tobuf()
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (_cut, f"{FIRST[1]}.tar is cut"),
-        (_no_end, f"{FIRST[1]}.tar is cut at byte"),
-        (_damaged, f"{FIRST[1]}.tar is damaged at byte"),
-        (_zipped, f"{FIRST[1]}.tar is"),
-        (_stranger, "holds 'holiday.tar', which is no synset"),
+        (lambda data: data[:-6000], f"{FIRST[1]}.tar is cut"),
+        (lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512), f"{FIRST[1]}.tar is cut at byte"),
+        (lambda data: data.replace(b"_10.JPEG", b"^10.JPEG", 1), f"{FIRST[1]}.tar is damaged at byte"),
+        (gzip.compress, f"{FIRST[1]}.tar is"),
         (_link, "which is a link or device"),
-        (_empty_class, f"1 classes of this imagenet21k source hold no pictures ({FIRST[1]}.tar)"),
+        (lambda _: tar_of({}), f"1 classes of this imagenet21k source hold no pictures ({FIRST[1]}.tar)"),
     ],
 )
 def test_a_damaged_archive_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], message: str
+    tmp_path: Path, refused: Refused, harm: Callable[[bytes], bytes], message: str
 ) -> None:
     source = FORMS["tars"](tmp_path)
-    harm(source)
-    assert build(source, tmp_path / "out", "source.processing=raw") == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("data_prep: source.path: ")
-    assert said.count("\n") == 1
+    tar = source / f"{FIRST[1]}.tar"
+    tar.write_bytes(harm(tar.read_bytes()))
+    refused(build(source, tmp_path / "out", "source.processing=raw"), "data_prep: source.path: ", message)
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
@@ -195,24 +168,18 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
     assert (scanned, opened) == ([source], [source / "LICENSE"])
 
 
-def test_a_compressed_whole_tar_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_whole_tar_says_what_to_do(tmp_path: Path, refused: Refused) -> None:
     whole = FORMS["whole tar"](tmp_path)
     packed = whole.with_name("winter21_whole.tar.gz")
     packed.write_bytes(gzip.compress(whole.read_bytes()))
-    assert build(packed, tmp_path / "out") == 2
-    assert "unpack it once (tar xzf winter21_whole.tar.gz)" in capsys.readouterr().err
+    refused(build(packed, tmp_path / "out"), "unpack it once (tar xzf winter21_whole.tar.gz)")
 
 
 def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> None:
-    from data_prep.sources import SourceError
-    from data_prep.sources.imagenet21k import ImageNet21kSettings, ImageNet21kSource
-
     source_path = FORMS["whole tar"](tmp_path)
     source = ImageNet21kSource(ImageNet21kSettings(kind="imagenet21k", path=str(source_path), processing="raw"))
     container = source.outline().containers[0]
     entries = source.entries(container)
-    from data_prep.archives.inventory import Entry
-
     entry = Entry(container, entries.names[0], int(entries.offsets[0]), int(entries.sizes[0]), 0)
     assert source.read(entry) == synset_files(FIRST[0], 9)[entry.name]
     data = bytearray(source_path.read_bytes())
@@ -222,70 +189,52 @@ def test_a_tar_that_changes_while_it_is_packed_is_noticed(tmp_path: Path) -> Non
         source.read(entry)
 
 
-def _twice(root: Path) -> Path:
-    files = synset_files(FIRST[0], 2)
-    inner = {f"a/{FIRST[0]}.tar": tar_of(files), f"b/{FIRST[0]}.tar": tar_of(files)}
-    (root / "whole.tar").write_bytes(tar_of(inner))
-    return root / "whole.tar"
-
-
-def _unfinished(root: Path) -> Path:
-    source = write_synset_tars(root / "in", {FIRST[0]: 2})
-    (source / f"{FIRST[1]}.tar.part").write_bytes(b"half")
-    return source
-
-
-def _name_twice(root: Path) -> Path:
-    source = write_synset_tars(root / "in", {FIRST[0]: 2})
+def _name_twice(source: Path) -> None:
     with tarfile.open(source / f"{FIRST[0]}.tar", "a") as archive:
-        again = tarfile.TarInfo(next(iter(synset_files(FIRST[0], 1))))
-        archive.addfile(again)
-    return source
+        archive.addfile(tarfile.TarInfo(next(iter(synset_files(FIRST[0], 1)))))
 
 
-def _lost_tar(root: Path) -> Path:
-    source = write_synset_tars(root / "in", {FIRST[0]: 2})
-    (source / f"{FIRST[1]}.tar").symlink_to("elsewhere.tar")
-    return source
+def _whole_twice(path: Path, counts: dict[str, int]) -> Path:
+    inner = tar_of(synset_files(FIRST[0], 2))
+    path.write_bytes(tar_of({f"a/{FIRST[0]}.tar": inner, f"b/{FIRST[0]}.tar": inner}))
+    return path
 
 
-def _lost_folder(root: Path) -> Path:
-    source = write_synset_folders(root / "in", {FIRST[0]: 2})
-    (source / FIRST[1]).symlink_to("elsewhere")
-    return source
-
-
-def _upward(root: Path) -> Path:
-    source = write_synset_folders(root / "in", {FIRST[0]: 2})
-    (source / FIRST[1]).symlink_to(".")
-    return source
-
-
-def _loose(root: Path) -> Path:
-    source = write_synset_folders(root / "in", {FIRST[0]: 2})
-    (source / "picture").write_bytes(next(iter(synset_files(FIRST[0], 1).values())))
-    return source
+TARS, FOLDERS = write_synset_tars, write_synset_folders
+NEITHER = "1 entries that are neither folders nor files of its own"
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("write", "change", "message"),
     [
-        (_lost_tar, f"1 entries that are neither folders nor files of its own ({FIRST[1]}.tar: a link to nowhere)"),
-        (_lost_folder, f"1 entries that are neither folders nor files of its own ({FIRST[1]}: a link to nowhere)"),
-        (_upward, f"({FIRST[1]}: a link to a folder that it lies in)"),
-        (_loose, "1 pictures lie in"),
-        (_twice, f"holds the synset {FIRST[0]} twice"),
-        (_unfinished, f"holds {FIRST[1]}.tar.part, which is no finished synset tar"),
-        (_name_twice, f"{FIRST[0]}.tar holds a name twice"),
+        (
+            TARS,
+            lambda source: (source / f"{FIRST[1]}.tar").symlink_to("gone.tar"),
+            f"{NEITHER} ({FIRST[1]}.tar: a link to nowhere)",
+        ),
+        (FOLDERS, lambda source: (source / FIRST[1]).symlink_to("elsewhere"), f"{NEITHER} ({FIRST[1]}: a link to nowhere)"),
+        (FOLDERS, lambda source: (source / FIRST[1]).symlink_to("."), f"({FIRST[1]}: a link to a folder that it lies in)"),
+        (FOLDERS, lambda source: (source / "picture").write_bytes(jpeg(1)), "1 pictures lie in"),
+        (
+            TARS,
+            lambda source: (source / f"{FIRST[1]}.tar.part").write_bytes(b"half"),
+            f"{FIRST[1]}.tar.part, which is no finished syn",
+        ),
+        (TARS, _name_twice, f"{FIRST[0]}.tar holds a name twice"),
+        (_whole_twice, lambda _: None, f"holds the synset {FIRST[0]} twice"),
+        (TARS, lambda source: (source / "holiday.tar").write_bytes(tar_of({"me.jpg": b"x"})), "'holiday.tar', which is no synset"),
     ],
 )
 def test_what_would_be_lost_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[[Path], Path], message: str
+    tmp_path: Path, refused: Refused, write: Callable[..., Path], change: Callable[[Path], None], message: str
 ) -> None:
-    assert build(write(tmp_path), tmp_path / "out", "source.processing=raw") == 2
-    assert message in capsys.readouterr().err
+    source = write(tmp_path / "in", {FIRST[0]: 2})
+    change(source)
+    refused(build(source, tmp_path / "out", "source.processing=raw"), message)
 
 
-def test_a_class_must_not_lose_all_its_images_to_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=1", "source.val_per_class=2") == 2
-    assert "source.min_images: 1 is less than val_per_class, 2" in capsys.readouterr().err
+def test_a_class_must_not_lose_all_its_images_to_validation(tmp_path: Path, refused: Refused) -> None:
+    refused(
+        build(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=1", "source.val_per_class=2"),
+        "source.min_images: 1 is less than val_per_class, 2",
+    )

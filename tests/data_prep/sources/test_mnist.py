@@ -13,8 +13,7 @@ from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError, mnist
 from data_prep.sources.mnist import MnistSettings, MnistSource
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, mutants, pixels, ppm_of, survey, written
-from tests.soak import FACTOR
+from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, pixels, ppm_of, written
 
 PICTURES = {"train": pixels(7, 28, 28, seed=1), "test": pixels(3, 28, 28, seed=2)}
 LABELS = {"train": np.array([5, 0, 4, 1, 9, 2, 1], np.uint8), "test": np.array([7, 2, 1], np.uint8)}
@@ -100,26 +99,3 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes |
     with pytest.raises(SourceError, match=message) as raised:
         source_of(path).outline()
     assert str(raised.value).startswith("source.path: ")
-
-
-@pytest.mark.soak
-def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    path = write_files(tmp_path / "mnist", files(compressed=False))
-    outcomes = []
-    for name, original in files(compressed=False).items():
-        for mutant in [
-            *mutants(original, count=80, seed=1),
-            *(head + original[16:] for head in mutants(original[:16], count=80, seed=2)),
-        ]:
-            (path / name).write_bytes(mutant)
-            outcomes.append(survey(lambda: source_of(path)))
-        (path / name).write_bytes(original)
-    for name, original in files().items():
-        for mutant in mutants(original, count=60, seed=3):
-            (path / name).write_bytes(mutant)  # is preferred to the plain one
-            outcomes.append(survey(lambda: source_of(path)))
-        (path / name).unlink()
-    assert len(outcomes) == 4 * (80 + 80 + 60) * FACTOR
-    assert sum(1 for count, _ in outcomes if count) > 30
-    assert sum(1 for _, error in outcomes if error) > 300
-    assert sorted(found.name for found in tmp_path.rglob("*")) == sorted(["mnist", *files(compressed=False)])

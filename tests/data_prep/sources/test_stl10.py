@@ -13,8 +13,7 @@ from data_prep.manifest import load_annotation, load_manifest, load_paths
 from data_prep.sources import SourceError, stl10
 from data_prep.sources.stl10 import Stl10Settings, Stl10Source
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import Pixels, build, listed, mutants, pixels, ppm_of, survey, tar_gz_of, tar_of, written
-from tests.soak import FACTOR
+from tests.data_prep.sources.layouts import Pixels, build, listed, pixels, ppm_of, survey, tar_gz_of, tar_of, written
 
 CLASSES = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"]
 PICTURES = {
@@ -156,31 +155,6 @@ def test_the_index_of_a_large_archive_stays_within_its_bound(tmp_path: Path) -> 
     archive = GzippedTar(path)
     assert 9_000_000 / (256 << 10) * 0.5 < sum(1 for _ in archive._file.seek_points()) <= 9_000_000 / (256 << 10) + 2
     assert archive.read(archive.files["body"].offset + 5_000_001, 1000) == body[5_000_001:5_001_001]
-
-
-@pytest.mark.soak
-def test_mutated_archives_and_files_are_read_or_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    folder = place(tmp_path, whole, unpacked=True)
-    outcomes = []
-    for name in ("train_y.bin", "test_y.bin", "class_names.txt", "fold_indices.txt", "test_X.bin"):
-        original = (folder / name).read_bytes()
-        for mutant in mutants(original, count=60, seed=len(name)):
-            (folder / name).write_bytes(mutant)
-            outcomes.append(survey(lambda: source_of(folder)))
-        (folder / name).write_bytes(original)
-    small = {name: data[:27648] if name.endswith("X.bin") else data for name, data in whole.items()}
-    small["stl10_binary/train_y.bin"], small["stl10_binary/test_y.bin"] = b"\1", b"\2"
-    small["stl10_binary/fold_indices.txt"] = b"0\n" * 10
-    path = place(tmp_path, small, unpacked=False)
-    original, plain = path.read_bytes(), tar_of(small)
-    headers = (head + plain[1536:] for head in mutants(plain[:1536], count=100, seed=5))
-    for mutant in [original, *mutants(original, count=150, seed=4), *(gzip.compress(tar, 1) for tar in headers)]:
-        path.write_bytes(mutant)
-        outcomes.append(survey(lambda: source_of(path)))
-    assert len(outcomes) == (300 + 250) * FACTOR + 1
-    assert sum(1 for count, _ in outcomes if count) > 30
-    assert sum(1 for _, error in outcomes if error) > 250
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["stl10_binary", "stl10_binary.tar.gz"]
 
 
 def test_pictures_are_stored_column_by_column() -> None:
