@@ -1,6 +1,7 @@
 """Shards behind http and in s3 make the dataset that they make on disk; a server's faults are tried again or said in one line."""
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from data_prep.manifest import load_manifest
 from data_prep.remote import copied
 from data_prep.settings import UserError
+from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
 
@@ -75,17 +77,17 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert state.gets == gets
 
 
-def test_a_missing_bucket_object_or_right_is_one_line(tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_bucket_object_or_right_is_one_line(tmp_path: Path, bucket: str, refused: Refused) -> None:
     for pattern, words in [
         ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: no object has such a name"),
         ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: there is no such file; mend the address"),
         ("s3://nowhere/a.tar", "s3://nowhere/a.tar: there is no such file; mend the address"),
     ]:
-        capsys.readouterr()
-        assert index(tmp_path / "out", pattern, f"storage={bucket}") == 2
-        assert last_line(capsys).startswith(f"data_prep: {words}")
-    assert index(tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}") == 2
-    assert "data_prep: storage: s3 does not take these options" in capsys.readouterr().err
+        refused(index(tmp_path / "out", pattern, f"storage={bucket}"), f"data_prep: {words}")
+    refused(
+        index(tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}"),
+        "data_prep: storage: s3 does not take these options",
+    )
 
 
 def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: tuple[str, Web]) -> None:
@@ -138,24 +140,16 @@ def test_a_full_disk_is_not_the_servers_fault(
     assert capsys.readouterr().err == ""  # nothing was tried again
 
 
-def test_what_is_no_tar_is_named(tmp_path: Path, shards: Path, server: tuple[str, Web], capsys: Any) -> None:
-    address, _ = server
-    (shards / NAMES[1]).write_bytes(b"<html>please sign in</html>" * 50)
-    assert index(tmp_path / "out", f"{address}/{PATTERN}") == 2
-    assert last_line(capsys).startswith(f"data_prep: {address}/{NAMES[1]}: is damaged at byte 0: no valid header there")
-
-
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_changed_object_is_refused_even_where_the_server_says_nothing_of_versions(
-    tmp_path: Path, shards: Path, server: tuple[str, Web], marks: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shards: Path, server: tuple[str, Web], marks: bool, refused: Refused
 ) -> None:
     address, state = server
     state.marks = marks
     out = tmp_path / "out"
     assert index(out, f"{address}/{PATTERN}") == 0
     write_stock(shards / NAMES[1], [sample(90 + row) for row in range(4)])
-    assert index(out, f"{address}/{PATTERN}") == 2
-    assert f"{address}/{NAMES[1]}: has changed since it was indexed" in capsys.readouterr().err
+    refused(index(out, f"{address}/{PATTERN}"), f"{address}/{NAMES[1]}: has changed since it was indexed")
     assert state.gets == ({**dict.fromkeys(NAMES, 1), NAMES[1]: 2} if marks else dict.fromkeys(NAMES, 2))
 
 
@@ -176,9 +170,12 @@ def test_a_key_of_a_web_server_goes_through_storage_and_nowhere_else(
     assert "secret-word" not in said
 
 
-def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert index(tmp_path / "out", "http://127.0.0.1:9/a.tar", "num_attempts=2") == 1
-    assert last_line(capsys).startswith("data_prep: http://127.0.0.1:9/a.tar: cannot be read after 2 attempts (")
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, refused: Refused) -> None:
+    refused(
+        index(tmp_path / "out", "http://127.0.0.1:9/a.tar", "num_attempts=2"),
+        "data_prep: http://127.0.0.1:9/a.tar: cannot be read after 2 attempts (",
+        code=1,
+    )
 
 
 def test_a_server_that_does_not_answer_is_told_of(
@@ -194,21 +191,21 @@ def test_a_server_that_does_not_answer_is_told_of(
     assert last.startswith(f"data_prep: {address}: cannot be read after 2 attempts (")
 
 
-def test_all_damaged_shards_are_named_in_one_run(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damaged_shards_are_named_in_one_run(tmp_path: Path, shards: Path, server: tuple[str, Web], refused: Refused) -> None:
     for name in NAMES[1:]:
         (shards / name).write_bytes(b"<html>please sign in</html>" * 50)
-    assert index(tmp_path / "out", shards / PATTERN) == 2
-    said = last_line(capsys)
-    assert f"{NAMES[1]}: is damaged at byte 0" in said and f"(and 1 more: {shards / NAMES[2]}: is damaged" in said
+    for place in (shards, server[0]):
+        damaged = [f"{place}/{name}: is damaged at byte 0" for name in NAMES[1:]]
+        refused(index(tmp_path / "out", f"{place}/{PATTERN}"), f"data_prep: {damaged[0]}: no valid", f"(and 1 more: {damaged[1]}")
+        shutil.rmtree(tmp_path / "out")
 
 
-def test_a_classes_file_of_windows_begins_with_a_mark(tmp_path: Path, shards: Path) -> None:
-    (tmp_path / "classes.txt").write_text("ant\r\nbee\r\ncat\r\n", encoding="utf-8-sig")
-    assert index(tmp_path / "out", shards / PATTERN, f"classes_file={tmp_path / 'classes.txt'}") == 0
+def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encoding_is_refused(
+    tmp_path: Path, shards: Path, refused: Refused
+) -> None:
+    classes, word = tmp_path / "classes.txt", f"classes_file={tmp_path / 'classes.txt'}"
+    classes.write_bytes(b"caf\xe9\ndog\ncat\n")
+    refused(index(tmp_path / "out", shards / PATTERN, word), "; write it as UTF-8")
+    classes.write_text("ant\r\nbee\r\ncat\r\n", encoding="utf-8-sig")
+    assert index(tmp_path / "out", shards / PATTERN, word) == 0
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
-
-
-def test_a_classes_file_of_another_encoding_is_refused(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "classes.txt").write_bytes(b"caf\xe9\ndog\ncat\n")
-    assert index(tmp_path / "out", shards / PATTERN, f"classes_file={tmp_path / 'classes.txt'}") == 2
-    assert "; write it as UTF-8" in last_line(capsys)
