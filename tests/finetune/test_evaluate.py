@@ -20,15 +20,14 @@ from finetune.evaluate.evaluate import evaluate_checkpoint
 from finetune.evaluate.identity import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import load_model
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
 from pretrain.loop.evaluate import evaluate
 from pretrain.ranks.world import World
 from tests.conftest import Command
-from tests.data_prep.test_verify import change_manifest
-from tests.finetune.tiny import ALONE, MEAN, STD, evaluation_settings, judge, plain_logits, predictions, write_folder
+from tests.data_prep.samples import change_manifest
+from tests.finetune.tiny import ALONE, MEAN, STD, evaluation_settings, judge, model_of, plain_logits, predictions, write_folder
 from tests.ranks import run_ranks
 from tests.training import finish, start, write_config
 
@@ -44,7 +43,7 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
     return place / "run"
 
 
-def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
     logits, labels = plain_logits(folder, shapes)
     chances = logits.double().softmax(dim=1).numpy()
     result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
@@ -53,26 +52,18 @@ def test_scores_are_those_of_a_plain_computation_and_of_training(folder: Path, s
     assert result["eval/top5"] == pytest.approx(sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9)
     assert result["eval/loss"] == pytest.approx(sk.log_loss(labels, chances), rel=1e-5)
 
-    model = load_model(Checkpoint.open(folder))
-    augmentation = views_of(AugmentSettings(), seed=0)
+    reader, augmentation = open_split(shapes, load_manifest(shapes), "val"), views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
-        trained = evaluate(
-            model.eval(), open_split(shapes, load_manifest(shapes), "val"), augmentation, local_batch_size=20, world=ALONE
-        )
+        trained = evaluate(model_of(folder), reader, augmentation, local_batch_size=20, world=ALONE)
     assert (result["eval/top1"], result["eval/top5"]) == (trained.top1, trained.top5)
     assert result["eval/loss"] == pytest.approx(trained.loss, rel=1e-6)
 
-
-def test_predictions_have_a_row_for_every_picture(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    judge(folder, shapes, tmp_path / "run")
-    logits, labels = plain_logits(folder, shapes)
     file = pq.ParquetFile(tmp_path / "run" / "predictions.parquet")
     names = ["sample", "shard", "key", "label", "label_name", "answers", "answer_names", "probabilities", "loss"]
     assert file.schema_arrow.names == [*names, "entropy", "right"]
     assert file.schema_arrow.metadata[b"content_hash"].decode() == load_manifest(shapes).content_hash
     assert len(file.schema_arrow.metadata[b"weights_sha256"]) == 64
     rows, classes = predictions(tmp_path / "run"), load_manifest(shapes).classes
-    reader = open_split(shapes, load_manifest(shapes), "val")
     assert rows["sample"] == list(range(72)) and rows["label"] == labels.tolist()
     assert list(zip(rows["shard"], rows["key"], strict=True)) == reader.names(np.arange(72))
     top = logits.softmax(dim=1).topk(5, dim=1)
@@ -91,8 +82,7 @@ def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
 @torch.no_grad()
 def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
     """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K) after each."""
-    model = load_model(Checkpoint.open(folder))
-    augmentation = views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed)
+    model, augmentation = model_of(folder), views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed)
     reader = open_split(dataset, load_manifest(dataset), "val")
     sums, means = torch.zeros(reader.num_samples, 8, dtype=torch.float64), []
     for view in range(-1, views):
@@ -100,16 +90,28 @@ def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> li
             ids = np.array([sample])
             batch = Batch(reader.images(ids), torch.zeros(1, dtype=torch.long), np.array([view]), ids, ids)
             pictures = (augmentation.plain(batch) if view < 0 else augmentation.prepare(batch)).images_BCHW
-            sums[sample] += model.eval()(pictures)[0].double().softmax(dim=0)
+            sums[sample] += model(pictures)[0].double().softmax(dim=0)
         means.append(sums / (view + 2))
     return means
 
 
-def test_test_time_augmentation_is_the_mean_of_views_made_by_hand(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_test_time_augmentation_is_the_mean_of_views_made_by_hand_of_pictures_that_are_read_once(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     means = mean_over_views(folder, shapes, views=5, seed=3)
     labels = torch.from_numpy(plain_logits(folder, shapes)[1])
-    for size in (7, 500):
+    seen: list[int] = []
+    read = ShardReader.read
+
+    def counting(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        seen.extend(places.ids.tolist())
+        return read(self, places, batch_BHWC)
+
+    monkeypatch.setattr(ShardReader, "read", counting)
+    for size in (7, 24):
+        seen.clear()
         result = judge(folder, shapes, tmp_path / str(size), views=5, include_plain=True, seed=3, local_batch_size=size)
+        assert size == 7 or sorted(seen) == list(range(72))  # a last batch that is not full is filled up
         top, rows = means[-1].topk(5, dim=1), predictions(tmp_path / str(size))
         assert rows["answers"] == top.indices.tolist()
         np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-3)
@@ -119,21 +121,6 @@ def test_test_time_augmentation_is_the_mean_of_views_made_by_hand(folder: Path, 
         right = {count: float((means[count - 1].argmax(1) == labels).double().mean()) for count in (1, 2, 5, 6)}
         assert curve == pytest.approx(right) and len(set(curve.values())) > 1
         assert result["eval/top1"] == curve[6]
-
-
-def test_each_picture_is_read_once_for_all_views(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    read = ShardReader.read
-
-    def counting(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
-        seen.extend(places.ids.tolist())
-        return read(self, places, batch_BHWC)
-
-    monkeypatch.setattr(ShardReader, "read", counting)
-    judge(folder, shapes, tmp_path / "run", views=6, local_batch_size=24)
-    assert sorted(seen) == list(range(72))
 
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
@@ -158,10 +145,12 @@ def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path:
             assert together[name] == column, name
 
 
-def test_the_command_prints_its_result_and_then_the_stored_one(command: Command, folder: Path, shapes: Path) -> None:
+def test_the_command_prints_its_result_and_then_the_stored_one(
+    command: Command, folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = Path(shutil.copytree(folder, folder.parent / "copy"))
-    words = ["finetune", "evaluate", str(place), str(shapes), "tracking.enabled=false", "local_batch_size=7"]
-    first = command(*words, "--json", "--ranks", "2")
+    words = ["evaluate", str(place), str(shapes), "tracking.enabled=false"]
+    first = command("finetune", *words, "local_batch_size=7", "--json", "--ranks", "2")
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     expected = float((plain_logits(folder, shapes)[0].argmax(1).numpy() == plain_logits(folder, shapes)[1]).mean())
@@ -169,8 +158,9 @@ def test_the_command_prints_its_result_and_then_the_stored_one(command: Command,
     run_dir = Path(result["run_dir"])
     assert run_dir.parent == place.parent / "copy-evaluations" and run_dir.name.startswith("shapes-a-val-")
     before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*"))
-    again = command(*words[:-1])  # another batch size is the same evaluation
-    assert again.returncode == 0 and "the stored result" in again.stdout and f"{expected:.2%}" in again.stdout
+    assert main(words) == 0  # another batch size is the same evaluation
+    said = capsys.readouterr().out
+    assert "the stored result" in said and f"{expected:.2%}" in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*")) == before
 
 
@@ -250,10 +240,9 @@ def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
     assert data_prep([*words, "num_workers=1"]) == 0
     reader = open_split(small, load_manifest(small), "val")
     doubled = reader.images(np.arange(reader.num_samples)).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
-    model = load_model(Checkpoint.open(area))
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     with torch.no_grad():
-        logits = model.eval()((doubled.permute(0, 3, 1, 2).float() / 255 - mean) / std)
+        logits = model_of(area)((doubled.permute(0, 3, 1, 2).float() / 255 - mean) / std)
     loss = float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(reader.labels)))
     result, other = (judge(each, small, None) for each in (area, plain))
     assert result["eval/loss"] == pytest.approx(loss, rel=1e-4) != other["eval/loss"]

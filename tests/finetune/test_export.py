@@ -1,7 +1,10 @@
-"""Exports: the same answers from every format, and nothing half-way."""
+"""Exports: the same answers from every format, nothing half-way; record, metadata and card have true facts, and nothing that is
+not known.
+"""
 
 import copy
 import errno
+import json
 import math
 import os
 import signal
@@ -11,25 +14,32 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import timm
 import torch
+import yaml
 from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
+from data_prep.publish import sha256_of
 from data_prep.settings import UserError
 from finetune.cli import main as finetune
 from finetune.export import graphs
+from finetune.export.config import ExportSettings
 from finetune.export.export import TOOLS
+from finetune.export.model_card import Facts, readme
+from finetune.runs import results_of, run_of
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import load_model, save_folder
+from pretrain.checkpoints.files import save_folder
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.finetune.tiny import MEAN, STD, export_of, model_of, write_folder
 from tests.forked import begin, new_output, wait
 from tests.moments import Strike
+from tests.training import finish, start, write_config
 
 FAMILIES: dict[str, AnySpec] = {
     "standard mlp, batch norm": MlpSpec(kind="mlp", depth=1, width=12, bottleneck="none", norm="batch"),
@@ -46,6 +56,35 @@ BY_ONNX = ("standard mlp, batch norm", "permuted s-mixer", "sparse")
 """The slow one; tests/pretrain/models/test_every_model.py has the others."""
 
 
+@pytest.fixture(scope="module")
+def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two ranks at ZeRO 3, with runs beside it as an evaluation and a probe leave them."""
+    folder = tmp_path_factory.mktemp("exporting")
+    config = write_config(folder, dataset=shapes)
+    short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
+    finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=2))
+    for name, settings, result in (
+        ("judged", {"pretrained": str(folder / "run"), "split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
+        (
+            "probed",
+            {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"},
+            {"test_top1": 0.5},
+        ),
+        ("strange", {"pretrained": str(folder / "other"), "split": "val"}, {"eval/top1": 0.99}),
+        ("unfinished", {"pretrained": str(folder / "run"), "split": "val"}, None),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(settings | {"dataset": str(shapes)}))
+        if result is not None:
+            (folder / name / "result.json").write_text(json.dumps(result))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    return export_of(run, run.parent / "out")
+
+
 def onnx_answers(out: Path, x: Tensor) -> Tensor:
     session = onnxruntime.InferenceSession(str(out / "model.onnx"))
     (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -58,13 +97,13 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path, exported: Path) -> None:
-    model = load_model(Checkpoint.open(list_checkpoints(run)[-1]))
+    model = model_of(list_checkpoints(run)[-1])
     theirs = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
     program = torch.export.load(exported / "model.pt2").module()
     for batch in (1, 7):
         x = torch.randn(batch, 3, 16, 16)
         with torch.no_grad():
-            wanted = model.eval()(x)
+            wanted = model(x)
             assert torch.equal(theirs(x), wanted)
         near(onnx_answers(exported, x), wanted)
         near(program(x), wanted)
@@ -89,36 +128,36 @@ PLAIN = """
 import sys
 sys.modules["pretrain"] = sys.modules["data_prep"] = None  # not installed
 import timm, torch
-model = timm.create_model(f"local-dir:{sys.argv[1]}", pretrained=True).eval()
-print(type(model).__name__)
-torch.save(model(torch.load(sys.argv[2])), sys.argv[3])
+for place in sys.argv[1:]:
+    model = timm.create_model(f"local-dir:{place}/out", pretrained=True).eval()
+    print(type(model).__name__)
+    torch.save(model(torch.load(f"{place}/x")), f"{place}/y")
 """
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6], ids=["trained here", "imported"])
-def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path, eps: float) -> None:
-    spec = MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL)
-    model = model_of(write_folder(tmp_path / "folder", spec=spec))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
-            if "stem" in name or "outer" in name:
-                weight.mul_(3e-3)
-    save_folder(tmp_path / "folder", card=Checkpoint.open(tmp_path / "folder").card, weights=model.state_dict())
-    out = export_of(tmp_path / "folder", tmp_path / "out", formats=("timm",))
-    x = torch.randn(3, 3, 16, 16)
-    torch.save(x, tmp_path / "x")
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, out, tmp_path / "x", tmp_path / "y"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "MlpMixer\n"), done.stderr
-    with torch.no_grad():
-        torch.testing.assert_close(torch.load(tmp_path / "y"), model(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(load_model(Checkpoint.open(out)).eval()(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
-    text = (out / "README.md").read_text()
-    assert "library_name: timm\n" in text and "timm_names" not in text
-    assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
-    again = export_of(out, tmp_path / "again", formats=("timm",))
-    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
+    models = {}
+    for place, eps in ((tmp_path / "trained here", 1e-5), (tmp_path / "imported", 1e-6)):
+        spec = MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL)
+        models[place] = model = model_of(write_folder(place / "folder", spec=spec))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
+                if "stem" in name or "outer" in name:
+                    weight.mul_(3e-3)
+        save_folder(place / "folder", card=Checkpoint.open(place / "folder").card, weights=model.state_dict())
+        text = (export_of(place / "folder", place / "out", formats=("timm",)) / "README.md").read_text()
+        assert "library_name: timm\n" in text and "timm_names" not in text
+        assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
+        again = export_of(place / "out", place / "again", formats=("timm",))
+        assert (again / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+        torch.save(torch.randn(3, 3, 16, 16), place / "x")
+    done = subprocess.run([sys.executable, "-c", PLAIN, *models], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, 2 * "MlpMixer\n"), done.stderr
+    for place, model in models.items():
+        x, theirs = torch.load(place / "x"), torch.load(place / "y")
+        with torch.no_grad():
+            torch.testing.assert_close(theirs, model(x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model_of(place / "out")(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
 
 
 def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path) -> None:
@@ -235,3 +274,72 @@ def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: si
         assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-out", "folder"]
         export_of(tmp_path / "folder", out, formats=("timm",))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out"]
+
+
+def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:
+    newest = list_checkpoints(run)[-1]
+    assert (exported / "model.safetensors").read_bytes() == (newest / "model.safetensors").read_bytes()
+    hashes = json.loads((exported / "sha256.json").read_text())
+    assert set(hashes) == {path.name for path in exported.iterdir()} - {"sha256.json"}
+    assert all(sha256_of(exported / name) == value for name, value in hashes.items())
+    record = json.loads((exported / "export.json").read_text())
+    assert record["request"]["weights_sha256"] == sha256_of(newest / "model.safetensors")
+    assert record["versions"]["onnxruntime"] == onnxruntime.__version__
+    for graph in ("onnx", "torch"):
+        assert record["checks"][graph]["batch_sizes"] == [1, 2, 5]
+        assert 0 <= record["checks"][graph]["max_rel"] < 1e-5
+    loaded = onnx.load(exported / "model.onnx")
+    onnx.checker.check_model(loaded)
+    metadata = {entry.key: entry.value for entry in loaded.metadata_props}
+    card = Checkpoint.open(newest).card
+    assert json.loads(metadata["mean"]) == list(card.channel_mean) and len(json.loads(metadata["classes"])) == 8
+    assert metadata["image_size"] == "16" and metadata["input"] == "images"
+
+
+def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
+    text = (exported / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["library_name"] == "wide-mlps" and front["license"] == "unknown" and front["datasets"] == ["shapes-a"]
+    metrics = {(each["metrics"][0]["name"], each["metrics"][0]["value"]) for each in front["model-index"][0]["results"]}
+    trained = json.loads((exported.parent / "run" / "result.json").read_text())
+    # the probe's head is not among these weights, `strange` is of others, `unfinished` has no result
+    assert metrics == {("top-1", 0.25), ("top-1", round(trained["eval/top1"], 6)), ("top-5", round(trained["eval/top5"], 6))}
+    # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
+    for fact in (
+        "| Parameters | 33,384 |",
+        "| Multiply-adds | 33,024 for one image |",
+        "| Architecture | B-2/Wi-32 (kind mlp, depth 2, width 32, expansion 2.0,",
+        "| Data | shapes-a, 240 images, content `",
+        "| Started from | random weights |",
+        "| Step | 6 |",
+        "| Code | not stated |",  # tracking was off
+        "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.05",
+        "| evaluation | shapes-a | val | top-1 | 25.0% | judged |",
+        "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",
+        'timm.create_model("hf-hub:OWNER/NAME", pretrained=True)',
+        "what the pictures show: not stated",
+    ):
+        assert fact in text, fact
+    assert str(exported.parent) not in text + (exported / "export.json").read_text()  # no path of this machine
+
+
+def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
+    older, newest = list_checkpoints(run)[-2:]
+    for checkpoint, expected in ((older, False), (newest, True)):
+        step = Checkpoint.open(checkpoint).card.step
+        results = results_of(checkpoint, run_of(checkpoint), step=step, places=[run.parent])
+        assert {each.is_of_these_weights for each in results if each.task in ("pretrain", "evaluate")} == {expected}
+
+
+def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
+    write_folder(tmp_path / "imported", origin="scaling_mlps: B_weights, sha256 0, read as chw")
+    card = Checkpoint.open(tmp_path / "imported").card
+    assert run_of(tmp_path / "imported") is None
+    assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []
+    settings = ExportSettings(pretrained="imported", out="out", formats=("timm",), license="apache-2.0")
+    text = readme(Facts(card, None, [], 1, "0", settings))
+    assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
+    assert "Imported from a public file (scaling_mlps: B_weights" in text
+    for unknown in ("number of images not stated", "| Step | not stated |", "Recipe: not stated", "Not stated: no finished"):
+        assert unknown in text
+    assert "apache-2.0, as stated by whoever" in text and "model.onnx" not in text

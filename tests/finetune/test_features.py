@@ -162,10 +162,10 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
 
 def test_a_picture_that_does_not_decode_is_named(folder: Path, shapes: Path, tmp_path: Path) -> None:
     for number in range(5):
-        folder = tmp_path / "pictures" / "train" / f"class{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
+        place_of_class = tmp_path / "pictures" / "train" / f"class{number % 2}"
+        place_of_class.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(folder / f"{number}.jpg")
+        Image.fromarray(noise).save(place_of_class / f"{number}.jpg")
     out = tmp_path / "data"
     words = [f"source.path={tmp_path}/pictures", "encoding=keep", "num_workers=1", "image_size=16"]
     assert data_prep(["build", "--source", "folder", "--out", str(out), *words]) == 0
@@ -213,9 +213,8 @@ def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
 def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, None, feature_dtype="float16")
     table = maker_of(settings).tables("val", [None])[0]
-    whole = maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0]
-    half = whole(table)
+    half, full = whole(table), whole(maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0])
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
-    torch.testing.assert_close(half.float(), whole(whole), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
         maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables("val", [None])

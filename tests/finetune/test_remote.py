@@ -14,7 +14,7 @@ from finetune.probe.probe import probe
 from pretrain.cli import main as pretrain
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
-from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions
+from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions, write_tuning
 from tests.training import Run, finish, start_tuning, write_config
 
 OF_THE_PLACE = {"seconds", "images_per_s", "views_per_s", "run_dir"}
@@ -69,8 +69,8 @@ def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_p
     with web(shapes) as (address, _):
         dataset, results = elsewhere(shapes, tmp_path / "far", address), []
         for place in (shapes, dataset):
-            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.duration=4 steps", f"pretrained={folder}"]
-            config = write_tuning(tmp_path, dataset=place)
+            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.global_batch_size=16", "tracking.enabled=false"]
+            config = write_tuning(tmp_path, folder, place)
             finish(start_tuning(config, tmp_path / f"{place.name}-run", *words))
             result = json.loads((tmp_path / f"{place.name}-run" / "result.json").read_text())
             results.append({name: value for name, value in result.items() if name != "images_per_s"})
@@ -78,15 +78,6 @@ def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_p
         words = [str(config), f"data.cache_dir={tmp_path / 'cache'}", "run_dir=x", "--out", str(tmp_path / "sheet.png")]
         assert pretrain(["preview", *words, "--count", "8"]) == 0
     assert results[0] == results[1] and (tmp_path / "sheet.png").stat().st_size
-
-
-def write_tuning(folder: Path, *, dataset: Path) -> Path:
-    path = folder / "tuning.yaml"
-    path.write_text(
-        f"data: {{dataset: {dataset}}}\ntrain: {{duration: 8 steps, global_batch_size: 16}}\n"
-        "checkpoint: {every: 4 steps}\ntracking: {enabled: false}\n"
-    )
-    return path
 
 
 def test_s3_takes_its_options_from_the_section_data_and_no_file_holds_them(

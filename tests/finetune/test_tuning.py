@@ -1,4 +1,6 @@
-"""Fine-tuning over seeds and folds: runs of their own, the samples of a fold alone, mean and spread, their place in MLflow."""
+"""Fine-tuning from a real checkpoint: exact on any number of ranks, resumed = uninterrupted; over seeds and folds runs of their
+own, the samples of a fold alone, mean and spread, their place in MLflow.
+"""
 
 import json
 import shutil
@@ -11,6 +13,7 @@ import torch
 from mlflow import MlflowClient
 
 from data_prep.build.merge import write_annotation
+from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, dump, load_settings
 from finetune.cli import main as finetune
@@ -19,6 +22,8 @@ from finetune.tune.config import TuneSettings
 from finetune.tune.repeats import check_resume_of, repeats_of
 from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_weights
+from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings, OptimizerSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.data.reader import open_split
@@ -27,15 +32,12 @@ from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
 from pretrain.ranks.starts import started
 from pretrain.tracking.run_tags import summary
-from tests.data_prep.test_verify import change_manifest
+from tests.conftest import Command
+from tests.data_prep.samples import change_manifest
+from tests.finetune.tiny import write_tuning
 from tests.training import final_state, finish, start, start_tuning, stop_while_it_waits, write_config
 
-TUNE = """
-augment: {crop_scale: [0.7, 1.0]}
-optimizer: {name: sgd, lr: 1e-2, head_lr_scale: 5.0, weight_decay: 1e-4, layer_decay: 0.5}
-train: {duration: 6 steps, global_batch_size: 8, eval_every: 6 steps}
-checkpoint: {every: 6 steps}
-"""
+UNTRACKED = "tracking.enabled=false"
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +58,60 @@ def folded(other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return directory, bits
 
 
-def tune_config(folder: Path, pretrained: Path, dataset: Path) -> Path:
-    path = folder / "tune.yaml"
-    path.write_text(f"pretrained: {pretrained}\ndata: {{dataset: {dataset}}}\n{TUNE}")
-    return path
-
-
 def result_of(run_dir: Path) -> dict[str, float]:
     found: dict[str, float] = json.loads((run_dir / "result.json").read_text())
     return found
 
 
+def test_tuning_on_two_ranks_is_tuning_on_one_and_resumed_is_uninterrupted(
+    command: Command, pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    """On two ranks by the real command."""
+    config, alone = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "alone"
+    words = [UNTRACKED, "train.duration=24 steps", "train.local_batch_size=4", "train.eval_every=12 steps"]
+    finish(start_tuning(config, alone, *words))
+    done = command("finetune", "tune", str(config), f"run_dir={tmp_path}/two", *words, "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    one, two = final_state(alone), final_state(tmp_path / "two")
+    (alone / "result.json").unlink()  # as if killed after the checkpoint before the last
+    for file in list_checkpoints(alone)[-1].iterdir():
+        file.unlink()
+    assert "going on from step-00000018" in finish(start_tuning(config, alone, *words))
+    resumed = final_state(alone)
+    assert one.keys() == two.keys() == resumed.keys() and one["head.weight"].shape == (5, 32)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+        assert torch.equal(resumed[name], tensor), name
+
+
+def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+    """One step at a vanishing learning rate leaves the body where it started."""
+    config, body = write_tuning(tmp_path, pretrained, other_shapes), load_weights(Checkpoint.open(pretrained))["stem.weight"]
+    words = [UNTRACKED, "optimizer.lr=1e-12", "train.duration=1 steps", "train.seed=9"]
+    for init in ("pretrained", "scratch"):
+        finish(start_tuning(config, tmp_path / init, f"init={init}", *words))
+    near, far = (final_state(tmp_path / init)["stem.weight"] for init in ("pretrained", "scratch"))
+    torch.testing.assert_close(near, body, rtol=0, atol=1e-6)
+    assert (far - body).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("encoding", [["raw", "image_size=24"], ["keep"]])
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
+    pretrained: Path, other_shapes: Path, tmp_path: Path, encoding: list[str]
+) -> None:
+    words = [f"source.path={other_shapes}-images", "num_workers=1", f"encoding={encoding[0]}", *encoding[1:]]
+    assert data_prep(["build", "--source", "folder", "--out", str(tmp_path / "dataset"), *words]) == 0
+    config = write_tuning(tmp_path, pretrained, tmp_path / "dataset")
+    finish(start_tuning(config, tmp_path / "run", UNTRACKED, "train.duration=2 steps"))
+    card = Checkpoint.open(tmp_path / "run").card
+    assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
+
+
 def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
-    config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
+    config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
     output = finish(start_tuning(config, group, "seeds=[0,5]", ranks=2))
     alone = tmp_path / "alone"
-    finish(start_tuning(config, alone, "train.seed=5", "tracking.enabled=false", ranks=2))
+    finish(start_tuning(config, alone, "train.seed=5", UNTRACKED, ranks=2))
     one, two, by_itself = (final_state(path) for path in (group / "seed-0", group / "seed-5", alone))
     assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
     assert not torch.equal(one["head.weight"], two["head.weight"])
@@ -79,7 +119,7 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path,
     times = {path: path.stat().st_mtime_ns for path in group.glob("seed-*/checkpoints/*/model.safetensors")}
     assert len(times) == 2
     check_books(pretrained, other_shapes, group)
-    finish(start_tuning(config, group, "seeds=[0,5,6]", "tracking.enabled=false"))
+    finish(start_tuning(config, group, "seeds=[0,5,6]", UNTRACKED))
     assert {path: path.stat().st_mtime_ns for path in times} == times
     top1 = [result_of(group / f"seed-{seed}")["eval/top1"] for seed in (0, 5, 6)]
     result = result_of(group)
@@ -105,9 +145,8 @@ def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
 
 def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     dataset, bits = folded
-    config = tune_config(tmp_path, pretrained, dataset)
-    untracked = ["tracking.enabled=false", "train.duration=1 steps", "seeds=[1]"]
-    finish(start_tuning(config, tmp_path / "run", "folds=true", *untracked))
+    config = write_tuning(tmp_path, pretrained, dataset)
+    finish(start_tuning(config, tmp_path / "run", "folds=true", UNTRACKED, "train.duration=1 steps", "seeds=[1]"))
     with pytest.raises(CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"):
         Checkpoint.open(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
@@ -136,7 +175,7 @@ def test_folds_and_seeds_that_will_not_do_are_refused(
         (other_shapes, ["seeds=[1,1]"], "seeds: [1, 1] will not do"),
         (other_shapes, ["data.eval_split=train"], "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well"),
     ):
-        config = tune_config(tmp_path, pretrained, dataset)
+        config = write_tuning(tmp_path, pretrained, dataset)
         assert finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
         said = capsys.readouterr().err
         assert complaint in said and len(said.splitlines()) == 1, said
@@ -145,7 +184,7 @@ def test_folds_and_seeds_that_will_not_do_are_refused(
 def test_a_run_and_a_group_of_runs_do_not_take_each_others_place(
     pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tune_config(tmp_path, pretrained, other_shapes)
+    config = write_tuning(tmp_path, pretrained, other_shapes)
     for begun, asked in (([], ["seeds=[0,1]"]), (["seeds=[0,1]"], [])):
         run_dir = tmp_path / f"run-{len(begun)}"
         run_dir.mkdir()
@@ -160,7 +199,7 @@ def test_a_run_and_a_group_of_runs_do_not_take_each_others_place(
 def test_told_to_stop_while_another_start_holds_the_run_all_ranks_end_well(
     pretrained: Path, other_shapes: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    config, run_dir = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "run"
+    config, run_dir = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "run"
     with started(run_dir, lock_wait_s=0):
         stop_while_it_waits(start_tuning(config, run_dir, *words, ranks=2))
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
@@ -168,7 +207,7 @@ def test_told_to_stop_while_another_start_holds_the_run_all_ranks_end_well(
 
 def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     """Seed 0 is finished, seed 1 has a checkpoint, seed 2 has nothing."""
-    config, group = tune_config(tmp_path, pretrained, other_shapes), tmp_path / "group"
+    config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
     (group / "seed-0").mkdir(parents=True)
 
     def asked(resume: str) -> TuneSettings:

@@ -1,6 +1,5 @@
 """What the tests of finetune share: tiny weights, a run to export, made-up features, one evaluation in this process."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +29,6 @@ from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MlpSpec
 from pretrain.ranks.world import World
-from tests.training import finish, start, write_config
 
 ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
 CPU = torch.device("cpu")
@@ -42,6 +39,12 @@ FEATURES, CLASSES = 6, 3
 SILENT = {"enabled": False}
 PROBE: dict[str, Any] = {"optimizer": "sgd", "lrs": (1e-3, 1e-1), "weight_decays": (0.0, 1e-2), "epochs": (6,), "batch_size": 16}
 """Of a few seconds' work."""
+TUNE = """
+augment: {crop_scale: [0.7, 1.0]}
+optimizer: {name: sgd, lr: 1e-2, head_lr_scale: 5.0, weight_decay: 1e-4, layer_decay: 0.5}
+train: {duration: 6 steps, global_batch_size: 8, eval_every: 6 steps}
+checkpoint: {every: 6 steps}
+"""
 
 
 def write_folder(path: Path, dataset: Path | None = None, *, spec: AnySpec = MLP, **facts: Any) -> Path:
@@ -157,6 +160,15 @@ class Largest(TorchDispatchMode):
         return made
 
 
+# tuning
+
+
+def write_tuning(folder: Path, pretrained: Path, dataset: Path) -> Path:
+    path = folder / "tune.yaml"
+    path.write_text(f"pretrained: {pretrained}\ndata: {{dataset: {dataset}}}\n{TUNE}")
+    return path
+
+
 # exports
 
 
@@ -164,25 +176,3 @@ def export_of(source: Path, out: Path, **settings: object) -> Path:
     wanted = ExportSettings.model_validate({"pretrained": str(source), "out": str(out)} | settings)
     export(wanted, Checkpoint.open(source))
     return out
-
-
-def write_run(folder: Path, shapes: Path) -> Path:
-    """Of two ranks at ZeRO 3, with runs beside it as an evaluation and a probe leave them."""
-    config = write_config(folder, dataset=shapes)
-    short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
-    finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=2))
-    for name, settings, result in (
-        ("judged", {"pretrained": str(folder / "run"), "split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
-        (
-            "probed",
-            {"pretrained": str(folder / "run"), "lrs": [0.1], "train_split": "train", "test_split": "test"},
-            {"test_top1": 0.5},
-        ),
-        ("strange", {"pretrained": str(folder / "other"), "split": "val"}, {"eval/top1": 0.99}),
-        ("unfinished", {"pretrained": str(folder / "run"), "split": "val"}, None),
-    ):
-        (folder / name).mkdir()
-        (folder / name / "config.yaml").write_text(yaml.safe_dump(settings | {"dataset": str(shapes)}))
-        if result is not None:
-            (folder / name / "result.json").write_text(json.dumps(result))
-    return folder / "run"
