@@ -2,6 +2,14 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.data.reader import ShardReader
+from tests.pretrain.data.tiny import opened
+
+
+@pytest.fixture(scope="session")
+def reader(shapes: Path) -> ShardReader:
+    return opened(shapes)
+
 
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -3,7 +3,6 @@
 The table is the specification: (what is wrong, command, overrides, the words that must be said).
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from finetune.cli import main as finetune
 from pretrain.cli import main as pretrain
 from tests.ranks import REPOSITORY
 
+Capture = pytest.CaptureFixture[str]
 PRETRAIN = """
 run_dir: runs/x
 data: {dataset: DATASET}
@@ -31,17 +31,14 @@ TABLE = [
     ("fraction for a whole number", ["train.global_batch_size=24.5"], "train.global_batch_size: 24.5 will not do; a whole number"),
     ("quoted number", ['train.seed="3"'], "train.seed: '3' will not do; a whole number is needed"),
     ("yes for true", ["engine.compile=yes"], "engine.compile: 'yes' will not do; true or false is needed"),
-    ("no peak", ["tracking.peak_teraflops=0"], "tracking.peak_teraflops: 0 will not do; it must be greater than 0"),
     ("negative", ["optimizer.lr=-1"], "optimizer.lr: -1 will not do; it must be greater than 0"),
     ("not finite", ["optimizer.lr=.inf"], "optimizer.lr:"),
     ("unknown optimizer", ["optimizer.name=lyon"], "optimizer.name: 'lyon' is not one of its values; did you mean 'lion'?"),
-    ("unknown precision", ["engine.precision=bf61"], "engine.precision: 'bf61' is not one of its values; did you mean 'bf16'?"),
     ("unknown stage", ["engine.zero_stage=4"], "engine.zero_stage: 4 is not one of its values; known: 0, 1, 2, 3"),
     ("unknown kind of model", ["model.kind=mxer"], "model.kind: 'mxer' is not one of its values; did you mean 'mixer'?"),
     ("unknown preset", ["model={preset: mlp_b12_wi1042}"], "model.preset: 'mlp_b12_wi1042' is not a known model; did you mean 'mlp_b12_wi1024'?"),
     ("a list for a preset", ["model={preset: [mixer_b_w]}"], "model.preset: ['mixer_b_w'] is not a known model; did you mean 'mixer_b_w'?"),
     ("preset on top of a model", ["model.preset=mixer_ss_w"], "model.preset: 'mixer_ss_w' is given beside kind 'mlp', which are two models; for the named one write model='{preset: mixer_ss_w}', or remove kind"),
-    ("preset of the same kind", ["model.preset=mlp_b6_wi256"], "model.preset: 'mlp_b6_wi256' is given beside kind 'mlp'"),
     ("offload of what is not sharded", ["engine.zero_stage=0", "engine.offload=optimizer"], "engine.offload: 'optimizer' needs engine.zero_stage 1"),
     ("best of nothing", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split null"),
     ("evaluation never", ["train.eval_every=0 steps"], "train.eval_every: '0 steps' is never; write how often"),
@@ -53,9 +50,7 @@ TABLE = [
     ("rising straight line", ["schedule={name: linear, final_lr: 1}"], "schedule.final_lr: 1.0 is above optimizer.lr 0.0001; linear falls"),
     ("constant that ends elsewhere", ["schedule={name: constant, final_lr: 1e-5}"], "schedule.final_lr: 1e-05 changes nothing with constant"),
     ("warm-up from above", ["schedule={warmup: 1 epochs, warmup_from: 1e-3}"], "schedule.warmup_from: 0.001 is above optimizer.lr 0.0001; a warm-up rises"),
-    ("warm-up from below zero", ["schedule.warmup_from=-1"], "schedule.warmup_from: -1 will not do; it must be greater than or equal to 0"),
     ("start of no warm-up", ["schedule.warmup_from=1e-6"], "schedule.warmup_from: 1e-06 changes nothing without a warm-up; set schedule.warmup"),
-    ("unknown schedule", ["schedule.name=cosin"], "schedule.name: 'cosin' is not one of its values; did you mean 'cosine'?"),
     ("unknown size of a micro-batch", ["train.local_batch_size=aut"], "train.local_batch_size: 'aut' will not do; give a whole number of at least 1, or auto"),
     ("no micro-batch", ["train.local_batch_size=0"], "train.local_batch_size: 0 will not do; give a whole number of at least 1, or auto"),
     ("half a sample", ["train.local_batch_size=1.5"], "train.local_batch_size: 1.5 will not do; give a whole number"),
@@ -69,22 +64,14 @@ TABLE = [
     ("odd batch with both", ["augment={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.local_batch_size=3"], "train.local_batch_size: 3 is odd, but MixUp and CutMix pair neighbours; make it even, or set augment.mixup_alpha=0 augment.cutmix_alpha=0"),
     ("odd share of a rank with CutMix", ["augment.cutmix_alpha=1.0", "train.global_batch_size=6", "--ranks", "2"], "train.local_batch_size: 3 on 2 ranks is odd, but CutMix pairs neighbours; make it even"),
     ("unknown policy", ["augment.auto_augment=orginal"], "augment.auto_augment: 'orginal' is not a policy; did you mean 'original'?"),
-    ("section of a policy", ["augment.auto_augment=rand-m9-x3"], "augment.auto_augment: 'x3' in 'rand-m9-x3' will not do; its sections are m, n, p, mstd, mmax, inc, t"),
-    ("policy that blurs", ["augment.auto_augment=rand-m9-t3a"], "augment.auto_augment: 't3a' in 'rand-m9-t3a' will not do; of timm's choices only tweights"),
     ("policy that is true", ["augment.auto_augment=true"], "augment.auto_augment: True will not do; text is needed"),
     ("two ways to crop", ["augment={crop_scale: [0.4, 1.0], crop_padding: 4}"], "augment.crop_padding: 4 will not do with crop_scale [0.4, 1.0], which crops too; set crop_padding=0 or crop_scale=null"),
-    ("unknown padding", ["augment.padding_mode=edge"], "augment.padding_mode: 'edge' is not one of its values; known: constant, reflect"),
-    ("unknown interpolation", ["augment.crop_interpolation=bicubc"], "augment.crop_interpolation: 'bicubc' is not one of its values; did you mean 'bicubic'?"),
-    ("unknown filling", ["augment.erase_mode=pixels"], "augment.erase_mode: 'pixels' is not one of its values; did you mean 'pixel'?"),
-    ("no blocks", ["augment.erase_count=0"], "augment.erase_count: 0 will not do; it must be greater than or equal to 1"),
-    ("key of CutMix", ["augment.cutmix=1.0"], "augment.cutmix: unknown key; did you mean 'cutmix_alpha'?"),
     ("crop range upside down", ["augment.crop_scale=[0.9, 0.1]"], "augment.crop_scale: [0.9, 0.1] will not do; write [low, high]"),
     ("crop range too short", ["augment.crop_scale=[0.9]"], "augment.crop_scale.1: missing"),
     ("probability above one", ["augment.flip_probability=1.5"], "augment.flip_probability: 1.5 will not do; it must be less than or equal to 1"),
     ("betas for sgd", ["optimizer={name: sgd, lr: 0.1, betas: [0.9, 0.9]}"], "optimizer.betas: sgd has none; set optimizer.momentum"),
     ("betas out of range", ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas: [0.9, 1.0] will not do"),
     ("compile at stage 3", ["engine={compile: true, zero_stage: 3}"], "engine.compile: true will not do with engine.zero_stage 3"),
-    ("patch does not divide", ["model={kind: mixer, patch_size: 5}"], "model.patch_size: 5 does not divide image size 16; the nearest that does is 4"),
     ("patch of a sparse MLP does not divide", ["model={kind: sw_mlp, patch_size: 5}"], "model.patch_size: 5 does not divide image size 16; the nearest that does is 4"),
     ("patch of a transformer does not divide", ["model={preset: vit_b_4}", "data.image_size=18"], "model.patch_size: 4 does not divide image size 18; the nearest that does is 3"),
     ("no such block", ["model={kind: mixer, depth: 2, permuted_blocks: [2]}"], "model.permuted_blocks: there is no block 2; with depth 2 give numbers from 0 to 1, or all"),
@@ -94,37 +81,18 @@ TABLE = [
     ("expansion of one layer", ["model={kind: mixer, layers_per_mixing: 1, expansion: 2.0}"], "model.expansion: 2 changes nothing with layers_per_mixing 1; leave it at 4"),
     ("expansion without a bottleneck", ["model={kind: mlp, bottleneck: none, expansion: 2.0}"], "model.expansion: 2 changes nothing with bottleneck none; leave it at 4"),
     ("name of a model alone", ["model=mixer_b_w"], "model: 'mixer_b_w' will not do; for a named model write model='{preset: mixer_b_w}'"),
-    ("three layers per mixing", ["model={kind: mixer, layers_per_mixing: 3}"], "model.layers_per_mixing: 3 is not one of its values; known: 1, 2"),
-    ("unknown norm", ["model.norm=lyaer"], "model.norm: 'lyaer' is not one of its values; did you mean 'layer'?"),
-    ("unknown activation", ["model.activation=gleu"], "model.activation: 'gleu' is not one of its values; did you mean 'gelu'?"),
-    ("dropping everything", ["model.dropout=1.0"], "model.dropout: 1.0 will not do; it must be less than 1"),
-    ("no connections", ["model={kind: sw_mlp, density: 0.0}"], "model.density: 0.0 will not do; it must be greater than 0"),
     ("fewer connections than neurons", ["model={kind: sw_mlp, width: 50, density: 0.01}"], "model.density: 0.01 leaves most of 50 entries without a connection; give 0.02 or more"),
-    ("unknown storage", ["model={kind: sw_mlp, storage: csr}"], "model.storage: 'csr' is not one of its values; known: auto, masked, sparse"),
-    ("unknown form", ["model={kind: structured, form: butterfly}"], "model.form: 'butterfly' is not one of its values; known: kronecker, monarch"),
     ("no such split", ["data.eval_split=vall"], "data.eval_split: DATASET: has no split 'vall'; did you mean 'val'?"),
     ("no such dataset", ["data.dataset=nowhere"], "nowhere: no such dataset directory; make it with data_prep build"),
     ("dataset of a mixture without its section", ["data.also=[somewhere]"], "data.also.0: 'somewhere' will not do; a section"),
-    ("key of a mixture", ["data.also=[{dataset: x, wieght: 1}]"], "data.also.0.wieght: unknown key; did you mean 'weight'?"),
     ("mixture without a dataset", ["data.also=[{split: train}]"], "data.also.0.dataset: missing; set it"),
-    ("no such dataset to mix", ["data.also=[{dataset: nowhere}]"], "nowhere: no such dataset directory"),
     ("no such split to mix", ["data.also=[{dataset: DATASET, split: trian}]"], "data.also.0.split: DATASET: has no split 'trian'; did you mean 'train'?"),
     ("weight alone", ["data.weight=2.0"], "data.weight: stands alone; it weighs `dataset` against those of data.also"),
     ("one weight of two", ["data={dataset: DATASET, weight: 1, also: [{dataset: DATASET}]}"], "data.weight: give one to `dataset` and to each of data.also, or to none"),
     ("weight that vanishes", ["data={dataset: DATASET, weight: 1e-7, also: [{dataset: DATASET, weight: 1}]}"], "data.weight: 1e-07 will not do; it must be greater than or equal to 0.000001"),
     ("weights that differ by nothing", ["data={dataset: DATASET, weight: 999.999999, also: [{dataset: DATASET, weight: 999.999998}, {dataset: DATASET, weight: 999.999997}]}"], "data.weight: shares of 999999999 : 999999998 : 999999997 are too fine; give weights with fewer digits"),
     ("mixture that drops", ["data={dataset: DATASET, last_batch: drop, also: [{dataset: DATASET}]}"], "data.last_batch: 'drop' will not do with data.also"),
-    ("unknown last batch", ["data.last_batch=dorp"], "data.last_batch: 'dorp' is not one of its values; did you mean 'drop'?"),
     ("a batch that drop never fills", ["data.last_batch=drop", "train.global_batch_size=512"], "data.last_batch: 'drop' leaves nothing of 240 samples, fewer than train.global_batch_size 512"),
-    ("unknown shuffle", ["data.shuffle=blok"], "data.shuffle: 'blok' is not one of its values; did you mean 'block'?"),
-    ("blocks of nothing", ["data.block_size=0"], "data.block_size: 0 will not do; it must be greater than or equal to 1"),
-    ("windows of nothing", ["data.window_blocks=0"], "data.window_blocks: 0 will not do; it must be greater than or equal to 1"),
-    ("share above one", ["data.max_bad_share=2"], "data.max_bad_share: 2 will not do; it must be less than or equal to 1"),
-    ("cache of nothing", ["data.cache_gb=0"], "data.cache_gb: 0 will not do; it must be greater than 0"),
-    ("cache directory that is a number", ["data.cache_dir=3"], "data.cache_dir: 3 will not do; text is needed"),
-    ("options that are a list", ["data.storage=[anon]"], "data.storage: ['anon'] will not do; a section (key: value lines) is needed"),
-    ("no threads", ["train.loader_threads=0"], "train.loader_threads: 0 will not do; it must be greater than or equal to 1"),
-    ("nothing ahead", ["train.prefetch_batches=0"], "train.prefetch_batches: 0 will not do; it must be greater than or equal to 1"),
     ("section instead of value", ["optimizer.lr={a: 1}"], "optimizer.lr:"),
     ("value instead of section", ["optimizer=3"], "optimizer: 3 will not do; a section (key: value lines) is needed"),
     ("override into a value", ["run_dir.x=3"], "override 'run_dir.x=3': run_dir is the value 'runs/x', not a section"),
@@ -135,12 +103,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("overrides", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
-    shapes: Path,
-    tmp_path: Path,
-    overrides: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    shapes: Path, tmp_path: Path, overrides: list[str], words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a config that passes by mistake may leave its run
     config = tmp_path / "c.yaml"
@@ -153,28 +116,22 @@ def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
 
 
 FILES = [
-    ("no such file", None, "no such config file; did you mean"),
-    ("not YAML", "a: [1", "not valid YAML"),
-    ("a list", "- 1\n- 2", "a config is a mapping of sections"),
-    ("doubled key", "run_dir: a\nrun_dir: b", "the key 'run_dir' stands twice"),
-    ("nothing", "", "missing; set it in the config or as"),
+    ("not YAML", b"a: [1", "not valid YAML"),
+    ("a list", b"- 1\n- 2", "a config is a mapping of sections"),
+    ("doubled key", b"run_dir: a\nrun_dir: b", "the key 'run_dir' stands twice"),
+    ("nothing", b"", "missing; set it in the config or as"),
     ("bytes", b"\xff\xfe\x00", "cannot be read as a text file"),
 ]
 
 
 @pytest.mark.parametrize(("text", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
-def test_a_bad_config_file_is_named(
-    tmp_path: Path, text: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_config_file_is_named(tmp_path: Path, text: bytes, words: str, capsys: Capture) -> None:
     path = tmp_path / "mine.yaml"
-    if isinstance(text, bytes):
-        path.write_bytes(text)
-    elif text is not None:
-        path.write_text(text)
-    else:
-        (tmp_path / "mime.yaml").touch()
+    path.write_bytes(text)
     assert pretrain(["train", str(path)]) == 2
     assert words in capsys.readouterr().err
+    assert pretrain(["train", str(tmp_path / "mime.yaml")]) == 2
+    assert "no such config file; did you mean" in capsys.readouterr().err
 
 
 PROBE = "run_dir: runs/p\npretrained: null\ndataset: DATASET\n"
@@ -190,11 +147,7 @@ LATER = [
     ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "leave them out (lrs=null)"),
     ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
-    (
-        "tune",
-        ["checkpoint.keep_best=true", "data.eval_split=null"],
-        "checkpoint.keep_best: true will not do with data.eval_split null",
-    ),
+    ("tune", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split"),
     ("tune", [], "nowhere: holds no checkpoint; give a run directory"),
     ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),
 ]
@@ -202,7 +155,7 @@ LATER = [
 
 @pytest.mark.parametrize(("verb", "overrides", "words"), LATER)
 def test_a_bad_transfer_config_is_one_line_with_its_remedy(
-    shapes: Path, tmp_path: Path, verb: str, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    shapes: Path, tmp_path: Path, verb: str, overrides: list[str], words: str, capsys: Capture
 ) -> None:
     config = tmp_path / "c.yaml"
     text = {"probe": PROBE, "tune": TUNE}[verb].replace("DATASET", str(shapes)).replace("RUN", "nowhere")
@@ -224,7 +177,7 @@ def test_a_bad_transfer_config_is_one_line_with_its_remedy(
     ],
 )  # fmt: skip
 def test_a_bad_build_is_one_line_with_its_remedy(
-    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert data_prep(["build", *words]) == 2
@@ -241,19 +194,23 @@ def test_a_bad_build_is_one_line_with_its_remedy(
         ("finetune", ["tune", "bad.yaml"]),
         ("data_prep", ["build", "bad.yaml"]),
         ("data_prep", ["index", "bad.yaml"]),
+        ("pretrain", ["models"]),
+        ("pretrain", ["widths", "--omega", "2^18"]),
     ],
 )
-def test_nothing_heavy_is_imported_before_a_config_is_known_to_be_good(package: str, words: list[str], tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported_for_a_list_or_before_a_config_is_known_to_be_good(
+    package: str, words: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "bad.yaml").write_text("nonsense: 1\n")
     heavy = ["torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "matplotlib", "scipy"]
     program = f"import sys; from {package}.__main__ import main; code = main({words!r}); " + (
         f"print(code, [name for name in {heavy} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60,
-        env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
-    )  # fmt: skip
-    assert done.stdout == "2 []\n" and "nonsense: unknown key" in done.stderr
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    code = 2 if words[-1] == "bad.yaml" else 0
+    assert done.stdout.endswith(f"{code} []\n") and ("nonsense: unknown key" in done.stderr) == (code == 2)
 
 
 def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +243,12 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
     assert seen >= 20
 
 
-def test_show_prints_what_reads_back_to_the_same(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_what_reads_back_to_the_same(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
     assert pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"]) == 0
     shown = capsys.readouterr().out
     assert "num_channels: 588" in shown and "lr: 0.0003" in shown
-    again = tmp_path / "again.yaml"
-    shutil.copy(config, again)
-    again.write_text(shown)
-    assert pretrain(["show", str(again)]) == 0
+    config.write_text(shown)
+    assert pretrain(["show", str(config)]) == 0
     assert capsys.readouterr().out == shown

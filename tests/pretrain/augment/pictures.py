@@ -1,5 +1,7 @@
 """Pictures and batches for the tests of the augmentation."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,9 +39,11 @@ def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
     return np.stack(kinds).astype(np.uint8)
 
 
-def make(settings: AugmentSettings, *, size: int, seed: int = 3, normalisation: Normalisation = PLAIN) -> Augmentation:
-    device = torch.device("cpu")
-    return Augmentation(settings, seed=seed, image_size=size, normalisation=normalisation, device=device, dtype=torch.float32)
+def make(
+    settings: AugmentSettings, *, size: int = 16, seed: int = 3, normalisation: Normalisation = PLAIN, **where: Any
+) -> Augmentation:
+    where = {"device": torch.device("cpu"), "dtype": torch.float32, **where}
+    return Augmentation(settings, seed=seed, image_size=size, normalisation=normalisation, **where)
 
 
 def batch_of(images: Tensor, samples: NDArray[np.int64], *, epoch: int = 0) -> Batch:

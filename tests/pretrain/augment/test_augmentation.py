@@ -1,13 +1,11 @@
 """The whole chain: independent of rank, batch and resume, in timm's order, in the type that the model takes."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from torchvision.transforms.v2 import functional as reference
 
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Normalisation
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
 from pretrain.augment.mixing import Mixer
@@ -22,8 +20,11 @@ PAPER_A = AugmentSettings(
     mixup_alpha=0.8,
     cutmix_alpha=1.0,
 )
-CIFAR = AugmentSettings(crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", cutmix_alpha=1.0)
+CIFAR = AugmentSettings(
+    crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", erase_count=2, cutmix_alpha=1.0
+)
 FLOATS = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
+COLOURS = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5)
 
 
@@ -34,7 +35,7 @@ RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0
     ids=["paper A", "paper A without MixUp", "padding", "floats", "padding and resize"],
 )
 def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSettings, tolerance: float) -> None:
-    augmentation = make(settings, size=16)
+    augmentation = make(settings)
     stored, samples = pictures(48, 20 if settings is not CIFAR else 16), np.arange(48)
     whole = augmentation.prepare(batch_of(stored, samples))
     assert whole.weight_B is not None
@@ -49,12 +50,12 @@ def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSe
 @pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS], ids=["paper A", "padding", "floats"])
 def test_epochs_samples_and_seeds_change_the_pictures(settings: AugmentSettings) -> None:
     stored = pictures(1, 16).expand(64, -1, -1, -1)
-    first = make(settings, size=16).prepare(batch_of(stored, np.arange(64))).images_BCHW
-    assert torch.equal(first, make(settings, size=16).prepare(batch_of(stored, np.arange(64))).images_BCHW)
+    first = make(settings).prepare(batch_of(stored, np.arange(64))).images_BCHW
+    assert torch.equal(first, make(settings).prepare(batch_of(stored, np.arange(64))).images_BCHW)
     assert len({tuple(picture.flatten().tolist()) for picture in first}) > 60
     for other in (
-        make(settings, size=16).prepare(batch_of(stored, np.arange(64), epoch=1)),
-        make(settings, size=16, seed=4).prepare(batch_of(stored, np.arange(64))),
+        make(settings).prepare(batch_of(stored, np.arange(64), epoch=1)),
+        make(settings, seed=4).prepare(batch_of(stored, np.arange(64))),
     ):
         differ = (first != other.images_BCHW).flatten(1).any(dim=1)
         assert differ.float().mean() > 0.9
@@ -77,7 +78,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
     normalisation = Normalisation((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     stored = pictures(40, 16)
     batch = batch_of(stored, np.arange(40))
-    found = make(settings, size=16, normalisation=normalisation).prepare(batch).images_BCHW
+    found = make(settings, normalisation=normalisation).prepare(batch).images_BCHW
     expected = reference.normalize(stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalisation))
     blocks = draw_blocks(settings, draws_of(40), size=16)
     for place, row in enumerate(blocks.rows):
@@ -95,7 +96,7 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)
-    found = make(settings, size=16, normalisation=Normalisation(mean, (1, 1, 1))).prepare(batch_of(stored, np.arange(400)))
+    found = make(settings, normalisation=Normalisation(mean, (1, 1, 1))).prepare(batch_of(stored, np.arange(400)))
     levels = (found.images_BCHW * 255 + torch.tensor(mean).view(1, 3, 1, 1) * 255).round()
     filled = (levels == torch.tensor([51, 102, 153]).view(1, 3, 1, 1)).all(dim=1).flatten(1).float().mean(dim=1)
     assert 90 < (filled > 0).sum() < 180  # 5 of 15 operations
@@ -105,39 +106,33 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
 @pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"])
 def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
     """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for it, would raise."""
-    normalisation, device = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)), torch.device("meta")
-    made = Augmentation(settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16)
+    device = torch.device("meta")
+    made = make(settings, normalisation=COLOURS, device=device, dtype=torch.bfloat16)
     prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
     assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
 
 
 def test_stored_pictures_are_never_changed() -> None:
     stored = pictures(24, 16)
-    before = stored.clone()
-    batch = batch_of(stored, np.arange(24))
     for settings in (PAPER_A, CIFAR, AugmentSettings(flip_probability=0.0, auto_augment="v0", erase_probability=1.0)):
-        images = batch.images_BHWC.clone()
-        given = dataclasses.replace(batch, images_BHWC=images)
-        make(settings, size=16).prepare(given)
-        assert torch.equal(images, before)
+        batch = batch_of(stored, np.arange(24))
+        make(settings).prepare(batch)
+        assert torch.equal(batch.images_BHWC, stored)
 
 
 @pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, AugmentSettings()])
 def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
-    normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     batch = batch_of(pictures(16, 16), np.arange(16))
-    exact = make(settings, size=16, normalisation=normalisation).prepare(batch).images_BCHW
-    device = torch.device("cpu")
-    made = Augmentation(settings, seed=3, image_size=16, normalisation=normalisation, device=device, dtype=torch.bfloat16)
-    short = made.prepare(batch).images_BCHW
+    exact, short = (
+        make(settings, normalisation=COLOURS, dtype=dtype).prepare(batch).images_BCHW for dtype in (torch.float32, torch.bfloat16)
+    )
     assert short.dtype == torch.bfloat16 and short.shape == (16, 3, 16, 16)
     assert torch.equal(short, exact.to(torch.bfloat16))
 
 
 def test_evaluation_normalises_and_upscales_like_torchvision() -> None:
     stored = pictures(3, 12)
-    normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
-    ours = make(PAPER_A, size=24, normalisation=normalisation).plain(batch_of(stored, np.arange(3))).images_BCHW
+    ours = make(PAPER_A, size=24, normalisation=COLOURS).plain(batch_of(stored, np.arange(3))).images_BCHW
     scaled = reference.resize(stored.permute(0, 3, 1, 2).float() / 255, [24, 24], antialias=True)
-    expected = reference.normalize(scaled, list(normalisation.mean), list(normalisation.std))
+    expected = reference.normalize(scaled, *map(list, COLOURS))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)

@@ -95,15 +95,6 @@ def test_area_doubles_the_pixels_of_cifar() -> None:
         assert torch.equal(found, doubled)
 
 
-def test_levels_do_not_depend_on_the_batch() -> None:
-    stored, boxes = pictures(40, 40), some_boxes(40, 40)
-    cubic = np.arange(40) % 2 == 0
-    whole = resample_levels(stored, boxes, size=24, cubic=cubic)
-    for part in (slice(0, 1), slice(1, 4), slice(4, 23), slice(23, 40)):
-        cut = Boxes(*(getattr(boxes, side)[part] for side in ("top", "left", "height", "width", "flip")))
-        assert torch.equal(resample_levels(stored[part], cut, size=24, cubic=cubic[part]), whole[part])
-
-
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [8, 24, 96])
 def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:

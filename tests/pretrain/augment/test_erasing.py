@@ -7,7 +7,6 @@ import pytest
 import torch
 from timm.data.random_erasing import RandomErasing
 
-from pretrain.augment.draws import Draws
 from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
 from pretrain.config import AugmentSettings, EraseMode
 from pretrain.data.order import hash64
@@ -89,15 +88,3 @@ def test_noise_is_splitmix64_and_normal() -> None:
     for row in noise:
         assert abs(row.mean()) < 0.01 and abs(row.std() - 1) < 0.01 and abs((row**4).mean() - 3) < 0.1
     assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.01
-
-
-def test_blocks_do_not_depend_on_the_batch() -> None:
-    settings = AugmentSettings(erase_probability=0.5, erase_count=2)
-    samples = np.arange(40)
-    whole = draw_blocks(settings, Draws((3, np.zeros_like(samples), samples)), size=SIZE)
-    stored = torch.randn(40, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
-    expected = erase(stored.clone(), whole, mode="pixel")
-    for part in (slice(0, 1), slice(1, 17), slice(17, 40)):
-        draws = Draws((3, np.zeros_like(samples[part]), samples[part]))
-        blocks = draw_blocks(settings, draws, size=SIZE)
-        assert torch.equal(erase(stored[part].clone(), blocks, mode="pixel"), expected[part])

@@ -2,48 +2,29 @@
 
 import itertools
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.manifest import load_manifest
 from pretrain.augment import augmentation as module
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.augment.feed import Feed
 from pretrain.config import AugmentSettings
-from pretrain.data.loader import Batch, as_stored, training_batches
+from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.reader import ShardReader, open_split
-
-
-@pytest.fixture(scope="module")
-def reader(shapes: Path) -> ShardReader:
-    return open_split(shapes, load_manifest(shapes), "train")
+from pretrain.data.reader import ShardReader
+from tests.pretrain.augment.pictures import make
+from tests.pretrain.data.tiny import loaded
 
 
 def augmentation(settings: AugmentSettings) -> Augmentation:
-    normalisation = Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
-    device = torch.device("cpu")
-    return Augmentation(settings, seed=1, image_size=16, normalisation=normalisation, device=device, dtype=torch.float32)
+    return make(settings, seed=1, normalisation=Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)))
 
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:
-    return Feed(
-        lambda finish: training_batches(
-            reader,
-            Order(reader.num_samples, 4),
-            BatchPlan(48, 12, 2),
-            rank=1,
-            consumed=96,
-            num_threads=threads,
-            prefetch=3,
-            pin=False,
-            finish=finish,
-        ),
-        augment,
-    )
+    order, plan = Order(reader.num_samples, 4), BatchPlan(48, 12, 2)
+    return Feed(lambda finish: loaded(reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish), augment)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -57,12 +38,8 @@ def test_it_is_the_augmented_batches_in_their_order(reader: ShardReader, threads
             stored = Batch(reader.images(samples), labels, epochs, samples, positions // 2)
             expected, fed = augment.prepare(stored), next(found)
             assert fed.num_bad == 0
-            assert torch.equal(fed.prepared.images_BCHW, expected.images_BCHW)
-            assert torch.equal(fed.prepared.labels_B, expected.labels_B)
-            assert expected.other_labels_B is not None and expected.weight_B is not None
-            assert fed.prepared.other_labels_B is not None and fed.prepared.weight_B is not None
-            assert torch.equal(fed.prepared.other_labels_B, expected.other_labels_B)
-            assert torch.equal(fed.prepared.weight_B, expected.weight_B)
+            for name in ("images_BCHW", "labels_B", "other_labels_B", "weight_B"):
+                assert torch.equal(getattr(fed.prepared, name), getattr(expected, name)), name
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
@@ -106,17 +83,7 @@ def test_an_error_of_the_augmentation_reaches_the_trainer(reader: ShardReader, m
 
 
 def test_batches_as_stored_are_left_alone_while_somebody_holds_them(reader: ShardReader) -> None:
-    with training_batches(
-        reader,
-        Order(reader.num_samples, 4),
-        BatchPlan(24, 24, 1),
-        rank=0,
-        consumed=0,
-        num_threads=2,
-        prefetch=2,
-        pin=False,
-        finish=as_stored,
-    ) as batches:
+    with loaded(reader, Order(reader.num_samples, 4), BatchPlan(24, 24, 1)) as batches:
         held = [next(batches) for _ in range(30)]
     for batch in held:
         assert torch.equal(batch.images_BHWC, reader.images(batch.samples))

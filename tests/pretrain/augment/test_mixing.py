@@ -5,10 +5,10 @@ import pytest
 import torch
 from timm.data import mixup as timm_mixup
 
-from pretrain.augment.draws import Draws
+from pretrain.augment.draws import BetaTable, Draws, Purpose
 from pretrain.augment.mixing import Mix, Mixer
 from pretrain.config import AugmentSettings
-from tests.pretrain.augment.pictures import batch_of, make, pictures
+from tests.pretrain.augment.pictures import batch_of, make
 
 SIZE = 24
 
@@ -49,8 +49,6 @@ def test_boxes_are_timms(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     settings = AugmentSettings(cutmix_alpha=1.0)
     mix = drawn(settings, pairs=300, size=size)
     pairs = Draws((3, np.repeat(np.arange(300), 2)))
-    from pretrain.augment.draws import BetaTable, Purpose
-
     lambdas = BetaTable(1.0)(pairs.uniform(Purpose.CUTMIX))
     for row in range(0, 600, 2):
         centre = iter(int(pairs.uniform(purpose)[row] * size) for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN))
@@ -105,13 +103,3 @@ def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, fl
     torch.testing.assert_close(mixed.images_BCHW.mean(dim=(1, 2, 3)), own, rtol=0, atol=1e-5)
     assert torch.equal(mixed.other_labels_B.view(-1, 2).flip(1), batch.labels_B.view(-1, 2))
     assert (mixed.weight_B >= 0).all() and (mixed.weight_B <= 1).all() and mixed.weight_B.std() > 0.1
-
-
-def test_mixup_mixes_neighbours_by_the_weight_it_reports() -> None:
-    augmentation = make(AugmentSettings(flip_probability=0.0, mixup_alpha=0.8), size=8)
-    stored = pictures(400, 8)
-    mixed = augmentation.prepare(batch_of(stored, np.arange(400)))
-    assert mixed.weight_B is not None
-    weight, plain = mixed.weight_B.view(-1, 1, 1, 1), stored.permute(0, 3, 1, 2).float()
-    partner = torch.arange(400).view(-1, 2).flip(1).flatten()
-    torch.testing.assert_close(mixed.images_BCHW, weight * plain + (1 - weight) * plain[partner], rtol=0, atol=1e-3)

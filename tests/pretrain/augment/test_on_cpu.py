@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,9 @@ from torchvision.transforms.v2 import functional as reference
 from pretrain.augment import on_cpu
 from pretrain.augment.crops import Boxes, resample, whole_boxes
 from pretrain.augment.on_cpu import crop, crop_mix_normalise
+from tests.pretrain.augment.pictures import pictures
 
 MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
-
-
-def pictures(count: int, size: int, *, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
 
 
 def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
@@ -98,11 +95,8 @@ def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:
 @pytest.mark.parametrize("mixed", [True, False])
 def test_bfloat16_is_the_float32_result_rounded_to_nearest_even(mixed: bool) -> None:
     images, boxes = pictures(16, 40), random_boxes(16, 40)
-    weights = np.linspace(0, 1, 16) if mixed else None
-    wide, narrow = (
-        crop_mix_normalise(images, boxes, size=33, mean=MEAN, scale=SCALE, weights=weights, dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    how: dict[str, Any] = {"size": 33, "mean": MEAN, "scale": SCALE, "weights": np.linspace(0, 1, 16) if mixed else None}
+    wide, narrow = (crop_mix_normalise(images, boxes, **how, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide.to(torch.bfloat16))
 
 
@@ -136,10 +130,8 @@ def test_any_number_of_pictures_alone_or_together(count: int) -> None:
     part = Boxes(*(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)), boxes.flip[:count])
     assert torch.equal(crop(images[:count], part, size=12), crop(images, boxes, size=12)[:count])
     if count == 0:
-        nothing = np.zeros(0)
-        assert crop_mix_normalise(
-            images[:0], part, size=4, mean=MEAN, scale=SCALE, weights=nothing, dtype=torch.bfloat16
-        ).shape == (0, 3, 4, 4)
+        how: dict[str, Any] = {"mean": MEAN, "scale": SCALE, "weights": np.zeros(0), "dtype": torch.bfloat16}
+        assert crop_mix_normalise(images[:0], part, size=4, **how).shape == (0, 3, 4, 4)
 
 
 def test_bytes_behind_the_pictures_do_not_matter() -> None:
@@ -171,12 +163,12 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
 
 def test_out_takes_the_result() -> None:
     images, boxes = pictures(4, 8), random_boxes(4, 8)
-    settings = {"size": 8, "mean": MEAN, "scale": SCALE, "weights": None, "dtype": torch.bfloat16}
+    settings: dict[str, Any] = {"size": 8, "mean": MEAN, "scale": SCALE, "weights": None, "dtype": torch.bfloat16}
     out = torch.full((4, 3, 8, 8), torch.nan, dtype=torch.bfloat16)
-    assert crop_mix_normalise(images, boxes, out=out, **settings) is out  # type: ignore[arg-type]
-    assert torch.equal(out, crop_mix_normalise(images, boxes, **settings))  # type: ignore[arg-type]
+    assert crop_mix_normalise(images, boxes, out=out, **settings) is out
+    assert torch.equal(out, crop_mix_normalise(images, boxes, **settings))
     with pytest.raises(ValueError, match="out is"):
-        crop_mix_normalise(images, boxes, out=out[:2], **settings)  # type: ignore[arg-type]
+        crop_mix_normalise(images, boxes, out=out[:2], **settings)
 
 
 def test_what_would_lead_the_loops_astray_is_refused() -> None:
@@ -219,15 +211,8 @@ def crop_elsewhere(folder: Path, **settings: str) -> None:
     home.touch()
     environment = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
     environment.pop("NUMBA_CACHE_DIR", None)
-    done = subprocess.run(
-        [sys.executable, "-c", EDGES],
-        cwd=folder,
-        env=environment | settings,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    words, how = [sys.executable, "-c", EDGES], {"cwd": folder, "env": environment | settings}
+    done = subprocess.run(words, **how, capture_output=True, text=True, timeout=150, check=False)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
 
 

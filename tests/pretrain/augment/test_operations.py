@@ -133,16 +133,6 @@ def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -
     assert exact > 0.8 * len(stored)
 
 
-def test_a_plan_does_not_depend_on_who_else_is_in_the_batch() -> None:
-    stored = pictures(64, 24).numpy()
-    plan = draw_plan(parse_policy("rand-m9-n3-mstd0.5-inc1"), draws_of(64))
-    whole = ours(stored, plan)
-    assert (whole != stored).any()
-    for part in (slice(0, 1), slice(7, 24), slice(24, 64)):
-        cut = Plan(plan.operations_LB[:, part], plan.strengths_LB[:, part], plan.cubic_LB[:, part])
-        assert np.array_equal(ours(stored[part], cut), whole[part])
-
-
 def test_pictures_without_an_operation_stay() -> None:
     stored = hard_pictures(16, 16)
     assert np.array_equal(ours(stored, one_for_all(len(stored), Operation.NONE, 0.0, cubic=False)), stored)

@@ -3,46 +3,45 @@ end the run, on all ranks at the same step.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_index, load_manifest, load_paths
 from pretrain.data.bad_samples import BadSamples, TooManyBadSamples, check_share
-from pretrain.data.loader import Batch, as_stored, evaluation_batches, training_batches
+from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import ShardReader
 from pretrain.ranks.world import World
+from tests.pretrain.data.tiny import loaded, opened, packed
 from tests.training import finish, start, write_config
 
 BAD = (3, 64, 130)
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def dataset(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 JPEGs in shards of 50, three of them overwritten after they were packed."""
-    out = tmp_path_factory.mktemp("bad") / "shapes"
-    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
-    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
-    for sample in BAD:
-        damage(out, sample)
+    return damaged(shapes, tmp_path_factory.mktemp("bad") / "shapes", BAD)
+
+
+def damaged(shapes: Path, out: Path, samples: Iterable[int], split: str = "train") -> Path:
+    """240 JPEGs in shards of 50, some of them overwritten after they were packed."""
+    packed(f"{shapes}-images", out, "samples_per_shard=50", "encoding=jpeg")
+    for sample in samples:
+        shard = load_manifest(out).split(split).shards[sample // 50]
+        with open(out / shard.file, "r+b") as file:
+            file.seek(int(load_index(out, shard)[sample % 50, 0]))
+            file.write(b"no picture")
     return out
-
-
-def damage(directory: Path, sample: int, split: str = "train") -> None:
-    shard = load_manifest(directory).split(split).shards[sample // 50]
-    offset = int(load_index(directory, shard)[sample % 50, 0])
-    with open(directory / shard.file, "r+b") as file:
-        file.seek(offset)
-        file.write(b"no picture")
 
 
 @pytest.fixture
 def reader(dataset: Path) -> ShardReader:
-    return open_split(dataset, load_manifest(dataset), "train")
+    return opened(dataset)
 
 
 def epoch_of(reader: ShardReader, *, ranks: int, log: Path | None = None) -> dict[int, tuple[torch.Tensor, int]]:
@@ -50,18 +49,7 @@ def epoch_of(reader: ShardReader, *, ranks: int, log: Path | None = None) -> dic
     plan, order = BatchPlan(60, 60 // ranks, ranks), Order(reader.num_samples, 2)
     found, num_bad = {}, 0
     for rank in range(ranks):
-        with training_batches(
-            reader,
-            order,
-            plan,
-            rank=rank,
-            consumed=0,
-            num_threads=2,
-            prefetch=2,
-            pin=False,
-            finish=as_stored,
-            bad_samples=BadSamples(reader, log=log),
-        ) as batches:
+        with loaded(reader, order, plan, rank=rank, bad_samples=BadSamples(reader, log=log)) as batches:
             for _ in range(4):
                 batch: Batch = next(batches)
                 num_bad += batch.num_bad
@@ -85,18 +73,20 @@ def test_every_world_trains_on_the_same_stand_ins_with_their_labels(reader: Shar
         assert one[sample][1] == reader.labels[same[0]]
 
 
+def replaced(reader: ShardReader, bad_samples: BadSamples, *, sample: int) -> tuple[np.ndarray, torch.Tensor]:
+    """(what is shown in its place, its picture)"""
+    ids, batch = np.array([sample]), torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
+    return bad_samples.replace(reader.read(reader.locate(ids), batch), ids, batch), batch
+
+
 def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
     fold = np.array([BAD[0], 0, 60, 119, 200])
     assert len(set(fold.tolist()) & set(BAD)) == 1
-    ids = np.full(1, BAD[0])
-    batch = torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
-    shown = BadSamples(reader, chosen=fold).replace(reader.read(reader.locate(ids), batch), ids, batch)
+    shown, batch = replaced(reader, BadSamples(reader, chosen=fold), sample=BAD[0])
     assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
 
 
-def test_each_is_logged_once_with_its_shard_and_key(
-    reader: ShardReader, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_is_logged_once_with_its_shard_and_key(reader: ShardReader, dataset: Path, tmp_path: Path, capsys: Capture) -> None:
     log = tmp_path / "bad" / "rank-0.jsonl"
     epoch_of(reader, ranks=1, log=log)
     lines = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["sample"])
@@ -110,7 +100,7 @@ def test_each_is_logged_once_with_its_shard_and_key(
     assert capsys.readouterr().err.count("bad sample: ") == len(BAD)
 
 
-def test_evaluation_leaves_it_out_and_says_so(dataset: Path, reader: ShardReader, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_leaves_it_out_and_says_so(reader: ShardReader, capsys: Capture) -> None:
     for ranks in (1, 3):
         counted, num_bad = [], 0
         for rank in range(ranks):
@@ -124,14 +114,8 @@ def test_evaluation_leaves_it_out_and_says_so(dataset: Path, reader: ShardReader
     assert "it is left out of the score" in capsys.readouterr().err
 
 
-def test_a_bad_last_sample_is_named_once_however_often_it_pads(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "shapes"
-    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
-    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
-    damage(out, 71, split="val")
-    reader = open_split(out, load_manifest(out), "val")
+def test_a_bad_last_sample_is_named_once_however_often_it_pads(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+    reader = opened(damaged(shapes, tmp_path / "shapes", [71], split="val"), "val")
     capsys.readouterr()
     with evaluation_batches(reader, local_batch_size=100, world=World(0, 0, 1)) as batches:
         (batch,) = batches
@@ -145,16 +129,9 @@ def test_whoever_asks_for_the_pictures_themselves_gets_an_error(reader: ShardRea
 
 
 def test_a_shard_without_one_good_picture_is_an_error(shapes: Path, tmp_path: Path) -> None:
-    out = tmp_path / "shapes"
-    words = [f"source.path={shapes}-images", f"out={out}", "image_size=16", "samples_per_shard=50", "encoding=jpeg"]
-    assert data_prep(["build", "--source", "folder", *words, "num_workers=1"]) == 0
-    for sample in range(100, 150):
-        damage(out, sample)
-    reader = open_split(out, load_manifest(out), "train")
-    ids = np.array([120])
-    batch = torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
+    reader = opened(damaged(shapes, tmp_path / "shapes", range(100, 150)))
     with pytest.raises(DatasetError, match="nor do others of that shard"):
-        BadSamples(reader).replace(reader.read(reader.locate(ids), batch), ids, batch)
+        replaced(reader, BadSamples(reader), sample=120)
 
 
 def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() -> None:
@@ -172,7 +149,7 @@ def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(dataset: Path, 
     assert output.count("bad sample: ") in range(3, 7) and "finished" in output
     logs = sorted((tmp_path / "few" / "bad_samples").iterdir())
     found = {json.loads(line)["sample"] for log in logs for line in log.read_text().splitlines()}
-    assert found == set(BAD)
+    assert found == set(BAD) and not (tmp_path / "few" / "checked").exists(), "data.check=none: nothing is hashed"
     process = start(config, tmp_path / "many", "data.max_bad_share=0.005", *words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
-from pretrain.data.order import BatchPlan
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import ShardReader
 from tests.data_prep.samples import change_manifest, write_classes
+from tests.pretrain.data.tiny import opened, packed
 from tests.training import finish, start, write_config
 
 
 def folder_dataset(root: Path, counts: dict[str, int], *, size: int = 16) -> Path:
-    source = write_classes(root / "source", counts)
-    words = [f"source.path={source}", f"out={root / 'packed'}", f"image_size={size}", "num_workers=1"]
-    assert data_prep(["build", "--source", "folder", *words]) == 0
-    return root / "packed"
+    return packed(write_classes(root / "source", counts), root / "packed", f"image_size={size}")
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +42,20 @@ def test_classes_of_the_same_name_are_one_class(animals: tuple[Path, Path]) -> N
     assert reader.num_samples == data.num_samples == 47
     assert np.bincount(reader.labels).tolist() == [12, 14, 7, 14]
     for first, directory in ((0, animals[0]), (28, animals[1])):
-        alone = open_split(directory, load_manifest(directory), "train")
+        alone = opened(directory)
         ids = np.arange(alone.num_samples)
         assert torch.equal(reader.images(first + ids), alone.images(ids))
         names = load_manifest(directory).classes
         assert [data.classes[label] for label in reader.locate(first + ids).labels] == [names[label] for label in alone.labels]
 
 
-def test_without_weights_every_sample_comes_once_an_epoch(animals: tuple[Path, Path]) -> None:
+def test_without_weights_every_sample_comes_once_an_epoch_and_with_them_in_these_shares(animals: tuple[Path, Path]) -> None:
     data = mixed(animals)
     line, length = data.order(seed=3, global_batch_size=8), data.epoch_size(global_batch_size=8)
     for epoch in range(3):
         _, samples = line.locate(np.arange(epoch * length, (epoch + 1) * length))
         assert sorted(samples.tolist()) == list(range(47))
-
-
-def test_weights_are_shares_of_the_training(animals: tuple[Path, Path]) -> None:
-    data = mixed(animals, weights=(1.0, 3.0))
-    _, samples = data.order(seed=3, global_batch_size=8).locate(np.arange(4000))
+    _, samples = mixed(animals, weights=(1.0, 3.0)).order(seed=3, global_batch_size=8).locate(np.arange(4000))
     assert (samples < 28).sum() == 1000
 
 
@@ -71,7 +63,7 @@ def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[P
     data = mixed(animals, weights=(1.0, 3.0))
     pixels = []
     for directory, times in zip(animals, (3 * 19, 28 * 3 * 3), strict=True):  # so often that the shares are 1 to 3
-        images = open_split(directory, load_manifest(directory), "train")
+        images = opened(directory)
         values = images.images(np.arange(images.num_samples)).double().view(-1, 3) / 255
         pixels.append((values, times))
     total = sum(len(values) * times for values, times in pixels)
@@ -109,21 +101,6 @@ def test_two_ranks_train_on_a_mixture_and_judge_the_first(shapes: Path, other_sh
     assert len(classes) == 13 and classes[:8] == list(load_manifest(shapes).classes)
 
 
-def test_the_plan_of_batches_does_not_know_of_mixtures(animals: tuple[Path, Path]) -> None:
-    """Any world, resumed anywhere, sees the one line of the mixture."""
-    line = mixed(animals, weights=(2.0, 1.0)).order(seed=5, global_batch_size=12)
-    whole = line.locate(np.arange(12 * 9))[1].reshape(9, 12)
-    for ranks, local in ((1, 12), (2, 3), (3, 4), (6, 1)):
-        plan = BatchPlan(12, local, ranks)
-        for step in range(9):
-            positions = [
-                plan.positions(consumed=12 * step, micro_step=micro_step, rank=rank)
-                for micro_step in range(plan.accumulation_steps)
-                for rank in range(ranks)
-            ]
-            assert np.array_equal(line.locate(np.concatenate(positions))[1], whole[step])
-
-
 def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None:
     """Else each picture would stand beside itself, and MixUp mix it with itself."""
     again = MixedDataset(dataset=str(shapes))
@@ -154,10 +131,7 @@ def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path,
 @pytest.fixture(scope="module")
 def kept(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same pictures in files of their own sizes, made for 24 px."""
-    out = tmp_path_factory.mktemp("kept") / "kept"
-    words = [f"source.path={shapes}-images", f"out={out}", "image_size=24", "encoding=keep", "num_workers=1"]
-    assert data_prep(["build", "--source", "folder", *words]) == 0
-    return out
+    return packed(f"{shapes}-images", tmp_path_factory.mktemp("kept") / "kept", "image_size=24", "encoding=keep")
 
 
 def settings(dataset: Path, *also: Path, **more: Any) -> DataSettings:

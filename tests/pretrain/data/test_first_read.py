@@ -55,11 +55,9 @@ def parts_of(dataset: Path) -> tuple[Part, ...]:
 
 def flip(dataset: Path) -> None:
     """A bit of a picture, which decodes as before."""
-    with open(dataset / FLIPPED, "r+b") as file:
-        file.seek(700)
-        byte = file.read(1)[0]
-        file.seek(700)
-        file.write(bytes([byte ^ 1]))
+    data = bytearray((dataset / FLIPPED).read_bytes())
+    data[700] ^= 1
+    (dataset / FLIPPED).write_bytes(data)
 
 
 def hash_all(parts: tuple[Part, ...], run_dir: Path, *, ranks: int = 1) -> None:
@@ -154,13 +152,6 @@ def test_no_rank_takes_for_right_what_another_found_wrong(dataset: Path, tmp_pat
     assert sum(FLIPPED in each for each in found) == 1
 
 
-def test_without_the_check_nobody_notices_and_nothing_is_hashed(dataset: Path, tmp_path: Path) -> None:
-    flip(dataset)
-    config = write_config(tmp_path, dataset=dataset)
-    finish(start(config, tmp_path / "run", "train.duration=4 steps", "data.check=none", ranks=1))
-    assert not (tmp_path / "run" / "checked").exists()
-
-
 def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
     parts, shards = parts_of(dataset), sorted(path.name for path in dataset.glob("*.tar"))
     assert len(shards) == 6 and len(parts) == 2
@@ -243,9 +234,7 @@ def test_whoever_is_told_to_stop_waits_as_long_as_a_write_may_and_once(
     assert thread.wait(stop, device=CPU) is True, "all is hashed meanwhile: nothing is lost"
 
 
-def test_a_shard_that_cannot_be_read_is_named_and_a_full_disk_for_the_memory_is_none_of_its_business(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_a_shard_that_cannot_be_read_is_named_and_a_memory_that_cannot_be_written_is_not(dataset: Path, tmp_path: Path) -> None:
     parts, before = parts_of(dataset), files_of(dataset)
     (tmp_path / "run").write_bytes(b"")  # no directory: nothing can be remembered
     hash_all(parts, tmp_path / "run")

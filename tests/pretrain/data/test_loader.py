@@ -5,23 +5,18 @@ Memory on loan is never handed out while anybody can see it, and handed out agai
 
 import gc
 import threading
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.manifest import DatasetError, load_manifest
-from pretrain.data.loader import LOOK_AHEAD, MOST_IDLE, Batch, BufferPool, as_stored, evaluation_batches, training_batches
+from data_prep.manifest import DatasetError
+from pretrain.data.loader import LOOK_AHEAD, MOST_IDLE, Batch, BufferPool, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.reader import Places, ShardReader, open_split
+from pretrain.data.reader import Places, ShardReader
 from pretrain.ranks.world import World
-
-
-@pytest.fixture(scope="module")
-def reader(shapes: Path) -> ShardReader:
-    return open_split(shapes, load_manifest(shapes), "train")
+from tests.pretrain.data.tiny import loaded
 
 
 def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1) -> list[int]:
@@ -29,9 +24,7 @@ def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, st
     plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
     rows: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(ranks):
-        with training_batches(
-            reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3, pin=False, finish=as_stored
-        ) as batches:
+        with loaded(reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3) as batches:
             for step in range(steps):
                 for micro_step in range(plan.accumulation_steps):
                     batch = next(batches)
@@ -40,20 +33,12 @@ def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, st
     return [sample for key in sorted(rows) for sample in rows[key]]
 
 
-def test_every_world_and_thread_count_reads_the_same_sequence(reader: ShardReader) -> None:
+def test_every_world_and_thread_count_reads_or_resumes_the_same_sequence_and_leaves_no_thread(reader: ShardReader) -> None:
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
     assert sorted(straight[:240]) == list(range(240))
     for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
         assert samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads) == straight
-
-
-def test_a_resume_at_another_world_size_continues_the_sequence(reader: ShardReader) -> None:
-    straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
     assert samples_of(reader, ranks=3, local=8, consumed=24 * 7, steps=13) == straight[24 * 7 :]
-
-
-def test_closing_ends_all_threads(reader: ShardReader) -> None:
-    samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=4)
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
@@ -100,17 +85,8 @@ class FarAway:
 @pytest.mark.parametrize(("ranks", "local"), [(1, 16), (64, 16), (256, 256)])
 def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: int, local: int) -> None:
     far, plan, steps = FarAway(), BatchPlan(ranks * local, local, ranks), 70
-    with training_batches(
-        cast(ShardReader, far),
-        Order(10**8, 3, "none"),
-        plan,
-        rank=ranks - 1,
-        consumed=0,
-        num_threads=1,
-        prefetch=1,
-        pin=False,
-        finish=as_stored,
-    ) as batches:
+    order = Order(10**8, 3, "none")
+    with loaded(cast(ShardReader, far), order, plan, rank=ranks - 1, num_threads=1, prefetch=1) as batches:
         for _ in range(steps):
             next(batches)
     assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
@@ -127,17 +103,7 @@ def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: Sha
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with training_batches(
-            reader,
-            Order(reader.num_samples, 9),
-            BatchPlan(240, 240, 1),
-            rank=0,
-            consumed=0,
-            num_threads=2,
-            prefetch=3,
-            pin=False,
-            finish=threads_of_torch,
-        ) as batches:
+        with loaded(reader, Order(240, 9), BatchPlan(240, 240, 1), finish=threads_of_torch) as batches:
             assert [next(batches) for _ in range(8)] == [1] * 8
             assert torch.get_num_threads() == 3
     finally:
@@ -145,11 +111,8 @@ def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: Sha
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_threads_that_cannot_begin_are_an_error_and_no_wait(
-    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    calls = []
-    real = torch.set_num_threads
+def test_threads_that_cannot_begin_are_an_error(reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    calls, real = [], torch.set_num_threads
 
     def refuse(number: int) -> None:
         calls.append(number)
@@ -163,16 +126,11 @@ def test_threads_that_cannot_begin_are_an_error_and_no_wait(
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.int64])
-def test_a_loan_is_a_tensor_like_any_other(dtype: torch.dtype) -> None:
-    loan = BufferPool().empty(3, 4, 5, dtype=dtype)
-    assert loan.shape == (3, 4, 5) and loan.dtype == dtype and loan.is_contiguous()
-    loan.fill_(7)
-    assert (loan == 7).all()
-
-
-def test_memory_comes_back_when_the_last_view_of_it_is_gone() -> None:
+def test_memory_is_a_tensor_like_any_other_and_comes_back_when_its_last_view_is_gone() -> None:
     pool = BufferPool()
+    for dtype in (torch.uint8, torch.bfloat16, torch.int64):
+        loan = pool.empty(3, 4, 5, dtype=dtype).fill_(7)
+        assert loan.shape == (3, 4, 5) and loan.dtype == dtype and loan.is_contiguous() and (loan == 7).all()
     first = pool.empty(100, dtype=torch.float32)
     address, view = first.data_ptr(), first[10:20]
     del first

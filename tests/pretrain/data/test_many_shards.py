@@ -5,23 +5,17 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.cli import main as data_prep
-from data_prep.manifest import load_manifest
-from pretrain.data.loader import Batch, as_stored, training_batches
+from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import ShardReader
+from tests.pretrain.data.tiny import loaded, opened, packed
 from tests.ranks import REPOSITORY
-
-
-def packed(images: Path, out: Path, *, samples_per_shard: int, encoding: str = "raw") -> ShardReader:
-    words = [f"source.path={images}", f"out={out}", "image_size=16", f"samples_per_shard={samples_per_shard}"]
-    assert data_prep(["build", "--source", "folder", *words, f"encoding={encoding}", "num_workers=1"]) == 0
-    return open_split(out, load_manifest(out), "train")
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +25,14 @@ def images(shapes: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_shard(images: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardReader:
-    return packed(images, tmp_path_factory.mktemp("one") / "shapes", samples_per_shard=1000)
+    return opened(packed(images, tmp_path_factory.mktemp("one") / "shapes", "samples_per_shard=1000"))
 
 
 def epoch_of(reader: ShardReader, *, ranks: int, threads: int) -> list[Batch]:
     plan, order = BatchPlan(60, 60 // ranks, ranks), Order(reader.num_samples, 2, "block", 7, 3)
     batches = []
     for rank in range(ranks):
-        with training_batches(
-            reader, order, plan, rank=rank, consumed=0, num_threads=threads, prefetch=2, pin=False, finish=as_stored
-        ) as found:
+        with loaded(reader, order, plan, rank=rank, num_threads=threads) as found:
             batches += [next(found) for _ in range(reader.num_samples // 60)]
     return batches
 
@@ -51,7 +43,7 @@ def test_every_cut_into_shards_gives_every_rank_the_same_pictures(
     images: Path, tmp_path: Path, one_shard: ShardReader, samples_per_shard: int, encoding: str
 ) -> None:
     """One picture a shard, uneven shards, a shard of one picture at the end, and more ranks than shards."""
-    reader = packed(images, tmp_path / "shapes", samples_per_shard=samples_per_shard, encoding=encoding)
+    reader = opened(packed(images, tmp_path / "shapes", f"samples_per_shard={samples_per_shard}", f"encoding={encoding}"))
     if encoding == "raw":
         assert torch.equal(reader.images(np.arange(240)), one_shard.images(np.arange(240)))
     assert reader.labels.tolist() == one_shard.labels.tolist()
@@ -64,8 +56,14 @@ def test_every_cut_into_shards_gives_every_rank_the_same_pictures(
             assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
 
 
+def run(program: str, *words: str, **how: Any) -> str:
+    done = subprocess.run([sys.executable, "-c", program, *words], **how, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
 def test_more_shards_than_a_process_may_open_files(images: Path, tmp_path: Path) -> None:
-    packed(images, tmp_path / "shapes", samples_per_shard=1)
+    reader = opened(packed(images, tmp_path / "shapes", "samples_per_shard=1"))
     program = """
 import resource, sys
 import numpy as np
@@ -77,24 +75,19 @@ reader = open_split(Path(sys.argv[1]), load_manifest(sys.argv[1]), "train")
 assert len(load_manifest(sys.argv[1]).splits["train"].shards) == 240
 print(int(reader.images(np.arange(240)).sum()), reader.labels.sum())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "shapes")], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    reader = open_split(tmp_path / "shapes", load_manifest(tmp_path / "shapes"), "train")
-    assert done.stdout.split() == [str(int(reader.images(np.arange(240)).sum())), str(reader.labels.sum())]
+    found = run(program, str(tmp_path / "shapes"), cwd=REPOSITORY)
+    assert found.split() == [str(int(reader.images(np.arange(240)).sum())), str(reader.labels.sum())]
 
 
 def test_a_reader_that_is_gone_gives_its_addresses_back(images: Path, tmp_path: Path) -> None:
-    packed(images, tmp_path / "shapes", samples_per_shard=30)
-    manifest = load_manifest(tmp_path / "shapes")
+    packed(images, tmp_path / "shapes", "samples_per_shard=30")
 
     def mappings() -> int:
         return sum("shapes/train" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     before = mappings()
     for _ in range(3):
-        reader = open_split(tmp_path / "shapes", manifest, "train")
+        reader = opened(tmp_path / "shapes")
         reader.images(np.arange(240))
         assert mappings() == before + 16  # eight shards, eight indices
         del reader
@@ -116,7 +109,4 @@ def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -
         "from pathlib import Path; from pretrain.data.reader import FileRange\n"
         "files = FileRange([3]); files.map(0, Path('file'), num_bytes=3)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "b'abc'\n")
+    assert run(program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) == "b'abc'\n"

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +17,17 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
-from pretrain.data.loader import as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
-from pretrain.data.reader import ShardReader, open_split
+from pretrain.data.reader import ShardReader
 from pretrain.data.store.store import ShardStore
 from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
+from tests.pretrain.data.tiny import loaded, opened
 from tests.training import finish, start, write_config
 
 NUM_SHARDS, PER_SHARD = 8, 12
+WHOLE = BatchPlan(12, 12, 1)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +73,11 @@ def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
     folder: Path, remote: Path, server: tuple[str, Web], tmp_path: Path
 ) -> None:
     assert index(tmp_path / "local", f"{folder}/s-*.tar") == 0
-    local = open_split(tmp_path / "local", load_manifest(tmp_path / "local"), "train", image_size=16)
+    local = opened(tmp_path / "local", image_size=16)
     whole = local.images(np.arange(local.num_samples))
     room = 3 * shard_bytes(remote)
     with closing(store_at(tmp_path, max_bytes=room)) as store:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
+        reader = opened(remote, image_size=16, store=store)
         for _ in range(2):
             for start_id in range(0, reader.num_samples, PER_SHARD):
                 ids = np.arange(start_id, start_id + PER_SHARD)
@@ -86,17 +88,14 @@ def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
     assert min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS  # some came twice: evicted
 
 
-def batches_of(reader: ShardReader, order: Order, *, steps: int) -> list[list[int]]:
-    plan = BatchPlan(12, 12, 1)
-    with training_batches(
-        reader, order, plan, rank=0, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
-    ) as batches:
+def batches_of(reader: ShardReader, order: Order, *, steps: int, plan: BatchPlan = WHOLE, **more: Any) -> list[list[int]]:
+    with loaded(reader, order, plan, **more) as batches:
         return [next(batches).samples.tolist() for _ in range(steps)]
 
 
 def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
     with closing(store_at(tmp_path, max_bytes=10**9)) as store:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
+        reader = opened(remote, image_size=16, store=store)
         found = batches_of(reader, Order(reader.num_samples, 3), steps=16)
         reader.close()
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
@@ -111,12 +110,8 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
     room = 4 * shard_bytes(remote)
     with closing(store_at(tmp_path, max_bytes=room)) as store:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
-        order, plan = Order(reader.num_samples, 3, "none"), BatchPlan(12, 6, 2)
-        with training_batches(
-            reader, order, plan, rank=1, consumed=0, num_threads=2, prefetch=2, pin=False, finish=as_stored
-        ) as batches:
-            found = [next(batches).samples.tolist() for _ in range(2 * NUM_SHARDS)]
+        reader = opened(remote, image_size=16, store=store)
+        found = batches_of(reader, Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1)
         reader.close()
     assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
 
@@ -127,7 +122,7 @@ def test_training_and_evaluation_share_a_store_that_holds_either(
     """What one reader keeps for later makes room for what the other needs now."""
     monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
     with closing(store_at(tmp_path, max_bytes=4 * shard_bytes(remote))) as store:
-        readers = [open_split(remote, load_manifest(remote), "train", image_size=16, store=store) for _ in range(2)]
+        readers = [opened(remote, image_size=16, store=store) for _ in range(2)]
         ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
         found = []
         for _ in range(2):
@@ -141,7 +136,7 @@ def test_training_and_evaluation_share_a_store_that_holds_either(
 
 def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
     with closing(store_at(tmp_path, max_bytes=3 * shard_bytes(remote))) as store:
-        reader = open_split(remote, load_manifest(remote), "train", image_size=16, store=store)
+        reader = opened(remote, image_size=16, store=store)
         with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
             batches_of(reader, Order(reader.num_samples, 3), steps=1)
 

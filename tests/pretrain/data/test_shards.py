@@ -10,10 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.data.reader import open_split
 from tests.data_prep.samples import replace_index
+from tests.pretrain.data.tiny import opened, packed
 
 
 def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
@@ -33,71 +32,50 @@ def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
 def test_random_access_equals_an_independent_decode(shapes: Path, tmp_path: Path, encoding: str) -> None:
-    directory = tmp_path / encoding
-    source = ["--source", "folder", f"source.path={shapes}-images"]
-    assert data_prep(["build", *source, f"out={directory}", "image_size=16", f"encoding={encoding}", "samples_per_shard=50"]) == 0
+    directory = packed(f"{shapes}-images", tmp_path / encoding, f"encoding={encoding}", "samples_per_shard=50")
     images, labels = decoded(directory, "train")
     assert len(images) == 240
-    reader = open_split(directory, load_manifest(directory), "train")
+    reader = opened(directory)
     assert reader.labels.tolist() == labels
     for ids in (np.arange(240), np.random.Generator(np.random.Philox(1)).permutation(240)[:77], np.array([3, 3, 239, 0])):
         assert torch.equal(reader.images(ids), torch.from_numpy(images[ids]))
 
 
 def test_a_keep_dataset_is_resized_while_reading(shapes: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "keep"
-    assert data_prep(["build", "--source", "folder", f"source.path={shapes}-images", f"out={directory}", "encoding=keep"]) == 0
-    reader = open_split(directory, load_manifest(directory), "val", image_size=24)
+    reader = opened(packed(f"{shapes}-images", tmp_path / "keep", "encoding=keep"), "val", image_size=24)
     assert reader.images(np.arange(5)).shape == (5, 24, 24, 3)
 
 
-def test_a_cut_shard_is_refused_before_training(shapes: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(shapes, copy)
+@pytest.fixture
+def copy(shapes: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shapes, tmp_path / "copy"))
+
+
+def test_a_cut_shard_is_refused_before_training_and_an_unfinished_dataset_says_so(copy: Path) -> None:
     shard = sorted(copy.glob("train-*.tar"))[0]
     shard.write_bytes(shard.read_bytes()[:-512])
     with pytest.raises(DatasetError, match="was cut or changed"):
-        open_split(copy, load_manifest(copy), "train")
-
-
-def test_an_unfinished_dataset_says_so(shapes: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(shapes, copy)
+        opened(copy)
     (copy / "manifest.json").unlink()
     with pytest.raises(DatasetError, match="is unfinished; run its data_prep build again"):
         load_manifest(copy)
 
 
-@pytest.mark.parametrize("label", [-1, 8, 1 << 40])
-def test_a_label_beyond_the_classes_is_refused(shapes: Path, tmp_path: Path, label: int) -> None:
-    """In a mixture it would be a class of the next dataset, and on a GPU the end of the process."""
-    directory = tmp_path / "copy"
-    shutil.copytree(shapes, directory)
-    index = np.load(directory / "train-000000.npy")
-    index[5, 2] = label
-    replace_index(directory, index)
-    manifest = load_manifest(directory)
-    with pytest.raises(DatasetError, match="has labels beyond the 8 classes of the manifest; run data_prep verify"):
-        open_split(directory, manifest, "train").images(np.arange(1))
-
-
-def test_an_index_stored_by_columns_is_refused(shapes: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "copy"
-    shutil.copytree(shapes, directory)
-    replace_index(directory, np.asfortranarray(np.load(directory / "train-000000.npy")))
-    manifest = load_manifest(directory)
-    with pytest.raises(DatasetError, match="row by row; run data_prep verify"):
-        open_split(directory, manifest, "train").images(np.arange(1))
-
-
-@pytest.mark.parametrize("offset", [-512, 1 << 30])
-def test_an_index_that_leads_out_of_its_shard_is_refused(shapes: Path, tmp_path: Path, offset: int) -> None:
-    directory = tmp_path / "copy"
-    shutil.copytree(shapes, directory)
-    index = np.load(directory / "train-000000.npy")
-    index[-1, 0] = offset
-    replace_index(directory, index)
-    manifest = load_manifest(directory)
-    reader = open_split(directory, manifest, "train")
-    with pytest.raises(DatasetError, match="its index leads out of the shard"):
-        reader.images(np.arange(1))
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        # in a mixture it would be a class of the next dataset, and on a GPU the end of the process
+        *(((5, 2), label, "has labels beyond the 8 classes of the manifest; run data_prep verify") for label in (-1, 8, 1 << 40)),
+        *(((-1, 0), offset, "its index leads out of the shard") for offset in (-512, 1 << 30)),
+        (None, None, "row by row; run data_prep verify"),
+    ],
+)
+def test_an_index_that_would_lead_astray_is_refused(copy: Path, place: tuple[int, int] | None, value: int, words: str) -> None:
+    index = np.load(copy / "train-000000.npy")
+    if place is None:
+        index = np.asfortranarray(index)
+    else:
+        index[place] = value
+    replace_index(copy, index)
+    with pytest.raises(DatasetError, match=words):
+        opened(copy).images(np.arange(1))

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from tests.forked import begin, wait
 from tests.moments import wait_until
 
 CPU = torch.device("cpu")
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 def data_of(dataset: Path, scratch: Path) -> TrainingData:
@@ -64,9 +66,7 @@ def copies(data: TrainingData) -> Path:
     return copy.path
 
 
-def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     dataset, scratch = tmp_path / "data", tmp_path / "deep" / "scratch"
     shutil.copytree(shapes, dataset)
     change_manifest(dataset, lambda manifest: manifest.update(name="moved", tool_version="later"))  # the same content
@@ -112,9 +112,7 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(shapes: Path, tmp_pa
     assert {file.name for file in files(data)} == {path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"}
 
 
-def test_a_disk_that_is_too_small_costs_a_warning(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_costs_a_warning(shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(StoreDirectory, "_free_bytes", lambda directory: 1000)
     data = stage(shapes, tmp_path)
     assert data.parts[0].staged is None and len(everything(data)[0]) == 240
@@ -128,7 +126,7 @@ def test_a_disk_that_is_too_small_costs_a_warning(
 
 @pytest.mark.parametrize(("disk_gb", "spared_gb"), [(2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)])
 def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_gb: int, spared_gb: int
+    tmp_path: Path, monkeypatch: Patch, disk_gb: int, spared_gb: int
 ) -> None:
     disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
     monkeypatch.setattr(directory_module, "shutil", SimpleNamespace(disk_usage=lambda path: disk))
@@ -138,7 +136,7 @@ def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(
 
 
 def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     real = StoreDirectory._allocate
 
@@ -154,7 +152,7 @@ def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
     assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
-def test_a_shard_that_is_not_the_manifests_is_not_staged(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_that_is_not_the_manifests_is_not_staged(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     shutil.copytree(shapes, tmp_path / "data")
     shard = sorted((tmp_path / "data").glob("train-*.tar"))[1]
     data = bytearray(shard.read_bytes())
@@ -165,7 +163,7 @@ def test_a_shard_that_is_not_the_manifests_is_not_staged(shapes: Path, tmp_path:
 
 
 def test_room_is_made_by_the_longest_unused_that_nobody_holds(
-    shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     held = stage(other_shapes, tmp_path)
     place = copies(held)
@@ -187,9 +185,7 @@ def test_room_is_made_by_the_longest_unused_that_nobody_holds(
     assert not old.exists() and new.exists() and all((place / file.name).exists() for file in files(held))
 
 
-def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(
-    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     real, copied, may_copy = ShardStore._copy, list[Path](), threading.Event()
 
     def slow(store: ShardStore, source: Path, write: object) -> None:
@@ -200,20 +196,16 @@ def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(
     monkeypatch.setattr(ShardStore, "_copy", slow)
     sources = [Path(file.source) for file in files(data_of(shapes, tmp_path))]
     monkeypatch.setattr(staging, "NUM_THREADS", len(sources))
-    found: list[TrainingData] = []
-    both = [threading.Thread(target=lambda: found.append(stage(shapes, tmp_path))) for _ in range(2)]
-    for each in both:
-        each.start()
-    wait_until(lambda: len(copied) == len(sources))
-    stop = StopFlag()
-    stop.raised_by = "SIGTERM"
-    stopped = staged(data_of(shapes, tmp_path), world=World(0, 0, 1), device=CPU, stop=stop)
-    assert stopped.parts[0].staged is None
-    may_copy.set()
-    for each in both:
-        each.join()
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(stage, shapes, tmp_path) for _ in range(2)]
+        wait_until(lambda: len(copied) == len(sources))
+        stop = StopFlag()
+        stop.raised_by = "SIGTERM"
+        stopped = staged(data_of(shapes, tmp_path), world=World(0, 0, 1), device=CPU, stop=stop)
+        assert stopped.parts[0].staged is None
+        may_copy.set()
+        assert all(each.result().parts[0].staged is not None for each in both)
     assert sorted(copied) == sorted(sources)
-    assert all(data.parts[0].staged is not None for data in found) and len(found) == 2
 
 
 def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_store(shapes: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,19 @@ from tests.pretrain.shard_walker import finish, go, start
 SIZE = 40_000
 NUM_SHARDS = 8
 SHARD_0 = "0.tar"
+Server = tuple[str, Web]
+SECRET, OPTIONS = "key=secret-word", {"params": {"key": "secret-word"}}
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: Patch) -> None:
     for name, value in {"NUM_ATTEMPTS": 4, "FIRST_PAUSE_S": 0.01, "SILENCE_S": 0.3, "WAIT_S": 20}.items():
         monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     forget_credentials(monkeypatch)
     found = tmp_path / "far"
     found.mkdir()
@@ -50,13 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[tuple[str, Web]]:
+def server(folder: Path) -> Iterator[Server]:
     with web(folder) as found:
         yield found
 
 
 @pytest.fixture
-def shards(folder: Path, server: tuple[str, Web]) -> list[File]:
+def shards(folder: Path, server: Server) -> list[File]:
     return [far(folder / f"{number}.tar", server[0]) for number in range(NUM_SHARDS)]
 
 
@@ -101,11 +105,7 @@ def hashes(shards: list[File], *numbers: int) -> set[str]:
     return {shards[number].sha256 for number in numbers}
 
 
-def parts(place: Path) -> list[Path]:
-    return list(place.glob("*.part"))
-
-
-def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], server: tuple[str, Web]) -> None:
+def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], server: Server) -> None:
     for _ in range(2):
         with closing(opened(place)) as ours, holding(ours, shards[0]) as path:
             assert hashlib.sha256(path.read_bytes()).hexdigest() == shards[0].sha256
@@ -116,13 +116,13 @@ def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], s
 
 @pytest.mark.parametrize(("faults", "num_lines"), [([500, 503, 429], 1), (["stall"], 0), (["cut", "cut"], 1), (["wrong"], 0)])
 def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
-    place: Path, shards: list[File], server: tuple[str, Web], faults: list[Any], num_lines: int, capsys: pytest.CaptureFixture[str]
+    place: Path, shards: list[File], server: Server, faults: list[Any], num_lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once in a while, and not at the first fault, which passes as a rule."""
     address, state = server
-    state.key, state.faults = "key=secret-word", {f"{number}.tar": list(faults) for number in range(2)}
+    state.key, state.faults = SECRET, {f"{number}.tar": list(faults) for number in range(2)}
     before = random.getstate()
-    with closing(opened(place, storage={"params": {"key": "secret-word"}})) as ours:
+    with closing(opened(place, storage=OPTIONS)) as ours:
         use(ours, *shards[:2])
     assert cached(place) == hashes(shards, 0, 1) and state.gets == dict.fromkeys((SHARD_0, "1.tar"), len(faults) + 1)
     assert random.getstate() == before, "the order of training must not feel a server"
@@ -143,23 +143,23 @@ def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
     ],
 )
 def test_what_stays_is_one_line_without_secrets_and_leaves_nothing(
-    place: Path, shards: list[File], server: tuple[str, Web], fault: Any, num_gets: int, words: str
+    place: Path, shards: list[File], server: Server, fault: Any, num_gets: int, words: str
 ) -> None:
     address, state = server
-    state.key, state.faults = "key=secret-word", {SHARD_0: [fault] * 9}
+    state.key, state.faults = SECRET, {SHARD_0: [fault] * 9}
     words = words.replace("{sha256}", shards[0].sha256)
-    with closing(opened(place, storage={"params": {"key": "secret-word"}})) as ours:
+    with closing(opened(place, storage=OPTIONS)) as ours:
         with pytest.raises(UserError, match=f"^{re.escape(address)}/0.tar: {words}") as caught:
             ours.hold(shards[0])
         assert "secret-word" not in str(caught.value)
         assert state.gets == {SHARD_0: num_gets}
-        assert cached(place) == set() and not parts(place)
+        assert cached(place) == set() and not [*place.glob("*.part")]
         use(ours, shards[1])
         assert cached(place) == hashes(shards, 1)
 
 
 def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(place: Path, folder: Path, shards: list[File]) -> None:
-    data, source = (folder / SHARD_0).read_bytes(), "http://me:secret-word@127.0.0.1:9/0.tar?key=secret-word"
+    data, source = (folder / SHARD_0).read_bytes(), f"http://me:secret-word@127.0.0.1:9/0.tar?{SECRET}"
     with closing(opened(place, room=1)) as ours:
         for wrong, words in [(data * 20, "delivers more than the 40,000 bytes"), (data[:-9], "39,991 of the 40,000")]:
             (folder / SHARD_0).write_bytes(wrong)
@@ -168,12 +168,10 @@ def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(place: Path,
         words = "^http://127.0.0.1:9/0.tar: cannot be read after 4 attempts"
         with pytest.raises(UserError, match=words) as caught:
             ours.hold(shards[0]._replace(source=source))
-    assert "secret-word" not in str(caught.value) and cached(place) == set() and not parts(place)
+    assert "secret-word" not in str(caught.value) and cached(place) == set() and not [*place.glob("*.part")]
 
 
-def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("data_prep.remote._S3_CHUNK_BYTES", SIZE * 2 // 5)
     place = tmp_path / "cache"
     with s3_server(folder) as storage:
@@ -193,13 +191,11 @@ def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(
         words = "^storage: s3 does not take these options"
         with closing(opened(tmp_path / "other", storage=wrong)) as ours, pytest.raises(UserError, match=words):
             ours.hold(there[0])
-    assert not parts(place)
+    assert not [*place.glob("*.part")]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_what_a_killed_process_leaves_is_never_trusted(
-    place: Path, shards: list[File], server: tuple[str, Web], fresh: bool
-) -> None:
+def test_what_a_killed_process_leaves_is_never_trusted(place: Path, shards: list[File], server: Server, fresh: bool) -> None:
     server[1].faults = {SHARD_0: ["stall"]}
     ours = opened(place, room=1)
     other = start(place, room_bytes=SIZE, files=shards[:2], ahead=1)
@@ -211,13 +207,13 @@ def test_what_a_killed_process_leaves_is_never_trusted(
     if fresh:
         ours.close()
         ours = opened(place, room=1)
-        assert not parts(place) and not list(place.glob("*.user"))
+        assert not [*place.glob("*.part")] and not list(place.glob("*.user"))
     # the dead one's room is to be had, for its own shard as for another
     with closing(ours), holding(ours, shards[0 if fresh else 1]) as path:
-        assert cached(place) == {path.stem} and not parts(place)
+        assert cached(place) == {path.stem} and not [*place.glob("*.part")]
 
 
-def test_four_processes_fetch_each_shard_once(place: Path, shards: list[File], server: tuple[str, Web]) -> None:
+def test_four_processes_fetch_each_shard_once(place: Path, shards: list[File], server: Server) -> None:
     walkers = [start(place, room_bytes=NUM_SHARDS * SIZE, files=shards, ahead=ahead) for ahead in (0, 0, 3, 7)]
     go(walkers)
     for walker in walkers:
@@ -239,7 +235,7 @@ def test_the_bound_holds_while_processes_walk_in_different_orders(place: Path, s
     for walker, order in zip(walkers, orders, strict=True):
         assert finish(walker) == [file.sha256 for file in order]
     assert 2 * SIZE < max(sampled) <= room
-    assert not parts(place) and len(cached(place)) == 3
+    assert not [*place.glob("*.part")] and len(cached(place)) == 3
 
 
 def occupied(place: Path) -> int:
@@ -263,37 +259,32 @@ def test_the_longest_unused_goes_first(place: Path, shards: list[File]) -> None:
         assert cached(place) == hashes(shards, 2, 4, 5)
 
 
-def test_what_is_held_stays_and_whoever_needs_room_waits(place: Path, shards: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_stays_and_whoever_needs_room_waits(place: Path, shards: list[File], monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
         ours.hold(shards[0])  # which is there
         others.hold(shards[1])  # which is fetched
-        with (
-            closing(opened(place, room=2)) as third,
-            pytest.raises(UserError, match=r"no room for .*/2.tar .* raise data.cache_gb"),
-        ):
+        words = r"no room for .*/2.tar .* raise data.cache_gb"
+        with closing(opened(place, room=2)) as third, pytest.raises(UserError, match=words):
             third.hold(shards[2])
         assert cached(place) == hashes(shards, 0, 1)
 
 
-def test_read_ahead_leaves_room_that_somebody_waits_for(
-    place: Path, folder: Path, shards: list[File], server: tuple[str, Web]
-) -> None:
+def test_read_ahead_leaves_room_that_somebody_waits_for(place: Path, folder: Path, shards: list[File], server: Server) -> None:
     (folder / "big.tar").write_bytes(bytes(range(250)) * (2 * SIZE // 250))
     big = far(folder / "big.tar", server[0])
-    with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
+    with ThreadPoolExecutor() as pool, closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         for file in shards[:2]:
             ours.hold(file)
-        waiting = threading.Thread(target=others.hold, args=(big,))
-        waiting.start()
+        waiting = pool.submit(others.hold, big)
         wait_until(lambda: any(f'"waiting_bytes": {2 * SIZE}' in path.read_text() for path in place.glob("*.user")))
         ours.fetch_ahead([shards[3]])
         ours.release([shards[0]])
         time.sleep(3 * LOOK_AGAIN_S)
         assert "3.tar" not in server[1].gets
         ours.release([shards[1]])
-        waiting.join()
+        waiting.result()
         assert cached(place) == {big.sha256}
         others.release([big])
         wait_until(lambda: cached(place) == hashes(shards, 3))
@@ -313,9 +304,7 @@ def test_a_held_shard_is_no_open_file(place: Path, shards: list[File]) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
-    place: Path, shards: list[File], server: tuple[str, Web]
-) -> None:
+def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(place: Path, shards: list[File], server: Server) -> None:
     with closing(ShardStore(place, setting="data.cache_dir", max_bytes=SIZE - 1, storage={})) as ours:
         with pytest.raises(UserError, match=r"more than the whole cache of .*raise data.cache_gb"):
             ours.hold(shards[0])
@@ -328,7 +317,7 @@ def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
 
 
 def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_needed_later(
-    place: Path, shards: list[File], server: tuple[str, Web]
+    place: Path, shards: list[File], server: Server
 ) -> None:
     with closing(opened(place, room=3, num_threads=1)) as ours, closing(opened(place, room=3, num_threads=1)) as others:
         use(ours, shards[7])
@@ -351,7 +340,7 @@ def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(pla
             assert cached(place) == hashes(shards, 0, 1, 7)
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 2))
         with holding(ours, shards[0]), holding(ours, shards[1]), holding(ours, shards[2]):
-            assert not parts(place)
+            assert not [*place.glob("*.part")]
         wait_until(lambda: cached(place) == hashes(shards, 3, 4, 5))
 
 
@@ -367,9 +356,7 @@ def test_what_fails_in_the_background_is_said_to_whoever_needs_it(place: Path, s
         use(ours, shards[0])
 
 
-def test_a_new_list_replaces_what_has_not_begun(
-    place: Path, shards: list[File], server: tuple[str, Web], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_list_replaces_what_has_not_begun(place: Path, shards: list[File], server: Server, monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 30)
     server[1].faults = {SHARD_0: ["stall"]}
     with closing(opened(place, num_threads=1)) as ours:
@@ -381,33 +368,22 @@ def test_a_new_list_replaces_what_has_not_begun(
     assert server[1].gets == {SHARD_0: 1, "5.tar": 1}
 
 
-def test_closing_ends_a_download_and_every_wait(
-    place: Path, shards: list[File], server: tuple[str, Web], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_a_download_and_every_wait(place: Path, shards: list[File], server: Server, monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 150)
     server[1].faults = {SHARD_0: ["stall"] * 9}
     ours = opened(place)
     ours.fetch_ahead(shards[:1])
     wait_until(lambda: server[1].gets == {SHARD_0: 1})
-    found: list[BaseException] = []
-
-    def needs() -> None:
-        try:
-            ours.hold(shards[0])
-        except StoppedError as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=needs)
-    waiting.start()
-    ours.close()
-    waiting.join()
-    assert len(found) == 1
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ours.hold, shards[0])
+        ours.close()
+        assert isinstance(waiting.exception(), StoppedError)
     assert not [thread for thread in threading.enumerate() if thread.name == "shard-store"]
     assert sorted(path.name for path in place.iterdir()) == [".lock"]
 
 
 def test_a_file_that_somebody_changed_is_fetched_again_and_one_only_touched_is_not(
-    place: Path, shards: list[File], server: tuple[str, Web]
+    place: Path, shards: list[File], server: Server
 ) -> None:
     with closing(opened(place)) as ours:
         with holding(ours, shards[0]) as path:
@@ -431,20 +407,13 @@ def test_a_file_that_somebody_changed_is_fetched_again_and_one_only_touched_is_n
 
 
 def test_threads_of_one_process_share_it(place: Path, shards: list[File]) -> None:
-    found: list[bool] = []
-
     def walk(seed: int) -> None:
         for file in random.Random(seed).sample(shards, len(shards)):
             with holding(ours, file) as path:
-                found.append(hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256)
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
 
-    with closing(opened(place, room=4)) as ours:
-        threads = [threading.Thread(target=walk, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == [True] * (4 * NUM_SHARDS)
+    with closing(opened(place, room=4)) as ours, ThreadPoolExecutor(4) as pool:
+        list(pool.map(walk, range(4)))
     assert len(cached(place)) == 4
 
 
@@ -472,17 +441,17 @@ def test_a_fork_neither_lets_go_of_its_parents_shards_nor_keeps_them(place: Path
             os.waitpid(sleeper, 0)
 
 
-def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "file").write_bytes(b"")
-    for name, words in [
+    for name, words in (
         ("open", "others may write there"),
         ("link", "is a link, which others may turn"),
         ("file", "is no directory"),
-    ]:
+    ):
         with pytest.raises(UserError, match=f"{name}: {words}.*data.cache_dir"):
             opened(tmp_path / name)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -508,7 +477,7 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
             ours.hold(file)
         with pytest.raises(UserError, match=r"its disk is full; free some of it, lower data.cache_gb"):
             ours.hold(shards[2])
-        assert cached(tiny_disk) == hashes(shards, 0, 1) and not parts(tiny_disk)
+        assert cached(tiny_disk) == hashes(shards, 0, 1) and not [*tiny_disk.glob("*.part")]
         ours.release(shards[:2])
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UserError, match=r"cannot be written to; name another directory as data.cache_dir"):
@@ -535,7 +504,7 @@ def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_el
 
 
 def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(
-    place: Path, shards: list[File], monkeypatch: pytest.MonkeyPatch
+    place: Path, shards: list[File], monkeypatch: Patch
 ) -> None:
     asked: list[int] = []
 
@@ -553,9 +522,7 @@ def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(
     assert set(asked) == {0} and num_asked <= 2 * (1 + took_s / LOOK_AGAIN_S)
 
 
-def test_room_is_taken_in_the_order_of_need_by_whichever_thread(
-    place: Path, shards: list[File], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_taken_in_the_order_of_need_by_whichever_thread(place: Path, shards: list[File], monkeypatch: Patch) -> None:
     taken: list[str] = []
     real = StoreDirectory.claim
 

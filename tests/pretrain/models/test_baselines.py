@@ -29,16 +29,14 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm, "create_model", create_shallow)
 
 
-def test_the_resnet_has_the_stages_of_a_stem_without_padding() -> None:
+def test_the_resnet_has_the_stages_of_a_stem_without_padding_and_the_vit_a_token_for_every_patch_and_one_more() -> None:
     with torch.device("meta"):
         body: Any = build("resnet152_64").body
         sizes = [features.shape[1:] for features in body.forward_intermediates(torch.empty(1, 3, 64, 64))[1]]
-    assert sizes == [(64, 58, 58), (256, 58, 58), (512, 29, 29), (1024, 15, 15), (2048, 8, 8)]
-
-
-def test_the_vit_has_a_token_for_every_patch_and_one_more() -> None:
-    with torch.device("meta"):
         assert build("vit_b_4").forward_features(torch.empty(1, 3, 64, 64)).shape == (1, 257, 768)
+    assert sizes == [(64, 58, 58), (256, 58, 58), (512, 29, 29), (1024, 15, 15), (2048, 8, 8)]
+    norms = [module for module in body.modules() if isinstance(module, nn.BatchNorm2d)]  # bf16 weights beside fp32 statistics
+    assert len(norms) == 155 and all(isinstance(norm, BatchNorm2d) for norm in norms)
 
 
 @pytest.mark.parametrize(("name", "num_features"), [("resnet152_64", 2048), ("vit_b_4", 768)])
@@ -76,10 +74,3 @@ def test_the_vit_computes_what_timms_own_does(shallow: None) -> None:
     with torch.no_grad():
         assert model(images).abs().max() > 0
         torch.testing.assert_close(model(images), theirs(images))
-
-
-def test_every_batch_norm_of_the_resnet_takes_bf16_weights_beside_fp32_statistics() -> None:
-    with torch.device("meta"):
-        norms = [module for module in build("resnet152_64").modules() if isinstance(module, nn.BatchNorm2d)]
-    assert len(norms) == 155
-    assert all(isinstance(norm, BatchNorm2d) for norm in norms)

@@ -20,11 +20,7 @@ def spec(form: str, **fields: object) -> StructuredMlpSpec:
 
 def transposition(rows: int, columns: int) -> Tensor:
     """The matrix that takes the entries of a (rows, columns) grid, row by row, to those of its transpose."""
-    matrix = torch.zeros(rows * columns, rows * columns, dtype=torch.float64)
-    for row in range(rows):
-        for column in range(columns):
-            matrix[column * rows + row, row * columns + column] = 1
-    return matrix
+    return torch.eye(rows * columns, dtype=torch.float64)[torch.arange(rows * columns).view(rows, columns).T.flatten()]
 
 
 def dense(form: str, weights: dict[str, Tensor], *, rows: int, out: tuple[int, int]) -> Tensor:
