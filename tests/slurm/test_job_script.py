@@ -162,7 +162,7 @@ def test_what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) ->
 
 
 def test_a_start_that_waits_in_vain_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
-    job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1,SLURM_WAIT=1", SCRIPT, "busy")
+    job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1,SLURM_WAIT=5", SCRIPT, "busy")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
     assert log.count("runs/busy is held by another start (see above)") == 2 and "process 5 on n9 holds it" in log, log
