@@ -14,16 +14,20 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, MutableSequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
+from data_prep.progress import progress
+
 P = ParamSpec("P")
+J = TypeVar("J")
 T = TypeVar("T")
 
 _CONTEXT = get_context("forkserver")
@@ -38,13 +42,13 @@ class Tally:
 
     _mine: ClassVar[tuple[MutableSequence[int], int] | None] = None
 
-    def __init__(self) -> None:
-        self.slots: MutableSequence[int] = []
+    def __init__(self, slots: MutableSequence[int]):
+        self._slots = slots
         """One for each worker, which nobody else writes while it lives."""
         self._taken = 0
 
     def taken(self) -> int:
-        total = sum(self.slots)
+        total = sum(self._slots)
         new, self._taken = total - self._taken, total
         return new
 
@@ -72,21 +76,65 @@ def _warm_up() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def worker_pool(num_workers: int, *, tally: Tally | None = None) -> Executor:
-    tally = tally or Tally()
+class Pool(ThreadPoolExecutor):
+    def __init__(self, slots: MutableSequence[int], **how: Any):
+        super().__init__(**how)
+        self.tally = Tally(slots)
+
+
+def worker_pool(num_workers: int) -> Pool:
     if num_workers <= 1:
-        tally.slots = [0]
-        return ThreadPoolExecutor(1, initializer=Tally.connect, initargs=(tally.slots, 0))
+        slots = [0]
+        return Pool(slots, max_workers=1, initializer=Tally.connect, initargs=(slots, 0))
     _warm_up()
-    tally.slots = _CONTEXT.RawArray("q", num_workers)
-    return _Processes(num_workers, tally.slots)
+    return _Processes(num_workers, _CONTEXT.RawArray("q", num_workers))
 
 
-class _Processes(ThreadPoolExecutor):
+def sweep(
+    function: Callable[[J], T],
+    jobs: Sequence[J],
+    *,
+    title: str,
+    unit: str,
+    total: int | None = None,
+    jobs_are: str = "shards",
+    num_workers: int = 1,
+    pool: Pool | None = None,
+) -> Iterator[T]:
+    """What `function`, in workers, makes of every job, in their order; it is pickled. The first failure ends all.
+
+    The line of progress counts what workers have added to the tally, up to `total`; without one, it counts jobs.
+    """
+    num_images = 0
+    with ExitStack() as stack:
+        pool = pool or stack.enter_context(worker_pool(min(num_workers, len(jobs))))
+        line = stack.enter_context(progress(title, total=len(jobs) if total is None else total, unit=unit))
+
+        def report(num_done: int) -> None:
+            nonlocal num_images
+            num_images += pool.tally.taken()
+            if total is None:
+                line.advance(num_done - line.done, note=f"{num_images:,} images" if num_images else "")
+            else:
+                line.advance(num_images - line.done, note=f"{num_done}/{len(jobs)} {jobs_are}")
+
+        futures = deque(pool.submit(function, job) for job in jobs)
+        try:
+            for number in range(len(jobs)):
+                while not wait([futures[0]], timeout=0.5).done:
+                    report(number)
+                report(number + 1)
+                yield futures.popleft().result()  # which is not kept: all of them need not fit in memory
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Processes(Pool):
     """As many threads, each of which hands its job to a worker process and waits for what comes back."""
 
     def __init__(self, num_workers: int, slots: MutableSequence[int]):
-        super().__init__(num_workers)
+        super().__init__(slots, max_workers=num_workers)
         self._workers = [_Worker(slots, number) for number in range(num_workers)]
         self._idle = self._workers.copy()
 

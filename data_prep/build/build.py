@@ -13,7 +13,6 @@ there to the same bytes.
 
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +26,8 @@ from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_recor
 from data_prep.build.workplan import ShardPlan, Workplan, prepare
 from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_prep.progress import progress
 from data_prep.sources import Source, open_source
-from data_prep.workers import Tally, worker_pool
+from data_prep.workers import Pool, Tally, sweep, worker_pool
 
 MAX_INPUT_BYTES = 1 << 30
 """A larger file is no picture, and is not read."""
@@ -46,14 +44,14 @@ class ShardJob:
 
 def build(settings: BuildSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
-    directory, tally = Path(settings.out), Tally()
+    directory = Path(settings.out)
     source = open_source(settings.source, num_workers=settings.num_workers)
-    with own_place(directory), worker_pool(settings.num_workers, tally=tally) as pool:
+    with own_place(directory), worker_pool(settings.num_workers) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
         else:
-            records = write_shards(work, work.begun.shards, source, pool=pool, tally=tally)
+            records = write_shards(work, work.begun.shards, source, pool)
             refuse_changed(settings, work, source, pool)
             manifest = publish(settings, source, work.begun, records)
         forget_parts(directory)
@@ -61,35 +59,21 @@ def build(settings: BuildSettings) -> Manifest:
     return manifest
 
 
-def write_shards(
-    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, *, pool: Executor, tally: Tally
-) -> list[ShardRecord]:
+def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, pool: Pool) -> list[ShardRecord]:
     """The record of every shard of `plans`, in their order."""
     total = sum(plan.stop - plan.start for plan in plans)
-    with progress("packing", total=total, unit="images") as line:
-        futures = [pool.submit(write_job, ShardJob(plan, work, source)) for plan in plans]
-        pending: set[Future[ShardRecord]] = set(futures)
-        try:
-            while pending:
-                ended, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                line.advance(tally.taken(), note=f"{len(plans) - len(pending)}/{len(plans)} shards")
-                for future in ended:
-                    future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
+    jobs = [ShardJob(plan, work, source) for plan in plans]
+    return list(sweep(write_job, jobs, title="packing", unit="images", total=total, pool=pool))
 
 
 def write_job(job: ShardJob) -> ShardRecord:
-    done = finished_record(job.work.directory, job.plan.name, plan_hash=job.work.begun.parts_id)
+    directory, plan, parts_id = job.work.directory, job.plan, job.work.begun.parts_id
+    done = finished_record(directory, plan.name, plan_hash=parts_id)
     if done is not None:
-        Tally.add(job.plan.stop - job.plan.start)
+        Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []
-    return write_shard(
-        job.work.directory, job.plan.name, _samples(job, rejected), plan_hash=job.work.begun.parts_id, rejected=rejected
-    )
+    return write_shard(directory, plan.name, _samples(job, rejected), plan_hash=parts_id, rejected=rejected)
 
 
 def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:

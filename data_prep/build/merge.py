@@ -10,7 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ from data_prep.build.shards import ShardRecord, damaged_files, load_record
 from data_prep.build.workplan import Begun, Workplan, load_begun, outline_of
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, Annotation, Manifest, Split, load_manifest, load_paths, save_manifest
-from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
 from data_prep.settings import UserError
 from data_prep.sources import Source, SourceError, open_source
-from data_prep.workers import worker_pool
+from data_prep.workers import Pool, Tally, sweep, worker_pool
 
 NUM_COMPARISONS = 512
 """About as many jobs compare a source with its listing, however many containers it has."""
@@ -88,18 +86,21 @@ def _is_here(settings: BuildSettings) -> bool:
     return False
 
 
-def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool: Executor) -> None:
+def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool: Pool) -> None:
     """A file that was replaced, added or removed between the listing and now may have been read in either state."""
     inventory = open_inventory(work.inventory_directory, work.begun.stamp)
     count = len(inventory.containers)
-    compare = partial(_changed_source, source, work.inventory_directory, work.begun.stamp)
     step = max(1, count // NUM_COMPARISONS)
-    parts = [range(start, min(start + step, count)) for start in range(0, count, step)]
-    found = set[_Changes]()  # an archive of many containers is one of it
-    with progress("comparing the source with its listing", total=count, unit="folders or archives") as line:
-        for part, changed in zip(parts, pool.map(compare, parts), strict=True):
-            found.update(changed)
-            line.advance(len(part))
+    compared = sweep(
+        partial(_changed_source, source, work.inventory_directory, work.begun.stamp),
+        [range(start, min(start + step, count)) for start in range(0, count, step)],
+        title="comparing the source with its listing",
+        unit="folders or archives",
+        total=count,
+        jobs_are="parts",
+        pool=pool,
+    )
+    found = set[_Changes]().union(*compared)  # an archive of many containers is one of it
     number, what, names = sum(each[0] for each in found), "files", sorted(name for _, some in found for name in some)
     if not found:  # a class that has come meanwhile is in no container that was listed
         names = sorted(inventory.outline.differs_from(outline_of(settings, source)))
@@ -114,7 +115,8 @@ def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool
 
 def _changed_source(source: Source, directory: Path, stamp: str, numbers: range) -> set[_Changes]:
     inventory = open_inventory(directory, stamp)
-    changed = (source.changed(inventory.containers[number], inventory.entries_of(number)) for number in numbers)
+    changed = [source.changed(inventory.containers[number], inventory.entries_of(number)) for number in numbers]
+    Tally.add(len(numbers))
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
 
 
@@ -143,7 +145,8 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust:
     if strangers:
         raise IncompleteParts(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
     if not faults:
-        damaged = _damaged(directory, records, num_workers=num_workers, trust=trust)
+        check, shards = partial(damaged_files, directory, trust=trust), [record.shard for record in records]
+        damaged = list(sweep(check, shards, title="verifying parts", unit="shards", num_workers=num_workers))
         unfinished = {number % begun.num_tasks for number, files in enumerate(damaged) if files}
         faults = [f"{files[0]} is not as it was written" for files in damaged if files]
     if faults:
@@ -153,19 +156,6 @@ def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust:
             f"run the tasks {tasks} again, they write only what is missing"
         )
     return records
-
-
-def _damaged(directory: Path, records: list[ShardRecord], *, num_workers: int, trust: bool) -> list[list[str]]:
-    shards = [record.shard for record in records]
-    with (
-        worker_pool(max(1, min(num_workers, len(shards)))) as pool,
-        progress("verifying parts", total=len(shards), unit="shards") as line,
-    ):
-        found = []
-        for files in pool.map(partial(damaged_files, directory, trust=trust), shards):
-            found.append(files)
-            line.advance()
-    return found
 
 
 def publish(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:

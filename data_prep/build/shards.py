@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,19 @@ class ShardRecord(Settings):
     extensions: tuple[str, ...] = ()
     """Of the pictures, where they were built here."""
 
+    @classmethod
+    def of(cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any) -> "ShardRecord":
+        sums, square_sums, num_pixels = channels.totals
+        return cls(
+            num_inputs=shard.num_samples + len(rejected),
+            shard=shard,
+            channel_sums=sums,
+            channel_square_sums=square_sums,
+            num_pixels=num_pixels,
+            rejected=tuple(rejected),
+            **more,
+        )
+
     @property
     def channels(self) -> ChannelTotals:
         return ChannelTotals(self.channel_sums, self.channel_square_sums, self.num_pixels)
@@ -67,8 +81,7 @@ class ShardRecord(Settings):
 def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]) -> ShardRecord:
     """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
     channels = ChannelSums()
-    labels: list[int] = []
-    offsets: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
     extensions: set[str] = set()
     with atomic_file(directory / f"{name}.tar") as raw:
@@ -79,33 +92,23 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
             if sample.image.extension != "ppm":
                 # Raw samples carry none: their members must all have one size, so that the shard is an array.
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
-            offsets.append((offset, len(sample.image.data), sample.label))
-            labels.append(sample.label)
+            rows.append((offset, len(sample.image.data), sample.label))
             extensions.add(sample.image.extension)
             paths.append(sample.path)
             channels.add(sample.image.pixels)
         tar.finish()
-    index_sha256 = write_index(directory, name, np.array(offsets, INDEX_DTYPE).reshape(-1, 3))
-    paths_sha256 = write_paths(directory, name, paths)
-    record = ShardRecord(
-        plan_hash=plan_hash,
-        num_inputs=len(labels) + len(rejected),
-        shard=Shard(
-            name=name,
-            file=f"{name}.tar",
-            num_samples=len(labels),
-            num_bytes=tar.num_bytes,
-            sha256=tar.sha256,
-            index_sha256=index_sha256,
-            paths_sha256=paths_sha256,
-        ),
-        class_counts=count_labels(np.array(labels, np.int64)),
-        channel_sums=channels.sums,
-        channel_square_sums=channels.square_sums,
-        num_pixels=channels.num_pixels,
-        rejected=tuple(rejected),
-        extensions=tuple(sorted(extensions)),
+    index = np.array(rows, INDEX_DTYPE).reshape(-1, 3)
+    shard = Shard(
+        name=name,
+        file=f"{name}.tar",
+        num_samples=len(rows),
+        num_bytes=tar.num_bytes,
+        sha256=tar.sha256,
+        index_sha256=write_index(directory, name, index),
+        paths_sha256=write_paths(directory, name, paths),
     )
+    more = {"class_counts": count_labels(index[:, 2]), "extensions": tuple(sorted(extensions))}
+    record = ShardRecord.of(shard, channels, rejected, plan_hash=plan_hash, **more)
     write_record(directory, name, record)
     return record
 

@@ -28,7 +28,7 @@ from data_prep.manifest import MANIFEST_NAME
 from data_prep.publish import hash_of_json, sole_writer, write_json
 from data_prep.settings import UserError
 from data_prep.sources import Source, open_source
-from data_prep.workers import Tally, worker_pool
+from data_prep.workers import worker_pool
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class ArrayTask:
 
 def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     """Writes the shards of one task; returns their number."""
-    directory, tally = Path(settings.out), Tally()
+    directory = Path(settings.out)
     source = open_source(settings.source, num_workers=settings.num_workers)
     _refuse_merged(directory)
     claim(directory)
     own = directory / PARTS / f"task-{task.number}"
     earlier = f"data_prep: task {task.number}/{task.total} is at work elsewhere, from an earlier start; waiting until it ends"
     others = f"data_prep: others are at work in {directory}; waiting for the plan"
-    with worker_pool(settings.num_workers, tally=tally) as pool, ExitStack() as locks:
+    with worker_pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
         failure = directory / PARTS / "failed.json"
         before = _read(failure)
@@ -67,7 +67,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
                 work = _prepared(settings, source, pool, task, failure=failure, before=before)
             locks.enter_context(sole_writer(own / AT_WORK))
         plans = work.of_task(task.number)
-        write_shards(work, plans, source, pool=pool, tally=tally)
+        write_shards(work, plans, source, pool)
     return len(plans)
 
 

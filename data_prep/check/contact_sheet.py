@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_prep.check.stored import Storage, tar_content
-from data_prep.images import Rejection, decode, resize
+from data_prep.check.stored import Storage, each_picture
+from data_prep.images import decode, resize
 from data_prep.images.sheet import LabelledPicture, draw_sheet
-from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_manifest
+from data_prep.manifest import Manifest, Shard, load_index, load_manifest
 from data_prep.settings import UserError
 
 
@@ -26,8 +26,6 @@ def contact_sheet(
 ) -> Image.Image:
     manifest = load_manifest(directory)
     shards = manifest.split(split, directory=directory).shards
-    if count < 1:
-        raise UserError(f"count: {count}; choose at least 1")
     if shard is not None and not 0 <= shard < len(shards):
         raise UserError(f"shard: {shard}, but {split} has the shards 0 to {len(shards) - 1}")
     chosen = shards if shard is None else (shards[shard],)
@@ -51,18 +49,13 @@ def _cells(
     for shard in shards:
         low, high = np.searchsorted(positions, (start, start + shard.num_samples))
         if low < high:
-            rows = load_index(directory, shard)[positions[low:high] - start].tolist()
-            with tar_content(directory, shard, storage=storage) as content:
-                for offset, length, label in rows:
-                    try:
-                        whole, _ = decode(content[offset : offset + length])
-                    except Rejection as rejection:
-                        raise DatasetError(
-                            f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
-                        ) from None
-                    # as training does
-                    picture = resize(whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)
-                    name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
-                    found.append((label, LabelledPicture(picture, name)))
+            rows = positions[low:high] - start
+            labels = load_index(directory, shard)[rows, 2].tolist()
+            pictures = each_picture(decode, directory, shard, storage=storage, rows=rows)
+            for label, (whole, _) in zip(labels, pictures, strict=True):
+                # as training does
+                picture = resize(whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)
+                name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
+                found.append((label, LabelledPicture(picture, name)))
         start += shard.num_samples
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.check.stored import Storage, sweep, tar_content
-from data_prep.images import Rejection, decode, resize, size_of
+from data_prep.check.stored import Storage, each_picture, each_shard
+from data_prep.images import decode, resize, size_of
 from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
-from data_prep.manifest import DatasetError, Manifest, Shard, Split, load_index, load_manifest, load_rejected
-from data_prep.workers import Tally
+from data_prep.manifest import Manifest, Shard, Split, load_index, load_manifest, load_rejected
 
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
@@ -44,7 +43,7 @@ def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1, sto
     if recompute:
         shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
         work = partial(_shard_totals, directory, manifest, storage or {})
-        mean, std = channel_statistics(list(sweep(work, shards, title="adding up pixels", num_workers=num_workers)))
+        mean, std = channel_statistics(list(each_shard(work, shards, title="adding up pixels", num_workers=num_workers)))
         found |= {"recomputed_channel_mean": list(mean), "recomputed_channel_std": list(std)}
     return found
 
@@ -82,41 +81,22 @@ def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: St
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written
     else:
         work = partial(_shard_sizes, directory, storage)
-        for found in sweep(work, _shards(manifest), title="reading headers", num_workers=num_workers):
+        for found in each_shard(work, _shards(manifest), title="reading headers", num_workers=num_workers):
             sizes += found
     ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     return [{"width": width, "height": height, "count": count} for (width, height), count in ranked]
 
 
 def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tuple[int, int]]:
-    sizes: Counter[tuple[int, int]] = Counter()
-    with tar_content(directory, shard, storage=storage) as content:
-        for offset, length in load_index(directory, shard)[:, :2].tolist():
-            try:
-                sizes[size_of(content[offset : offset + length])] += 1
-            except Rejection as rejection:
-                raise _damaged(directory, shard, rejection) from None
-            Tally.add(1)
-    return sizes
+    return Counter(each_picture(size_of, directory, shard, storage=storage))
 
 
 def _shard_totals(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ChannelTotals:
     channels = ChannelSums()
-    size, crop, interpolation = manifest.image_size, manifest.crop, manifest.interpolation
-    with tar_content(directory, shard, storage=storage) as content:
-        for offset, length in load_index(directory, shard)[:, :2].tolist():
-            try:
-                picture, _ = decode(content[offset : offset + length])
-            except Rejection as rejection:
-                raise _damaged(directory, shard, rejection) from None
-            channels.add(resize(picture, size=size, crop=crop, interpolation=interpolation))
-            Tally.add(1)
+    for picture, _ in each_picture(decode, directory, shard, storage=storage):
+        channels.add(resize(picture, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation))
     return channels.totals
 
 
 def _shards(manifest: Manifest) -> list[Shard]:
     return [shard for split in manifest.splits.values() for shard in split.shards]
-
-
-def _damaged(directory: Path, shard: Shard, error: Exception) -> DatasetError:
-    return DatasetError(f"{shard.file}: a picture does not decode ({error}); run data_prep verify {directory}")

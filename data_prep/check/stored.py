@@ -1,5 +1,5 @@
-"""Reads what a finished dataset holds, shard by shard: a tar as one read-only buffer, wherever it lies, and every shard of a
-dataset in worker processes.
+"""Reads what a finished dataset holds, shard by shard: a tar as one read-only buffer, wherever it lies; every picture of a shard;
+every shard of a dataset in worker processes.
 
 Invariants: nothing is written, but for the temporary copy of a shard behind a URL, which goes when its reader ends; results come
 in the order of the shards, whatever the number of workers.
@@ -9,21 +9,18 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard
-from data_prep.progress import progress
+from data_prep.images import Rejection
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard, load_index
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import NUM_ATTEMPTS, copied
 from data_prep.tar import BLOCK, TarError, header_name, key_of
-from data_prep.workers import Tally, worker_pool
+from data_prep.workers import Tally, sweep
 
-R = TypeVar("R")
-
-
+T = TypeVar("T")
 Storage = Mapping[str, Any]
 """Options for fsspec, where shards are remote: credentials, an endpoint."""
 
@@ -67,34 +64,24 @@ def known_files(manifest: Manifest) -> set[str]:
     return known
 
 
-def sweep(
-    function: Callable[[Shard], R], shards: Sequence[Shard], *, title: str, num_workers: int, unit: str = "images"
-) -> Iterator[R]:
-    """`function` of every shard, in their order; it is pickled to the workers and counts its images with `Tally.add`."""
+def each_shard(function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int) -> Iterator[T]:
+    """`function` of every shard, in their order; it counts its images with `Tally.add`."""
     total = sum(shard.num_samples for shard in shards)
-    num_workers = min(num_workers, len(shards))
-    with progress(title, total=total, unit=unit) as line:
-        if num_workers <= 1:
-            for shard in shards:
-                yield function(shard)
-                line.advance(shard.num_samples, note=shard.name)
-            return
-        tally = Tally()
-        with worker_pool(num_workers, tally=tally) as pool:
-            futures = [pool.submit(function, shard) for shard in shards]
+    return sweep(function, shards, title=title, unit="images", total=total, num_workers=num_workers)
+
+
+def each_picture(
+    function: Callable[[bytes], T], directory: Path, shard: Shard, *, storage: Storage, rows: Any = slice(None)
+) -> Iterator[T]:
+    """`function` of the stored bytes of every picture of a shard, or of some rows of its index."""
+    with tar_content(directory, shard, storage=storage) as content:
+        for offset, length in load_index(directory, shard)[rows, :2].tolist():
             try:
-                for number in range(len(futures)):
-                    pending: set[Future[R]] = {futures[number]}
-                    while pending:
-                        _, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                        line.advance(tally.taken(), note=f"{number}/{len(shards)} shards")
-                    yield futures[number].result()
-                    futures[number] = Future()  # lets go of the result: all of them need not fit in memory
-                line.advance(tally.taken(), note=f"{len(shards)}/{len(shards)} shards")
-            except BaseException:
-                with suppress(Exception):
-                    pool.shutdown(wait=False, cancel_futures=True)
-                raise
+                found = function(content[offset : offset + length])
+            except Rejection as error:
+                raise DatasetError(f"{shard.file}: a picture does not decode ({error}); run data_prep verify {directory}") from None
+            Tally.add(1)
+            yield found
 
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:

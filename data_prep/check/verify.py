@@ -13,7 +13,7 @@ import numpy as np
 
 from data_prep.build.parts import PARTS
 from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard
-from data_prep.check.stored import Storage, known_files, sweep
+from data_prep.check.stored import Storage, each_shard, known_files
 from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Split, load_annotation, load_manifest
 from data_prep.publish import TEMPORARY_PREFIX, sha256_of
 
@@ -35,7 +35,7 @@ def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = N
     for name, split in manifest.splits.items():
         expected = Expected.of(manifest, is_unlabelled=sum(split.class_counts) == 0)
         check = partial(check_shard, directory, expected, storage or {})
-        found = sweep(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
+        found = each_shard(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
         faults.extend(_split_faults(directory, name, split, found, num_classes=len(manifest.classes)))
     return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
 

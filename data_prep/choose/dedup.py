@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.check.stored import Storage, stored_key, sweep, tar_content
+from data_prep.check.stored import Storage, each_shard, stored_key, tar_content
 from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choose.neighbours import MAX_NEAR, near_pairs
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
@@ -120,7 +120,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 def _hashes(part: Part, *, cache: Path | None, num_workers: int, storage: Storage) -> Hashes:
     work = partial(shard_hashes, part.directory, cache, storage)
     title = f"hashing {part.manifest.name}/{part.split}"
-    return np.concatenate([np.zeros(0, DTYPE), *sweep(work, part.shards, title=title, num_workers=num_workers)])
+    return np.concatenate([np.zeros(0, DTYPE), *each_shard(work, part.shards, title=title, num_workers=num_workers)])
 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:

@@ -15,15 +15,16 @@ were taken for near duplicates otherwise, of 2,000 rendered numbers 956; with it
 import hashlib
 import io
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.check.stored import Storage, tar_content
-from data_prep.images import Rejection, decode, resize
-from data_prep.manifest import DatasetError, Shard, load_index
+from data_prep.check.stored import Storage, each_picture
+from data_prep.images import decode, resize
+from data_prep.manifest import Shard
 from data_prep.publish import write_atomic
 from data_prep.workers import Tally
 
@@ -56,19 +57,9 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
             if hashes.dtype == DTYPE and len(hashes) == shard.num_samples:
                 Tally.add(shard.num_samples)
                 return hashes
-    hashes = np.zeros(shard.num_samples, DTYPE)
-    rows = load_index(directory, shard)[:, :2].tolist()
-    with tar_content(directory, shard, storage=storage) as content:
-        for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
-            try:
-                pictures = [decode(content[offset : offset + length])[0] for offset, length in batch]
-            except Rejection as rejection:
-                raise DatasetError(
-                    f"{shard.file}: a picture does not decode ({rejection}); run data_prep verify {directory}"
-                ) from None
-            hashes[start : start + len(batch)] = picture_hashes(pictures)
-            Tally.add(len(batch))
+    pictures = (picture for picture, _ in each_picture(decode, directory, shard, storage=storage))
+    batches = iter(lambda: list(islice(pictures, _BATCH)), [])
+    hashes = np.concatenate([np.zeros(0, DTYPE), *(picture_hashes(batch) for batch in batches)])
     if kept is not None:
         buffer = io.BytesIO()
         np.save(buffer, hashes)

@@ -16,10 +16,9 @@ same shards on disk, behind http or in s3 make the same dataset, but for `file`.
 
 import json
 import sys
-from collections.abc import Callable
-from concurrent.futures import as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +32,11 @@ from data_prep.index.config import IndexSettings
 from data_prep.index.locate import StockShard, list_shards, opened, version_of, versions_of
 from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
 from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, Manifest, Shard, load_manifest, save_manifest
-from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
 from data_prep.settings import Settings, UserError, printable
 from data_prep.tar import TarError
-from data_prep.workers import Tally, worker_pool
+from data_prep.workers import sweep
 
-T = TypeVar("T")
 VERSIONS_NAME = "versions.json"
 
 
@@ -48,10 +45,6 @@ class UnfinishedIndex(Settings):
 
     kind: str = "index"
     plan_hash: str
-
-
-class DamagedShard(UserError):  # noqa: N818
-    """A tar that is cut or damaged."""
 
 
 class StockRecord(Settings):
@@ -73,7 +66,7 @@ def index(settings: IndexSettings) -> Manifest:
     directory, shards = Path(settings.out), list_shards(settings)
     plan = _plan(settings, shards)
     with own_place(directory):
-        _claim(plan)
+        _refuse_unfinished_of_another(plan)
         remove_leftovers(directory, directory / PARTS)
         if (directory / MANIFEST_NAME).exists():
             manifest = load_manifest(directory)
@@ -83,8 +76,11 @@ def index(settings: IndexSettings) -> Manifest:
         else:
             versions_of(shards, settings)
             write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash))
-            records = _in_workers("indexing", read_or_known, [(shard, plan) for shard in shards], settings)
-            manifest = publish(plan, shards, records)
+            read = partial(read_or_known, plan)
+            found = list(sweep(read, shards, title="indexing", unit="shards", num_workers=settings.num_workers))
+            if damaged := sorted(each for each in found if isinstance(each, str)):
+                raise UserError(all_in_one(damaged))
+            manifest = publish(plan, shards, [each for each in found if isinstance(each, StockRecord)])
         forget_parts(directory)
     check_reject_share(directory, manifest)
     return manifest
@@ -98,10 +94,21 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
     return IndexPlan(settings, names, plan_hash, config_hash)
 
 
+def described(settings: IndexSettings) -> dict[str, Any]:
+    """For the manifest: how the shards were read."""
+    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"})}
+
+
+def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
+    """Of the config and of what is in the shards, wherever they lie."""
+    contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
+    return hash_of_json([plan.config_hash, contents])
+
+
 # ---- whose directory --------------------------------------------------------------------------------------------
 
 
-def _claim(plan: IndexPlan) -> None:
+def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
     try:
         begun = read_record(plan.directory, BEGUN, UnfinishedIndex)
     except FileNotFoundError:
@@ -136,53 +143,28 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
     doubtful = [shard for shard in shards if stamps[shard.name] is None or known.get(shard.name) != stamps[shard.name]]
     if not doubtful:
         return
-    stored = {shard.name: shard for split in manifest.splits.values() for shard in split.shards}
+    stored = {shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards}
+    num_workers = plan.settings.num_workers
     try:
-        hashes = _in_workers("reading again", hash_of, [(shard, plan) for shard in doubtful], plan.settings)
+        hashes = sweep(partial(hash_of, plan), doubtful, title="reading again", unit="shards", num_workers=num_workers)
+        changed = [shard.place for shard, sha256 in zip(doubtful, hashes, strict=True) if sha256 != stored[shard.name]]
     finally:
         forget_parts(plan.directory)
-    for shard, sha256 in zip(doubtful, hashes, strict=True):
-        if sha256 != stored[shard.name].sha256:
-            raise UserError(
-                f"{shard.place}: has changed since it was indexed; remove {plan.directory} and index again, or put it back"
-            )
+    if changed:
+        raise UserError(f"{changed[0]}: has changed since it was indexed; remove {plan.directory} and index again, or put it back")
     write_json(path, stamps)
-
-
-def _in_workers(title: str, action: Callable[..., T], jobs: list[tuple[Any, ...]], settings: IndexSettings) -> list[T]:
-    """The results in the order of the jobs; the first failure ends all, but for damaged shards, which are named together."""
-    tally = Tally()
-    with (
-        worker_pool(min(settings.num_workers, len(jobs)), tally=tally) as pool,
-        progress(title, total=len(jobs), unit="shards") as line,
-    ):
-        futures = [pool.submit(action, *job) for job in jobs]
-        num_images, damaged = 0, []
-        try:
-            for future in as_completed(futures):
-                try:
-                    future.result()
-                except DamagedShard as error:
-                    damaged.append(str(error))
-                num_images += tally.taken()
-                line.advance(note=f"{num_images:,} images" if num_images else "")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if damaged:
-        raise DamagedShard(all_in_one(sorted(damaged)))
-    return [future.result() for future in futures]
 
 
 # ---- one shard, in a worker process -------------------------------------------------------------------------------
 
 
-def hash_of(shard: StockShard, plan: IndexPlan) -> str:
+def hash_of(plan: IndexPlan, shard: StockShard) -> str:
     with opened(shard, plan.directory, plan.settings) as (path, _):
         return sha256_of(path)
 
 
-def read_or_known(shard: StockShard, plan: IndexPlan) -> StockRecord:
+def read_or_known(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
+    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names all of them."""
     return _known(shard, plan) or _read(shard, plan)
 
 
@@ -202,13 +184,13 @@ def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
     return found if version_of(shard, plan.settings).stamp == found.stamp else None
 
 
-def _read(shard: StockShard, plan: IndexPlan) -> StockRecord:
+def _read(shard: StockShard, plan: IndexPlan) -> StockRecord | str:
     with opened(shard, plan.directory, plan.settings) as (path, version):
         try:
             contents = read_shard(path, plan, name=shard.title)
         except TarError as error:
             remedy = "" if ";" in str(error) else "; fetch or write it again"
-            raise DamagedShard(f"{shard.place}: {error}{remedy}") from None
+            return f"{shard.place}: {error}{remedy}"
         num_bytes, sha256 = path.stat().st_size, sha256_of(path)
     rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
     rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)
@@ -222,17 +204,6 @@ def _read(shard: StockShard, plan: IndexPlan) -> StockRecord:
         index_sha256="",
         paths_sha256=write_paths(plan.directory, shard.name, paths),
     )
-    sums, square_sums, num_pixels = contents.channels.totals
-    record = ShardRecord(
-        plan_hash=plan.hash,
-        num_inputs=len(contents.rows) + len(contents.rejected),
-        shard=stored,
-        class_counts={},
-        channel_sums=sums,
-        channel_square_sums=square_sums,
-        num_pixels=num_pixels,
-        rejected=tuple(contents.rejected),
-    )
     found = StockRecord(
         plan_hash=plan.hash,
         stamp=version.stamp,
@@ -242,7 +213,7 @@ def _read(shard: StockShard, plan: IndexPlan) -> StockRecord:
         raw_size=contents.raw_size,
         num_without_key=contents.num_without_key,
         goes_on_at=contents.goes_on_at,
-        record=record,
+        record=ShardRecord.of(stored, contents.channels, contents.rejected, plan_hash=plan.hash, class_counts={}),
     )
     write_record(plan.directory, shard.name, found)
     return found
@@ -252,89 +223,13 @@ def _read(shard: StockShard, plan: IndexPlan) -> StockRecord:
 
 
 def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> Manifest:
-    _refuse_empty(shards, found)
-    classes, records = _with_classes(plan, shards, found)
-    manifest = _manifest(plan, shards, found, classes, records)
-    write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
-    save_manifest(plan.directory, manifest)
-    _say_what_was_not_read(shards, found)
-    return manifest
-
-
-def described(settings: IndexSettings) -> dict[str, Any]:
-    """For the manifest: how the shards were read."""
-    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"})}
-
-
-def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """Of the config and of what is in the shards, wherever they lie."""
-    contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
-    return hash_of_json([plan.config_hash, contents])
-
-
-def _refuse_empty(shards: list[StockShard], found: list[StockRecord]) -> None:
-    for split in sorted({shard.split for shard in shards}):
-        if not sum(part.record.num_inputs for shard, part in zip(shards, found, strict=True) if shard.split == split):
-            raise UserError(f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or KEY.json")
-
-
-def _with_classes(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> tuple[tuple[str, ...], list[ShardRecord]]:
-    """The classes of the dataset, and the records with the index written in their numbers."""
-    words = sorted({word for part in found for word in part.names})
-    if len(words) > MAX_CLASSES:
-        raise UserError(f"label: {plan.settings.label} has {len(words):,} different values; is that the class?")
-    _refuse_mixed(plan, shards, found)
-    number_of = {word: number for number, word in enumerate(words)}
-    top, records = -1, []
-    for part in found:
-        record = part.record
-        rows: NDArray[np.int64] = np.load(plan.directory / PARTS / f"{record.shard.name}.npy", allow_pickle=False)
-        if part.names and len(rows):
-            rows[:, 2] = np.array([number_of[word] for word in part.names], np.int64)[rows[:, 2]]
-        top = max(top, int(rows[:, 2].max(initial=-1)))
-        shard = record.shard.model_copy(update={"index_sha256": write_index(plan.directory, record.shard.name, rows)})
-        records.append(record.model_copy(update={"shard": shard, "class_counts": count_labels(rows[:, 2])}))
-    if plan.names is not None:
-        return plan.names, records
-    return tuple(words) or tuple(str(number) for number in range(top + 1)), records
-
-
-def _refuse_mixed(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> None:
-    pairs = list(zip(shards, found, strict=True))
-    with_words = next((shard.place for shard, part in pairs if part.names), None)
-    with_numbers = next((shard.place for shard, part in pairs if part.has_numbers), None)
-    if with_words is not None and with_numbers is not None:
-        raise UserError(
-            f"label: {plan.settings.label} is a word in {with_words} and a number in {with_numbers}; "
-            "give the words in classes_file, in the order of their numbers"
-        )
-
-
-def _say_what_was_not_read(shards: list[StockShard], found: list[StockRecord]) -> None:
-    cut = [(shard.place, part.goes_on_at) for shard, part in zip(shards, found, strict=True) if part.goes_on_at]
-    if cut:
-        place, at = cut[0]
-        print(
-            f"data_prep: {len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte {at:,}), as tars put "
-            "together with cat do; nothing behind it was read. ignore_zeros=true reads on",
-            file=sys.stderr,
-        )
-
-
-def _manifest(
-    plan: IndexPlan, shards: list[StockShard], found: list[StockRecord], classes: tuple[str, ...], records: list[ShardRecord]
-) -> Manifest:
+    _refuse_empty_or_mixed(plan, shards, found)
     settings = plan.settings
+    classes, records = _with_classes(plan, found)
     raw_sizes = {part.raw_size for part in found if part.record.shard.num_samples}
     is_raw = raw_sizes == {settings.image_size}
-    if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
-        size = raw_sizes.pop()
-        print(
-            f"data_prep: all pictures are raw ones of {size} px; with image_size={size} they would be read at memory speed",
-            file=sys.stderr,
-        )
     num_without_key = sum(part.num_without_key for part in found)
-    return manifest_of(
+    manifest = manifest_of(
         settings,
         records,
         {shard.name: shard.split for shard in shards},
@@ -346,3 +241,52 @@ def _manifest(
         num_left_out={"without_key": num_without_key} if num_without_key else {},
         plan_hash=finished_plan_hash(plan, shards, [record.shard for record in records]),
     )
+    write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
+    save_manifest(plan.directory, manifest)
+    if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
+        size = raw_sizes.pop()
+        _report(f"all pictures are raw ones of {size} px; with image_size={size} they would be read at memory speed")
+    cut = [(shard.place, part.goes_on_at) for shard, part in zip(shards, found, strict=True) if part.goes_on_at]
+    if cut:
+        place, at = cut[0]
+        _report(
+            f"{len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte {at:,}), as tars put "
+            "together with cat do; nothing behind it was read. ignore_zeros=true reads on"
+        )
+    return manifest
+
+
+def _report(text: str) -> None:
+    print(f"data_prep: {text}", file=sys.stderr)
+
+
+def _refuse_empty_or_mixed(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> None:
+    pairs = list(zip(shards, found, strict=True))
+    for split in sorted({shard.split for shard in shards}):
+        if not any(part.record.num_inputs for shard, part in pairs if shard.split == split):
+            raise UserError(f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or KEY.json")
+    with_words = next((shard.place for shard, part in pairs if part.names), None)
+    with_numbers = next((shard.place for shard, part in pairs if part.has_numbers), None)
+    if with_words is not None and with_numbers is not None:
+        raise UserError(
+            f"label: {plan.settings.label} is a word in {with_words} and a number in {with_numbers}; "
+            "give the words in classes_file, in the order of their numbers"
+        )
+
+
+def _with_classes(plan: IndexPlan, found: list[StockRecord]) -> tuple[tuple[str, ...], list[ShardRecord]]:
+    """The classes of the dataset, and the records with the index written in their numbers."""
+    words = sorted({word for part in found for word in part.names})
+    if len(words) > MAX_CLASSES:
+        raise UserError(f"label: {plan.settings.label} has {len(words):,} different values; is that the class?")
+    number_of = {word: number for number, word in enumerate(words)}
+    top, records = -1, []
+    for part in found:
+        record = part.record
+        rows: NDArray[np.int64] = np.load(plan.directory / PARTS / f"{record.shard.name}.npy", allow_pickle=False)
+        if part.names and len(rows):
+            rows[:, 2] = np.array([number_of[word] for word in part.names], np.int64)[rows[:, 2]]
+        top = max(top, int(rows[:, 2].max(initial=-1)))
+        shard = record.shard.model_copy(update={"index_sha256": write_index(plan.directory, record.shard.name, rows)})
+        records.append(record.model_copy(update={"shard": shard, "class_counts": count_labels(rows[:, 2])}))
+    return plan.names or tuple(words) or tuple(str(number) for number in range(top + 1)), records

@@ -109,12 +109,11 @@ def answer(mark: Path, number: int) -> bytes:
 
 def test_a_worker_killed_in_the_middle_of_its_answer_holds_up_nobody_and_counts_once(tmp_path: Path) -> None:
     """The pool of the standard library waits for ever for the other half."""
-    tally = Tally()
-    with worker_pool(2, tally=tally) as pool:
+    with worker_pool(2) as pool:
         found = list(pool.map(answer, [tmp_path / str(number) for number in range(5)], range(5)))
     assert found == [bytes([number]) * 100_000 for number in range(5)]
-    assert tally.taken() == 0 + 1 + 2 + 3 + 4
-    assert tally.taken() == 0
+    assert pool.tally.taken() == 0 + 1 + 2 + 3 + 4
+    assert pool.tally.taken() == 0
 
 
 def test_workers_hear_ctrl_c_where_the_builder_does() -> None:
