@@ -5,15 +5,16 @@ and runs a function of a module, by name: `pretrain.cli:main`, or a case of test
 """
 
 import importlib
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PRELOADED = [
     "pretrain.engine.deepspeed",
@@ -23,22 +24,18 @@ PRELOADED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
 """What a training imports, and what its first step would import besides."""
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(PRELOADED)
+"""Not the one of multiprocessing: that has imported what the first who used it asked for, such as the workers of data_prep."""
 
 
 def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:
     """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
-    process = context.Process(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # what the server imports with, if this call starts it
-    try:
+    process = ForkServerProcess(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
+    threads = {"OMP_NUM_THREADS": "1"}  # what the server imports with, if this call starts it
+    with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process), patch.dict(os.environ, threads):
         process.start()
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
     return process
 
 
