@@ -79,21 +79,21 @@ def walk(
 
     Links and devices are passed over where they are not refused.
     """
-    announced = _Announced()
+    name, size, is_announced = None, None, False  # as extended headers announce the member that follows them
     while True:
         here = offset - beginning
         block = read(offset, BLOCK)
         if len(block) < BLOCK or (end is not None and offset + BLOCK > end):
             raise TarError(f"is cut at byte {here:,}: no end-of-archive mark")
         if block.count(0) == BLOCK:
-            if announced.any:
+            if is_announced:
                 raise TarError(f"ends at byte {here:,}, after an extended header whose member is not there")
             return offset
         kind, num_bytes = _checked(block, here)
         if kind == b"\0" and _name(block).endswith("/"):
             kind = _FOLDER  # as tars of before 1988 have it
-        if kind in _REGULAR and announced.size is not None:
-            num_bytes = announced.size
+        if kind in _REGULAR and size is not None:
+            num_bytes = size
         elif kind == _FOLDER:
             num_bytes = 0  # whatever it says: POSIX lets it tell the room set aside, and no data follows
         data = offset + BLOCK
@@ -103,13 +103,14 @@ def walk(
         if kind in _EXTENDED:
             if num_bytes > _MAX_HEADER_BYTES:
                 raise TarError(f"has a header of {num_bytes:,} bytes at byte {here:,}")
-            announced.take(kind, read(data, num_bytes), place=here)
+            name, size = _announced(kind, read(data, num_bytes), name, size, place=here)
+            is_announced = True
             continue
         if kind in _REGULAR:
-            yield Member(announced.name if announced.name is not None else _name(block), data, num_bytes)
+            yield Member(_name(block) if name is None else name, data, num_bytes)
         elif kind != _FOLDER and refuse_links:
             raise TarError(f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only")
-        announced = _Announced()
+        name, size, is_announced = None, None, False
 
 
 def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
@@ -169,22 +170,15 @@ def header_name(block: bytes) -> str:
     return _name(block)
 
 
-class _Announced:
-    """What extended headers say of the member that follows them."""
-
-    def __init__(self) -> None:
-        self.any = False
-        self.name: str | None = None
-        self.size: int | None = None
-
-    def take(self, kind: bytes, body: bytes, *, place: int) -> None:
-        self.any = True
-        if kind == _LONG_NAME:
-            self.name = _text(body)
-        elif kind in _PAX:
-            self.name, self.size = _pax(body, self.name, self.size, place=place)
-        elif kind == _GLOBAL_PAX and _pax(body, None, None, place=place) != (None, None):
-            raise TarError(f"gives all members one name or size, in a global header at byte {place:,}; repack it")
+def _announced(kind: bytes, body: bytes, name: str | None, size: int | None, *, place: int) -> tuple[str | None, int | None]:
+    """`name` and `size` of the next member, as an extended header changes them."""
+    if kind == _LONG_NAME:
+        return _text(body), size
+    if kind in _PAX:
+        return _pax(body, name, size, place=place)
+    if kind == _GLOBAL_PAX and _pax(body, None, None, place=place) != (None, None):
+        raise TarError(f"gives all members one name or size, in a global header at byte {place:,}; repack it")
+    return name, size
 
 
 def _next_block(descriptor: int, offset: int, end: int) -> int | None:

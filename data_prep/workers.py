@@ -22,11 +22,10 @@ from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from data_prep.progress import progress
 
-P = ParamSpec("P")
 J = TypeVar("J")
 T = TypeVar("T")
 
@@ -64,18 +63,6 @@ class Tally:
         cls._mine = slots, number
 
 
-def _warm_up() -> None:
-    """Starts the process that workers are forked from, which imports what they need while this one goes on.
-
-    It is born deaf to Ctrl-C, which reaches it, too: while it imports it would show a traceback. It ends with this process.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class Pool(ThreadPoolExecutor):
     def __init__(self, slots: MutableSequence[int], **how: Any):
         super().__init__(**how)
@@ -86,7 +73,13 @@ def worker_pool(num_workers: int) -> Pool:
     if num_workers <= 1:
         slots = [0]
         return Pool(slots, max_workers=1, initializer=Tally.connect, initargs=(slots, 0))
-    _warm_up()
+    # Starts the process that workers are forked from, which imports what they need while this one goes on. It ignores Ctrl-C,
+    # which reaches it, too: while it imports it would show a traceback. It ends with this process.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return _Processes(num_workers, _CONTEXT.RawArray("q", num_workers))
 
 
@@ -138,7 +131,7 @@ class _Processes(Pool):
         self._workers = [_Worker(slots, number) for number in range(num_workers)]
         self._idle = self._workers.copy()
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         return super().submit(self._hand_over, fn, args, kwargs)
 
     def _hand_over(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:

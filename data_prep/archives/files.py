@@ -82,9 +82,7 @@ def sort_out(place: Path) -> tuple[list[str], list[str]]:
     """The folders and the files right in `place`. What is neither may stand for a class or a split, and is refused, and so is a
     link to all of them (issue 17: `all -> .` was a class that held every picture again)."""
     above = _above(place)
-    with os.scandir(place) as found:
-        entries = sorted(_visible(found), key=lambda entry: entry.name)
-    kinds = {entry.name: _UPWARD if _leads_to(entry, above) else kind_of(entry) for entry in entries}
+    kinds = {entry.name: _UPWARD if _leads_to(entry, above) else kind_of(entry) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
     if odd:
         raise SourceError(
@@ -121,9 +119,7 @@ def _leads_to(entry: "os.DirEntry[str]", folders: frozenset[tuple[int, int]]) ->
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
-    with os.scandir(folder) as found:
-        entries = sorted(_visible(found), key=lambda entry: entry.name)
-    for entry in entries:
+    for entry in _visible(folder):
         status = _status(entry)
         if status is None:
             yield f"{prefix}{entry.name}", 0, NOWHERE
@@ -137,8 +133,10 @@ def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterat
             yield f"{prefix}{entry.name}", 0, NOT_PLAIN
 
 
-def _visible(entries: "Iterator[os.DirEntry[str]]") -> "Iterator[os.DirEntry[str]]":
-    return (entry for entry in entries if not entry.name.startswith("."))
+def _visible(folder: str | Path) -> "list[os.DirEntry[str]]":
+    """What is in a folder, by name."""
+    with os.scandir(folder) as found:
+        return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:

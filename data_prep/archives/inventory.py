@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from data_prep.publish import atomic_directory, canonical_json, write_json
 from data_prep.settings import printable
 
 HEAD_NAME = "containers.json"
-_COLUMNS = {"container": "<i4", "label": "<i4", "offset": "<i8", "size": "<i8", "name_end": "<i8"}
+_COLUMNS = {"container": "<i4", "label": "<i4", "offset": "<i8", "size": "<i8", "name_end": "<i8", "names": "u1"}
 
 
 class Container(NamedTuple):
@@ -107,26 +107,13 @@ class Inventory:
         self.directory, self.digest, self.stamp = directory, str(head["digest"]), str(head["stamp"])
         self.classes: tuple[str, ...] = tuple(head["classes"])
         self.containers = tuple(Container(*fields) for fields in head["containers"])
-        self._beside: tuple[tuple[str, str], ...] = tuple((name, stamp) for name, stamp in head["beside"])
+        self.outline = Outline(self.classes, self.containers, tuple((name, stamp) for name, stamp in head["beside"]))
+        columns = {name: _map(directory / f"{name}.bin", dtype) for name, dtype in _COLUMNS.items()}
+        self.container_numbers, self.labels, self.sizes = columns["container"], columns["label"], columns["size"]
+        self._offsets, self._name_ends, self._names = columns["offset"], columns["name_end"], columns["names"]
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def outline(self) -> Outline:
-        return Outline(self.classes, self.containers, self._beside)
-
-    @cached_property
-    def container_numbers(self) -> NDArray[np.int32]:
-        return self._column("container")
-
-    @cached_property
-    def labels(self) -> NDArray[np.int32]:
-        return self._column("label")
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        return self._column("size")
 
     def entry(self, row: int) -> Entry:
         container = self.containers[self.container_numbers[row]]
@@ -144,21 +131,6 @@ class Inventory:
         first, last = np.searchsorted(self.container_numbers, [number, number + 1])
         return range(int(first), int(last))
 
-    @cached_property
-    def _offsets(self) -> NDArray[np.int64]:
-        return self._column("offset")
-
-    @cached_property
-    def _name_ends(self) -> NDArray[np.int64]:
-        return self._column("name_end")
-
-    @cached_property
-    def _names(self) -> NDArray[np.uint8]:
-        return _map(self.directory / "names.bin", "u1")
-
-    def _column(self, name: str) -> NDArray[Any]:
-        return _map(self.directory / f"{name}.bin", _COLUMNS[name])
-
 
 @lru_cache(maxsize=2)
 def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
@@ -172,7 +144,7 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
         digest, stamp = hashlib.sha256(canonical_json(outline.classes)), hashlib.sha256(canonical_json(outline.beside))
         names_end = 0
         with ExitStack() as stack:
-            files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in [*_COLUMNS, "names"]}
+            files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in _COLUMNS}
             for number, (container, entries) in enumerate(zip(outline.containers, listed, strict=True)):
                 columns, names = _sorted_columns(number, entries, names_end)
                 for name, column in columns.items():

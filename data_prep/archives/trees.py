@@ -5,7 +5,6 @@ is read once in a process; no name occurs twice; what is read has the size and t
 """
 
 import zipfile
-from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -18,21 +17,9 @@ _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED: Final = 1
 
 
-class Tree(ABC):
-    """All names are sorted; what begins with a dot is not there."""
+class FolderTree:
+    """The files below a folder. All names are sorted; what begins with a dot is not there."""
 
-    @abstractmethod
-    def subfolders(self, folder: str) -> list[str]: ...
-
-    @abstractmethod
-    def files(self, folder: str) -> list[tuple[str, int, int]]:
-        """(name, time of change, bytes) of each file in `folder`, which must exist."""
-
-    @abstractmethod
-    def read(self, path: str) -> bytes: ...
-
-
-class FolderTree(Tree):
     def __init__(self, root: Path):
         self.root = root
 
@@ -42,6 +29,7 @@ class FolderTree(Tree):
             return sorted(path.name for path in inside if kind_of(path) == "folder")
 
     def files(self, folder: str) -> list[tuple[str, int, int]]:
+        """(name, time of change, bytes) of each file in `folder`, which must exist."""
         with refusing(self.root / folder):
             return [row for row in list_files(self.root / folder) if "/" not in row[0]]
 
@@ -50,12 +38,14 @@ class FolderTree(Tree):
             return (self.root / path).read_bytes()
 
 
-class ZipTree(Tree):
+class ZipTree:
+    """The members of a zip, in the same words."""
+
     def __init__(self, path: Path, top: str):
         self.path = path
         self._members: dict[str, zipfile.ZipInfo] = {}
-        self._files: dict[str, list[tuple[str, int, int]]] = {}
-        self._folders: dict[str, set[str]] = {}
+        self._folders: dict[str, list[tuple[str, int, int]]] = {}
+        """The files of each."""
         with refusing(path):
             self._zip = zipfile.ZipFile(path)
             for member in self._zip.infolist():
@@ -64,12 +54,13 @@ class ZipTree(Tree):
             raise SourceError(f"source.path: {path} holds no files below {top}; give {top}.zip as downloaded")
 
     def subfolders(self, folder: str) -> list[str]:
-        return sorted(self._folders.get(folder, ()))
+        places = (name.rpartition("/") for name in self._folders)
+        return sorted(last for above, _, last in places if above == folder and last)
 
     def files(self, folder: str) -> list[tuple[str, int, int]]:
-        if folder not in self._files and folder not in self._folders:
+        if folder not in self._folders:
             raise SourceError(f"source.path: {self.path} holds no {folder}; download it again")
-        return sorted(self._files.get(folder, []))
+        return sorted(self._folders[folder])
 
     def read(self, path: str) -> bytes:
         member = self._members.get(path)
@@ -94,22 +85,24 @@ class ZipTree(Tree):
         inner = "/".join(parts[1:])
         folder, _, last = inner.rpartition("/")
         if member.is_dir():
-            self._add_folder(inner)
-            return
-        self._add_folder(folder)
-        if inner in self._members:
+            self._folder(inner)
+        elif inner in self._members:
             raise SourceError(f"source.path: {self.path} holds {inner} twice; download it again")
-        if member.file_size > MAX_MEMBER_BYTES:
+        elif member.file_size > MAX_MEMBER_BYTES:
             raise SourceError(f"source.path: {self.path}: {inner} unpacks to {member.file_size:,} bytes; download it again")
-        self._members[inner] = member
-        self._files.setdefault(folder, []).append((last, 0, member.file_size))
+        else:
+            self._members[inner] = member
+            self._folder(folder).append((last, 0, member.file_size))
 
-    def _add_folder(self, folder: str) -> None:
-        if folder and folder not in self._folders:
-            self._folders[folder] = set()
-            above, _, last = folder.rpartition("/")
-            self._add_folder(above)
-            self._folders.setdefault(above, set()).add(last)
+    def _folder(self, path: str) -> list[tuple[str, int, int]]:
+        """The files of a folder, which is there from now on, as are those that it lies in."""
+        if path not in self._folders:
+            self._folders[path] = []
+            self._folder(path.rpartition("/")[0])
+        return self._folders[path]
+
+
+Tree = FolderTree | ZipTree
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,6 @@ STRIP_PIXELS: Final = 1 << 18
 _LEVELS = range(256)
 _SQUARES = tuple(level * level for level in _LEVELS)
 
-
 Triple = tuple[float, float, float]
 
 
@@ -51,20 +50,10 @@ class ChannelSums:
         self.num_pixels += width * height
 
     @property
-    def sums(self) -> tuple[int, int, int]:
-        self._count()
-        r, g, b = self._sums
-        return r, g, b
-
-    @property
-    def square_sums(self) -> tuple[int, int, int]:
-        self._count()
-        r, g, b = self._square_sums
-        return r, g, b
-
-    @property
     def totals(self) -> ChannelTotals:
-        return ChannelTotals(self.sums, self.square_sums, self.num_pixels)
+        self._count()
+        (r, g, b), (rr, gg, bb) = self._sums, self._square_sums
+        return ChannelTotals((r, g, b), (rr, gg, bb), self.num_pixels)
 
     def _count(self) -> None:
         if self._strip is None or not self._filled:

@@ -84,15 +84,6 @@ def by_container(inventory: Inventory) -> Arrangement:
     return Arrangement(splits={name: np.flatnonzero(of_row == number).astype(np.int32) for number, name in enumerate(names)})
 
 
-def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
-    """A seeded share of every class of `train` becomes `val`: at least one image where a class has two."""
-
-    def count(total: int) -> int:
-        return max(1, round(total * share)) if total > 1 else 0
-
-    return move_to_val(inventory, arrangement, count=count, seed=seed)
-
-
 def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int) -> Arrangement:
     """Of every class of `train`, `count(images of the class)` seeded ones become `val`."""
     train = arrangement.splits["train"]

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from pydantic import Field
 
 from data_prep.archives.guard import SourceError
@@ -64,12 +65,8 @@ class DatasetSource(Source):
     def entries(self, container: Container) -> Entries:
         """The size of a picture is not known before it is fetched, so it is listed as 0."""
         split, places = container.split, range(container.offset, container.offset + container.num_bytes)
-        known = self._targets(split)
-        labels = (
-            [_item(self._object(split), split, place)[1] for place in places]
-            if known is None
-            else known[places.start : places.stop]
-        )
+        labels = (self._targets(split) or [])[places.start : places.stop]
+        labels = labels or [_item(self._object(split), split, place)[1] for place in places]
         num_classes = len(self._classes())
         for place, label in zip(places, labels, strict=True):
             if label != UNLABELLED and not 0 <= label < num_classes:
@@ -103,23 +100,23 @@ class DatasetSource(Source):
     def _classes(self) -> tuple[str, ...]:
         if self.settings.class_names is not None:
             return self.settings.class_names
-        objects = {split: self._object(split) for split in self.settings.splits}
-        named = {split: getattr(made, "classes", None) for split, made in objects.items()}
-        lists = {split: tuple(map(str, names)) for split, names in named.items() if isinstance(names, list | tuple)}
+        objects = [self._object(split) for split in self.settings.splits]
+        named = [getattr(made, "classes", None) for made in objects]
+        lists = [tuple(map(str, names)) for names in named if isinstance(names, list | tuple)]
         if lists:
-            if len(set(lists.values())) > 1 or len(lists) < len(objects):
+            if len(set(lists)) > 1 or len(lists) < len(objects):
                 raise SourceError("source.splits: the objects do not all have the same classes; set source.class_names")
-            return next(iter(lists.values()))
-        numbers = [getattr(made, "num_classes", None) for made in objects.values()]
-        known = [number for number in numbers if type(number) is int]
-        if len(known) == len(numbers):
-            return tuple(map(str, range(max(known))))
-        targets = {split: self._targets(split) for split in objects}
-        if any(labels is None for labels in targets.values()):
+            return lists[0]
+        counts = [getattr(made, "num_classes", None) for made in objects]
+        if not all(type(count) is int for count in counts):
+            targets = [self._targets(split) for split in self.settings.splits]
+            counts = [None if labels is None else 1 + max(labels) for labels in targets]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(objects):
             raise SourceError(
                 "source.class_names: the objects have neither classes nor num_classes nor targets; name the classes here"
             )
-        return tuple(map(str, range(1 + max(max(labels) for labels in targets.values() if labels is not None))))
+        return tuple(map(str, range(max(known))))
 
     def _targets(self, split: str) -> list[int] | None:
         """All labels, where the object has them at hand."""
@@ -171,31 +168,25 @@ def _calling(split: str, what: str) -> Iterator[None]:
 
 def encode(picture: Any) -> bytes:
     """The lossless file of a PIL image, an array or a tensor; raises `ValueError` for anything else."""
-    if hasattr(picture, "mode") and hasattr(picture, "save"):
-        if picture.mode in ("RGB", "L") and "transparency" not in picture.info:
-            return encode(np.asarray(picture))
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
-        return buffer.getvalue()
-    pixels = _channels_last(np.asarray(picture), first=hasattr(picture, "permute"))
-    pixels = np.ascontiguousarray(_to_uint8(pixels))
-    if pixels.ndim == 2:
-        return pgm(pixels)
-    if pixels.shape[2] == 1:
-        return pgm(pixels[:, :, 0])
-    if pixels.shape[2] == 3:
-        return ppm(pixels)
-    from PIL import Image
-
+    if hasattr(picture, "save") and (picture.mode not in ("RGB", "L") or "transparency" in picture.info):
+        image = picture
+    else:
+        pixels = _channels_last(np.asarray(picture), first=hasattr(picture, "permute"))
+        pixels = np.ascontiguousarray(_to_uint8(pixels))
+        if pixels.shape[2] == 1:
+            return pgm(pixels[:, :, 0])
+        if pixels.shape[2] == 3:
+            return ppm(pixels)
+        image = Image.fromarray(pixels)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _channels_last(pixels: NDArray[Any], *, first: bool) -> NDArray[Any]:
-    """(H, W) or (H, W, C). A tensor's channels come first where both readings are possible, an array's last."""
+    """(H, W, C). A tensor's channels come first where both readings are possible, an array's last."""
     if pixels.ndim == 2 and pixels.size:
-        return pixels
+        return pixels[:, :, None]
     if pixels.ndim == 3 and pixels.size:
         for place in (0, 2) if first else (2, 0):
             if pixels.shape[place] in (1, 3, 4):

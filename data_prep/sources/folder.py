@@ -10,7 +10,7 @@ from data_prep.archives.files import changed_in_folder, list_files, only_folders
 from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
-from data_prep.sources.base import Arrangement, Source, by_container, hold_out
+from data_prep.sources.base import Arrangement, Source, by_container, move_to_val
 
 SPLIT_NAMES = ("train", "val", "test")
 
@@ -21,7 +21,8 @@ class FolderSettings(Settings):
     kind: Literal["folder"]
     path: str
     val_share: float = Field(0.0, ge=0, lt=1)
-    """Share of each class that becomes the split `val` where the folder has no splits of its own (seeded)."""
+    """Share of each class that becomes the split `val` where the folder has no splits of its own (seeded): at least one picture
+    where a class has two."""
     seed: int = Field(0, ge=0)
 
 
@@ -66,9 +67,14 @@ class FolderSource(Source):
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         arrangement = by_container(inventory)
-        if list(arrangement.splits) == ["train"] and self.settings.val_share > 0:
-            return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed)
-        return arrangement
+        share = self.settings.val_share
+        if list(arrangement.splits) != ["train"] or not share:
+            return arrangement
+
+        def count(total: int) -> int:
+            return max(1, round(total * share)) if total > 1 else 0
+
+        return move_to_val(inventory, arrangement, count=count, seed=self.settings.seed)
 
     def read(self, entry: Entry) -> bytes:
         return read_file(self.root, entry)

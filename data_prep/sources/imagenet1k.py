@@ -13,39 +13,30 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.files import kind_of, list_files, read_file
-from data_prep.archives.guard import SourceError, check_md5, stamp_of
+from data_prep.archives.files import kind_of
+from data_prep.archives.guard import SourceError, check_md5, refusing, stamp_of
 from data_prep.archives.gzipped import read_members
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
+from data_prep.archives.inventory import Container, Entries, Inventory, Outline
 from data_prep.settings import Settings
-from data_prep.sources.base import Arrangement, Source, by_container
-from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, list_tar, read_synset, refuse_gzip
+from data_prep.sources.base import Arrangement, by_container
+from data_prep.sources.synsets import SynsetSource, find_synsets, labelled, refuse_gzip
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
 DEVKIT_MD5 = "fa75699e90414af021442c21a62c3abf"  # as published on image-net.org and checked by torchvision
-_META, _TRUTH = f"{DEVKIT}/data/meta.mat", f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt"
+_META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
 PUBLISHED_MD5 = {TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e", VAL_TAR: "29b22e2961454d5413ddabcf34fc5622"}
 NUM_CLASSES = 1000
 _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 _WNID_FOLDER = re.compile(r"n\d{8}")
-
-
-@dataclass(frozen=True)
-class Devkit:
-    wnids: tuple[str, ...]
-    """The classes, sorted: the place is the label that everyone uses."""
-    val_labels: tuple[int, ...]
-    """Of ILSVRC2012_val_00000001.JPEG and so on."""
 
 
 class ImageNet1kSettings(Settings):
@@ -60,7 +51,7 @@ class ImageNet1kSettings(Settings):
     """Which archives are held against their published MD5; `all` reads 144 GB once more."""
 
 
-class ImageNet1kSource(Source):
+class ImageNet1kSource(SynsetSource):
     settings: ImageNet1kSettings
 
     def __init__(self, settings: ImageNet1kSettings):
@@ -79,24 +70,23 @@ class ImageNet1kSource(Source):
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds {TRAIN_TAR}")
         classes: tuple[str, ...] | None = None
         containers: list[Container] = []
-        beside = [(file.name, stamp_of([file])) for file in self._files_beside()]
-        kit = self._devkit()
-        self._val_labels = kit.val_labels if kit is not None else ()
+        kit_path = self._present(f"{DEVKIT}.tar.gz", DEVKIT)
+        files = [] if kit_path is None else files_of(kit_path)
+        files += [] if self.settings.real is None else [self._real_file()]
+        beside = tuple((file.name, stamp_of([file])) for file in files)
         if self.settings.real is not None:
             self._real_labels()  # reports a mistake in it now, not after the packing
+        kit = None if kit_path is None else load_devkit(kit_path, must_be_published=self.settings.md5 != "off")
+        self._val_labels = kit.val_labels if kit is not None else ()
         if "train" in self.settings.splits:
             synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
             classes = tuple(sorted(synsets))
-            if kit is not None and classes != kit.wnids:
-                odd = sorted(set(classes) ^ set(kit.wnids))
-                raise SourceError(
-                    f"source.path: train has {len(classes)} synsets, the development kit {len(kit.wnids)} "
-                    f"(for example {odd[0]} is in one only); complete the archive"
-                )
+            if kit is not None:
+                _refuse_difference("train", classes, "the development kit", kit.wnids)
             containers += labelled(synsets, classes)
         if "val" in self.settings.splits:
             place = self._place(VAL_TAR, "val")
-            if self._val_is_flat(place):
+            if place == VAL_TAR or not any(_WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir()):
                 if kit is None:
                     raise SourceError(
                         f"source.path: {self.root / place} has no synset folders, so its labels are in {DEVKIT}.tar.gz; "
@@ -108,23 +98,15 @@ class ImageNet1kSource(Source):
             else:
                 synsets = find_synsets(self.root, place, split="val")
                 classes = classes or tuple(sorted(synsets))
-                odd = sorted(set(synsets) ^ set(classes))
-                if odd:
-                    raise SourceError(
-                        f"source.path: val has {len(synsets)} synsets, train {len(classes)} (for example {odd[0]} is in one only); "
-                        "complete the archive"
-                    )
+                _refuse_difference("val", synsets, "train", classes)
                 containers += labelled(synsets, classes)
         assert classes is not None
-        return Outline(classes=classes, containers=tuple(containers), beside=tuple(beside))
+        return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
         if container.label is not None:
-            return list_synset(self.root, container)
-        if container.path == VAL_TAR:
-            rows = [(member.name, member.offset, member.num_bytes) for member in list_tar(self.root, container)]
-        else:
-            rows = list_files(self.root / container.path)
+            return super().entries(container)
+        rows = self.rows(container)
         return Entries.of(rows, label=[self._val_label(name) for name, _, _ in rows])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
@@ -139,14 +121,6 @@ class ImageNet1kSource(Source):
         if labels and found < wanted:
             raise SourceError(f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive")
         return arrangement
-
-    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return changed_synset(self.root, container, listed)
-
-    def read(self, entry: Entry) -> bytes:
-        if entry.container.path == "val":
-            return read_file(self.root, entry)
-        return read_synset(self.root, entry)
 
     def annotated_splits(self) -> tuple[str, ...]:
         return () if self.settings.real is None else ("val",)
@@ -183,43 +157,24 @@ class ImageNet1kSource(Source):
 
     def _place(self, tar: str, folder: str) -> str:
         """The one form of a split that is there."""
-        self._refuse_odd(tar, folder)
-        if (self.root / tar).is_file():
-            refuse_gzip(self.root / tar)
+        path = self._present(tar, folder)
+        if path is None:
+            raise SourceError(
+                f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
+            )
+        if path.is_file():
+            refuse_gzip(path)
             if self.settings.md5 == "all":
-                check_md5(self.root / tar, PUBLISHED_MD5[tar])
-            return tar
-        if (self.root / folder).is_dir():
-            return folder
-        raise SourceError(
-            f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
-        )
+                check_md5(path, PUBLISHED_MD5[tar])
+        return path.name
 
-    def _refuse_odd(self, *names: str) -> None:
-        """A link to nowhere must not pass for a part that was never downloaded."""
-        for path in (self.root / name for name in names):
+    def _present(self, *names: str) -> Path | None:
+        """The first of them that is there. A link to nowhere must not pass for a part that was never downloaded."""
+        paths = [self.root / name for name in names]
+        for path in paths:
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
                 raise SourceError(f"source.path: {path} is {kind_of(path)}; mend or remove it")
-
-    def _devkit(self) -> Devkit | None:
-        path = self._devkit_path()
-        return None if path is None else load_devkit(path, must_be_published=self.settings.md5 != "off")
-
-    def _devkit_path(self) -> Path | None:
-        self._refuse_odd(f"{DEVKIT}.tar.gz", DEVKIT)
-        paths = (self.root / f"{DEVKIT}.tar.gz", self.root / DEVKIT)
         return next((path for path in paths if path.exists()), None)
-
-    def _files_beside(self) -> list[Path]:
-        """Those of the development kit and of the real labels."""
-        kit = self._devkit_path()
-        real = [] if self.settings.real is None else [self._real_file()]
-        return [*([] if kit is None else files_of(kit)), *real]
-
-    def _val_is_flat(self, place: str) -> bool:
-        if place == VAL_TAR:
-            return True
-        return not any(_WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir())
 
     def _val_label(self, name: str) -> int:
         number = _val_number(name)
@@ -229,6 +184,15 @@ class ImageNet1kSource(Source):
                 "are val and development kit of the same year?"
             )
         return self._val_labels[number - 1]
+
+
+def _refuse_difference(place: str, found: Collection[str], other: str, wanted: Collection[str]) -> None:
+    odd = sorted(set(found) ^ set(wanted))
+    if odd:
+        raise SourceError(
+            f"source.path: {place} has {len(found)} synsets, {other} {len(wanted)} (for example {odd[0]} is in one only); "
+            "complete the archive"
+        )
 
 
 def _val_number(name: str) -> int:
@@ -241,38 +205,35 @@ def _val_number(name: str) -> int:
 # ---- the development kit: which synset each of the 1,000 numbers means, and the numbers of the validation pictures -----
 
 
+class Devkit(NamedTuple):
+    wnids: tuple[str, ...]
+    """The classes, sorted: the place is the label that everyone uses."""
+    val_labels: tuple[int, ...]
+    """Of ILSVRC2012_val_00000001.JPEG and so on."""
+
+
+def files_of(path: Path) -> list[Path]:
+    """What is read of the development kit at `path`, the archive or the folder."""
+    return [path / "data" / _META, path / "data" / _TRUTH] if path.is_dir() else [path]
+
+
 def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
-    """From the archive or the folder at `path`."""
-    files = _from_folder(path) if path.is_dir() else _from_archive(path, must_be_published=must_be_published)
+    files = {}
+    if path.is_dir():
+        for file in files_of(path):
+            with refusing(file, remedy=f"unpack {DEVKIT}.tar.gz whole"):
+                files[file.name] = file.read_bytes()
+    else:
+        if must_be_published:
+            check_md5(path, DEVKIT_MD5)
+        files = read_members(path, (_META, _TRUTH))
+        if len(files) < 2:
+            raise SourceError(f"source.path: {path} is not the development kit; download it again")
     wnid_of_number = _wnids(files[_META], path)
     wnids = tuple(sorted(wnid_of_number.values()))
     labels = {wnid: label for label, wnid in enumerate(wnids)}
-    try:
-        numbers = [int(line) for line in files[_TRUTH].split()]
-        return Devkit(wnids=wnids, val_labels=tuple(labels[wnid_of_number[number]] for number in numbers))
-    except (ValueError, KeyError) as error:
-        raise SourceError(f"source.path: {path}: its ground truth is damaged ({error}); download it again") from None
-
-
-def files_of(path: Path) -> tuple[Path, ...]:
-    """What is read of the development kit at `path`."""
-    return tuple(path / Path(name).relative_to(DEVKIT) for name in (_META, _TRUTH)) if path.is_dir() else (path,)
-
-
-def _from_folder(path: Path) -> dict[str, bytes]:
-    try:
-        return {name: file.read_bytes() for name, file in zip((_META, _TRUTH), files_of(path), strict=True)}
-    except FileNotFoundError as error:
-        raise SourceError(f"source.path: {error.filename} is missing; unpack {DEVKIT}.tar.gz whole") from None
-
-
-def _from_archive(path: Path, *, must_be_published: bool) -> dict[str, bytes]:
-    if must_be_published:
-        check_md5(path, DEVKIT_MD5)
-    found = read_members(path, {Path(name).name for name in (_META, _TRUTH)})
-    if len(found) < 2:
-        raise SourceError(f"source.path: {path} is not the development kit; download it again")
-    return {name: found[Path(name).name] for name in (_META, _TRUTH)}
+    with refusing(path / _TRUTH):
+        return Devkit(wnids, tuple(labels[wnid_of_number[int(line)]] for line in files[_TRUTH].split()))
 
 
 def _wnids(meta: bytes, path: Path) -> dict[int, str]:

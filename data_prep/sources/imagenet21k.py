@@ -5,7 +5,6 @@ The published processing takes whatever 50 files a directory lists first. Here t
 own files alone; the manifest says the seed, and `val-*.paths` names the files.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +12,10 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from data_prep.archives.guard import SourceError
-from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
+from data_prep.archives.inventory import Inventory, Outline
 from data_prep.settings import Settings
-from data_prep.sources.base import Arrangement, Source, by_container, move_to_val
-from data_prep.sources.synsets import changed_synset, find_synsets, labelled, list_synset, read_synset
+from data_prep.sources.base import Arrangement, by_container, move_to_val
+from data_prep.sources.synsets import SynsetSource, find_synsets, labelled
 
 
 class ImageNet21kSettings(Settings):
@@ -42,7 +41,7 @@ class ImageNet21kSettings(Settings):
         return self
 
 
-class ImageNet21kSource(Source):
+class ImageNet21kSource(SynsetSource):
     settings: ImageNet21kSettings
 
     def __init__(self, settings: ImageNet21kSettings):
@@ -63,9 +62,6 @@ class ImageNet21kSource(Source):
         classes = tuple(sorted(synsets))
         return Outline(classes=classes, containers=tuple(labelled(synsets, classes)))
 
-    def entries(self, container: Container) -> Entries:
-        return list_synset(self.root, container)
-
     def arrange(self, inventory: Inventory) -> Arrangement:
         everything = by_container(inventory)
         if self.settings.processing == "raw":
@@ -85,9 +81,3 @@ class ImageNet21kSource(Source):
             left_out={"small classes": len(train) - len(staying)},
         )
         return move_to_val(inventory, chosen, count=lambda _total: self.settings.val_per_class, seed=self.settings.seed)
-
-    def read(self, entry: Entry) -> bytes:
-        return read_synset(self.root, entry)
-
-    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return changed_synset(self.root, container, listed)

@@ -61,10 +61,12 @@ class Stl10Source(Source):
         super().__init__(settings)
         self.path = Path(settings.path)
         self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
+        self.needed = (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 
     def outline(self) -> Outline:
         stamp = self._stamp()
-        self._check_sums()
+        if self.settings.md5 == "published":
+            self._check_sums()
         files = self._files(stamp)
         containers = []
         for name, split in self.splits.items():
@@ -75,7 +77,7 @@ class Stl10Source(Source):
                     "download it again"
                 )
             containers.append(Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp))
-        classes = tuple(self._text(_CLASSES, stamp).split())
+        classes = self._classes(stamp)
         if len(set(classes)) != len(classes) or not classes:
             raise SourceError(f"source.path: {_CLASSES} names no classes, or one twice; download it again")
         self._folds(stamp)  # refused now rather than after all pictures are packed
@@ -88,7 +90,7 @@ class Stl10Source(Source):
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
-        check_unchanged(entry.locator, entry.container.stamp, self._stamp())
+        check_unchanged(entry.locator, container.stamp, self._stamp())
         data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE, container.stamp)
         if len(data) == _STRIDE:
             data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
@@ -112,7 +114,7 @@ class Stl10Source(Source):
             raise SourceError(
                 f"source.path: {name} holds {len(stored):,} labels, {container.path} {count:,} pictures; download it again"
             )
-        num_classes = len(self._text(_CLASSES, container.stamp).split())
+        num_classes = len(self._classes(container.stamp))
         wrong = np.flatnonzero((stored < 1) | (stored > num_classes))
         if len(wrong):
             raise SourceError(
@@ -123,11 +125,10 @@ class Stl10Source(Source):
 
     def _folds(self, stamp: str) -> NDArray[np.bool_]:
         """(training pictures, 10): who belongs to which fold."""
-        lines = self._text(_FOLDS, stamp).splitlines()
         count = self._files(stamp)["train_X.bin"].num_bytes // _STRIDE
         bits = np.zeros((count, _NUM_FOLDS), np.bool_)
         with refusing(_FOLDS):
-            folds = [[int(word) for word in line.split()] for line in lines]
+            folds = [[int(word) for word in line.split()] for line in self._small(_FOLDS, stamp).splitlines()]
             if len(folds) != _NUM_FOLDS or not all(folds):
                 raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
             for number, fold in enumerate(folds):
@@ -136,17 +137,18 @@ class Stl10Source(Source):
                 bits[fold, number] = True
         return bits
 
-    # ---- the two forms of the archive ---------------------------------------------------------------------------
+    def _classes(self, stamp: str) -> tuple[str, ...]:
+        with refusing(_CLASSES):
+            return tuple(self._small(_CLASSES, stamp).decode("ascii").split())
 
-    def _needed(self) -> tuple[str, ...]:
-        return (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
+    # ---- the two forms of the archive ---------------------------------------------------------------------------
 
     def _stamp(self) -> str:
         return stamp_of(self._paths())
 
     def _paths(self) -> list[Path]:
         if self.path.is_dir():
-            return [self.path / name for name in self._needed()]
+            return [self.path / name for name in self.needed]
         if not self.path.is_file():
             raise SourceError(
                 f"source.path: {self.path} is not there; give {ARCHIVE} as downloaded, or the folder that it unpacks to"
@@ -154,19 +156,16 @@ class Stl10Source(Source):
         return [self.path]
 
     def _check_sums(self) -> None:
-        if self.settings.md5 == "off":
-            return
-        if self.path.is_dir():
-            for name in (*self.splits, *_LABELS.values()):
-                _check_once(self.path / name, STL10_FILES[name], stamp_of([self.path / name]))
-        else:
-            _check_once(self.path, STL10_ARCHIVE, stamp_of([self.path]))
+        for path in self._paths():
+            md5 = STL10_ARCHIVE if path == self.path else STL10_FILES.get(path.name)
+            if md5 is not None:
+                _check_once(path, md5, stamp_of([path]))
 
     def _files(self, stamp: str) -> dict[str, Member]:
         if self.path.is_dir():
-            return {name: Member(name, 0, (self.path / name).stat().st_size) for name in self._needed()}
+            return {name: Member(name, 0, (self.path / name).stat().st_size) for name in self.needed}
         files = open_gzipped_tar(self.path, stamp).files
-        missing = [name for name in self._needed() if name not in files]
+        missing = [name for name in self.needed if name not in files]
         if missing:
             raise SourceError(f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as downloaded")
         return files
@@ -183,11 +182,6 @@ class Stl10Source(Source):
         if num_bytes > _MAX_SMALL_BYTES:
             raise SourceError(f"source.path: {name} has {num_bytes:,} bytes; download it again")
         return self._read(name, offset, num_bytes, stamp)
-
-    def _text(self, name: str, stamp: str) -> str:
-        data = self._small(name, stamp)
-        with refusing(name):
-            return data.decode("ascii")
 
 
 @lru_cache(maxsize=16)

@@ -14,10 +14,47 @@ from pathlib import Path
 from data_prep.archives.files import changed_in_folder, list_files, read_file, refuse_loose, sort_out
 from data_prep.archives.guard import SourceError, changed_since, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry
+from data_prep.sources.base import Source
 from data_prep.tar import Member, TarError, members, read_checked
 
 _WNID = re.compile(r"n\d{8}")
 _GZIP_MAGIC = b"\x1f\x8b"
+
+
+class SynsetSource(Source):
+    """Each container is a folder, a tar, or a tar in a tar, below `root`."""
+
+    root: Path
+
+    def entries(self, container: Container) -> Entries:
+        assert container.label is not None
+        return Entries.of(self.rows(container), label=container.label)
+
+    def rows(self, container: Container) -> list[tuple[str, int, int]]:
+        """As `Entries.of` takes them."""
+        if _is_folder(container):
+            return list_files(self.root / container.path)
+        file, place = _file_of(self.root, container), self.root / container.path
+        found = _visible(file, place, start=container.offset, num_bytes=container.num_bytes or None)
+        if len({member.name for member in found}) < len(found):
+            raise SourceError(f"source.path: {place} holds a name twice; download it again")
+        return [(member.name, member.offset, member.num_bytes) for member in found]
+
+    def read(self, entry: Entry) -> bytes:
+        if _is_folder(entry.container):
+            return read_file(self.root, entry)
+        try:
+            return read_checked(_open(self.root, entry.container).number, entry.offset, entry.num_bytes)
+        except TarError:
+            raise SourceError(
+                f"{self.root / entry.container.path}: {entry.name} is not where it was when this tar was listed; it was changed or "
+                "replaced: restore it, or remove the unfinished dataset and build again"
+            ) from None
+
+    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
+        if _is_folder(container):
+            return changed_in_folder(self.root, container, listed)
+        return changed_since([_file_of(self.root, container)], container.stamp)
 
 
 def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
@@ -48,46 +85,6 @@ def labelled(synsets: dict[str, Container], classes: tuple[str, ...]) -> list[Co
     return [container._replace(label=labels[wnid]) for wnid, container in sorted(synsets.items())]
 
 
-def list_synset(root: Path, container: Container) -> Entries:
-    assert container.label is not None
-    if _is_folder(container):
-        return Entries.of(list_files(root / container.path), label=container.label)
-    found = list_tar(root, container)
-    return Entries.of([(member.name, member.offset, member.num_bytes) for member in found], label=container.label)
-
-
-def list_tar(root: Path, container: Container) -> list[Member]:
-    """The members of a container that is a tar, or a range of one; hidden files aside."""
-    file = _file_of(root, container)
-    try:
-        found = list(members(file, start=container.offset, num_bytes=container.num_bytes or None))
-    except TarError as error:
-        raise SourceError(f"source.path: {root / container.path} {error}; download it again") from None
-    seen = [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
-    if len({member.name for member in seen}) < len(seen):
-        raise SourceError(f"source.path: {root / container.path} holds a name twice; download it again")
-    return seen
-
-
-def read_synset(root: Path, entry: Entry) -> bytes:
-    if _is_folder(entry.container):
-        return read_file(root, entry)
-    descriptor = _open(root, entry.container)
-    try:
-        return read_checked(descriptor.number, entry.offset, entry.num_bytes)
-    except TarError:
-        raise SourceError(
-            f"{root / entry.container.path}: {entry.name} is not where it was when this tar was listed; it was changed or "
-            "replaced: restore it, or remove the unfinished dataset and build again"
-        ) from None
-
-
-def changed_synset(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
-    if _is_folder(container):
-        return changed_in_folder(root, container, listed)
-    return changed_since([_file_of(root, container)], container.stamp)
-
-
 def refuse_gzip(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(2) == _GZIP_MAGIC:
@@ -100,19 +97,24 @@ def refuse_gzip(path: Path) -> None:
 def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
     refuse_gzip(path)
     stamp = stamp_of([path])
-    try:
-        outer = [member for member in members(path) if not member.name.rpartition("/")[2].startswith(".")]
-    except TarError as error:
-        raise SourceError(f"source.path: {path} {error}; download it again") from None
-    if not outer:
-        raise SourceError(f"source.path: {path} is an empty tar")
     synsets: dict[str, Container] = {}
-    for member in outer:
+    for member in _visible(path, path):
         wnid = _wnid(member.name, path)
         if wnid in synsets:
             raise SourceError(f"source.path: {path} holds the synset {wnid} twice; download it again")
         synsets[wnid] = Container(f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp)
+    if not synsets:
+        raise SourceError(f"source.path: {path} is an empty tar")
     return synsets
+
+
+def _visible(file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None) -> list[Member]:
+    """The members of a tar, or of the range of `file` that is one, called `place`; hidden files aside."""
+    try:
+        found = list(members(file, start=start, num_bytes=num_bytes))
+    except TarError as error:
+        raise SourceError(f"source.path: {place} {error}; download it again") from None
+    return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
 
 
 def _wnid(name: str, place: Path) -> str:

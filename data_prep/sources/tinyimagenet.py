@@ -10,7 +10,6 @@ picture, a class folder that wnids.txt does not name: each is an error, so that 
 """
 
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -49,12 +48,8 @@ class TinyImageNetSource(Source):
         beside = tuple((name, stamp_of([self.path / name])) for name in lists)
         classes = _wnids(tree)
         folders = tree.subfolders("train")
-        for names, message in (
-            (sorted(set(classes) - set(folders)), "wnids.txt names classes without a folder in train"),
-            (sorted(set(folders) - set(classes)), "train holds folders that wnids.txt does not name"),
-        ):
-            if names:
-                raise SourceError(f"source.path: {message} ({', '.join(names[:3])}); download the archive again")
+        _refuse(set(classes) - set(folders), "wnids.txt names classes without a folder in train")
+        _refuse(set(folders) - set(classes), "train holds folders that wnids.txt does not name")
         containers = [
             Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp) for label, name in enumerate(classes)
         ]
@@ -74,13 +69,9 @@ class TinyImageNetSource(Source):
         rows = tree.files(container.path)
         if container.label is not None:
             return Entries.of(rows, label=container.label)
-        labels = _val_labels(tree)
-        for names, message in (
-            (sorted(labels.keys() - {name for name, _, _ in rows}), f"{_ANNOTATIONS} names pictures that are not there"),
-            (sorted({name for name, _, _ in rows} - labels.keys()), f"{_ANNOTATIONS} lacks pictures that are there"),
-        ):
-            if names:
-                raise SourceError(f"source.path: {message} ({', '.join(names[:3])}); download the archive again")
+        labels, present = _val_labels(tree), {name for name, _, _ in rows}
+        _refuse(labels.keys() - present, f"{_ANNOTATIONS} names pictures that are not there")
+        _refuse(present - labels.keys(), f"{_ANNOTATIONS} lacks pictures that are there")
         return Entries.of(rows, label=[labels[name] for name, _, _ in rows])
 
     def read(self, entry: Entry) -> bytes:
@@ -106,13 +97,12 @@ class TinyImageNetSource(Source):
         return stamp_of([self.path])
 
     def _tree(self) -> Tree:
-        if self.path.is_dir():
-            return self._folder
-        return open_zip_tree(self.path, TOP, self._stamp)
+        return FolderTree(self.path) if self.path.is_dir() else open_zip_tree(self.path, TOP, self._stamp)
 
-    @cached_property
-    def _folder(self) -> Tree:
-        return FolderTree(self.path)
+
+def _refuse(names: set[str], message: str) -> None:
+    if names:
+        raise SourceError(f"source.path: {message} ({', '.join(sorted(names)[:3])}); download the archive again")
 
 
 def _wnids(tree: Tree) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
         (lambda root: harmed(root, KIT, b"\x1f\x8b\x08" + bytes(99)), f"{KIT} is cut or damaged"),
         (lambda root: write_whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {FIRST[0]: 2, FIRST[1]: 2}).parent,
             f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
-        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground truth is damaged"),
+        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground_truth.txt is cut or"),
         (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "meta.mat cannot be read"),
     ],
 )  # fmt: skip
