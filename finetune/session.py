@@ -27,11 +27,11 @@ from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim, flatten, stacks_dir
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
-from pretrain.loop.train import watched
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World

@@ -8,8 +8,6 @@ checkpoint is on disk and result.json says so.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,10 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import all_sum, any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
+from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import Heartbeat
+from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
-from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World
 from pretrain.tracking.node import NodeSampler, node_name, node_report
 from pretrain.tracking.run_tags import datasets_of, training_tags
@@ -146,19 +143,6 @@ def train(task: Task, world: World) -> Outcome:
                 writer.wait(LAST_WRITE_S)
                 tracker.close("FAILED")
                 raise
-
-
-@contextmanager
-def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> Iterator[Heartbeat]:
-    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
-    heartbeat = Heartbeat(world, ranks)
-    heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
-    try:
-        yield heartbeat
-    except BaseException as error:
-        heartbeat.blame(error)
-        raise
-    heartbeat.stop()
 
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:

@@ -25,13 +25,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.ranks.hangs import ARMED_SHARE, PROGRESS, HangWatch, Verdict
+import torch
+
+from pretrain.ranks.collectives import all_sum
+from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.stacks import Stacks
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
@@ -40,13 +44,24 @@ STUCK_WAIT_S = 30.0
 """For data, by a rank that was told to stop: ranks that get theirs in time save, and what ends a job leaves it minutes for that."""
 BLAME_S = 3.0
 """How long a failed exchange waits for news of a rank that is gone."""
+ARMED_SHARE = 0.75
+"""Of the time after which a rank counts as silent: then its stacks are dumped, if they still can be."""
 LONGEST_LINE = 1 << 16
 _HELLO_S, _CONNECT_S = 10.0, 20.0
 Message = dict[str, Any]
 
 
-class Garbage(Exception):  # noqa: N818
-    """What came is no line of ours."""
+@contextmanager
+def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Heartbeat]":
+    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
+    heartbeat = Heartbeat(world, ranks)
+    heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
+    try:
+        yield heartbeat
+    except BaseException as error:
+        heartbeat.blame(error)
+        raise
+    heartbeat.stop()
 
 
 class Wire:
@@ -69,7 +84,7 @@ class Wire:
             self.is_open = False
 
     def receive(self) -> Iterator[Message]:
-        """All whole lines that have come; `is_open` says whether more may."""
+        """All whole lines that have come; `is_open` says whether more may. ValueError: this is no line of ours."""
         while True:
             try:
                 data = self.socket.recv(LONGEST_LINE)
@@ -80,15 +95,10 @@ class Wire:
             if not data:
                 self.is_open = False
                 break
-            self._buffer += data
-            *lines, self._buffer = self._buffer.split(b"\n")
-            for line in lines:
-                message = json.loads(line)
-                if not isinstance(message, dict):
-                    raise Garbage("no object")
-                yield message
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            yield from map(json.loads, lines)
             if len(self._buffer) > LONGEST_LINE:
-                raise Garbage("a line without end")
+                raise ValueError("a line without end")
             if len(data) < LONGEST_LINE:
                 break  # that was all; if the end has come, too, the next call sees it
 
@@ -112,20 +122,19 @@ class Heartbeat:
     """Call `start` on all ranks together, and `stop` when this rank's work is done. A single rank has nothing but `watch`."""
 
     def __init__(self, world: World, ranks: RanksSettings):
-        self._world, self._timeout_s = world, ranks.heartbeat_timeout_s
-        self._hang_timeout_s = ranks.hang_timeout_s or 0.0
+        self._world, self._timeout_s, self._hang_timeout_s = world, ranks.heartbeat_timeout_s, ranks.hang_timeout_s or 0.0
         self._interval_s = min(2.0, self._timeout_s / 4)
-        self._me = Peer.myself(world.rank)
+        self._is_alone, self._me = world.num_ranks == 1, Peer.myself(world.rank)
         self._token = ""
         self._listener: socket.socket | None = None
         self._wires: dict[int, Wire] = {}
+        self._standings = Standings()
+        self._stacks: Stacks | None = None
+        """From `watch` on."""
         self._looked_s = time.monotonic()
         self._lock = threading.RLock()
         """Of the connections: the main thread says goodbye itself."""
-        self._is_ending = False
-        self._has_verdict = threading.Event()
-        self._is_alone = world.num_ranks == 1
-        self._watch: HangWatch | None = None
+        self._is_ending, self._has_verdict = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
         self._files = selectors.DefaultSelector()  # epoll: it costs the same for one connection and for a thousand
@@ -163,12 +172,14 @@ class Heartbeat:
         return self
 
     def watch(self, directory: Path) -> None:
-        """From now on this rank has to progress, unless hang_timeout_s is 0 or None; stacks go to `directory`. Once is enough."""
-        if self._watch is None and (self._thread is not None or (self._is_alone and self._hang_timeout_s)):
-            armed_s = self._hang_timeout_s if self._is_alone else ARMED_SHARE * self._timeout_s
-            self._watch = HangWatch(directory, self._world, self._me, timeout_s=self._hang_timeout_s, armed_s=armed_s)
-            if self._thread is None:
-                self._begin()
+        """From now on this rank has to progress, unless hang_timeout_s is 0 or None; stacks go to `directory`."""
+        armed_s = self._hang_timeout_s if self._is_alone else ARMED_SHARE * self._timeout_s
+        if not armed_s:
+            return
+        PROGRESS.mark("starting", step=0)
+        self._stacks = Stacks(directory, self._me, armed_s=armed_s)
+        if self._is_alone:
+            self._begin()
 
     def _begin(self) -> None:
         self._looked_s = time.monotonic()
@@ -212,8 +223,8 @@ class Heartbeat:
                 self._is_ending = True
                 self._send_all({"bye": True})
         self._forget()
-        if self._watch is not None:
-            self._watch.close()
+        if self._stacks:
+            self._stacks.close()
 
     def _work(self) -> None:
         beat_s = 0.0
@@ -229,34 +240,43 @@ class Heartbeat:
             if verdict is not None:
                 self._end(verdict)
 
+    def _beat(self) -> None:
+        standing = None
+        if self._stacks:
+            self._stacks.arm()
+            standing = PROGRESS.standing()
+            if self._world.is_first:
+                self._standings.note(self._me, standing)
+        if self._is_alone:
+            return
+        report = self._report()
+        message: Message = {"beat": report, "at": standing}
+        if self._world.is_first:
+            message = {"beat": {}}  # it judges itself
+            if report:
+                self._received(0, report)
+        if self._stuck_wait_s() > STUCK_WAIT_S:
+            stuck = Verdict(self._me, "waits")
+            if self._world.is_first:
+                self._end(stuck)
+            message = stuck.as_message()
+        with self._lock:
+            self._send_all(message)
+
     def _send_all(self, message: Message) -> None:
         line = encoded(message)
         for wire in self._wires.values():
             if wire.peer is not None:
                 wire.send(line)
 
-    def _beat(self) -> None:
-        standing = self._watch.beat() if self._watch else None
-        if self._is_alone:
-            return
-        report = self._report()
-        if self._world.is_first and report:
-            self._received(0, report)
-        message: Message = {"beat": report, "at": standing}
-        if self._world.is_first:
-            message = {"beat": {}}  # it judges itself
-        stuck = Verdict(self._me, "waits") if self._stuck_wait_s() > STUCK_WAIT_S else None
-        with self._lock:
-            self._send_all(stuck.as_message() if stuck else message)
-        if stuck and self._world.is_first:
-            self._end(stuck)
-
     def _look(self, ready: list[int], *, judges: bool) -> Verdict | None:
         """Reads everything that has come, and only then judges."""
         self._excuse_a_pause()
         for file in ready:
             if self._listener is not None and file == self._listener.fileno():
-                self._accept(self._listener)
+                with suppress(OSError):  # until there are no more
+                    while True:
+                        self._add(Wire(self._listener.accept()[0]))
             elif file in self._wires and (verdict := self._read(file)) is not None:
                 return verdict
         if not judges:
@@ -268,7 +288,7 @@ class Heartbeat:
                     return verdict
             elif wire.peer is not None and silent_s > self._timeout_s:
                 return Verdict(wire.peer, "silent", f"{self._timeout_s:g}")
-        return self._watch.judge() if self._watch else None
+        return self._standings.hang(self._hang_timeout_s) if self._stacks and self._hang_timeout_s else None
 
     def _read(self, file: int) -> Verdict | None:
         wire = self._wires[file]
@@ -277,28 +297,27 @@ class Heartbeat:
                 wire.heard_s = time.monotonic()
                 if (verdict := self._understood(wire, message)) is not None:
                     return verdict
-        except (Garbage, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError):
             wire.is_open = False
         return None if wire.is_open else self._dropped(file)
 
     def _understood(self, wire: Wire, message: Message) -> Verdict | None:
         if wire.peer is None or "token" in message:
             if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
-                raise Garbage("a stranger")
-            wire.peer = Peer.of(message)
+                raise ValueError("a stranger")
+            wire.peer = Peer(message["rank"], message["node"], message["pid"])
             if self._world.is_first:
                 wire.send(self._hello())
         elif "verdict" in message:
             return Verdict.of(message)
         elif "failed" in message:
-            return self._with_cause(Verdict(wire.peer, "failed", str(message["failed"])))
+            return self._with_cause(Verdict(wire.peer, "failed", message["failed"]))
         elif "bye" in message:
-            if self._watch:
-                self._watch.left(wire.peer)
+            self._standings.forget(wire.peer)
             wire.peer, wire.is_open = None, False
         else:
-            if self._watch and message.get("at"):
-                self._watch.received(wire.peer, message["at"])
+            if message.get("at"):
+                self._standings.note(wire.peer, Standing(*message["at"]))
             if message["beat"]:
                 self._received(wire.peer.rank, message["beat"])
         return None
@@ -311,7 +330,7 @@ class Heartbeat:
         return None if wire.peer is None else self._with_cause(Verdict(wire.peer, "gone"))
 
     def _with_cause(self, verdict: Verdict) -> Verdict:
-        return self._watch.with_cause(verdict) if self._watch else verdict
+        return replace(verdict, behind=self._standings.behind(verdict.peer))
 
     def _excuse_a_pause(self) -> None:
         """While a whole job is suspended nobody beats, and nobody is to blame: after a pause of our own, time begins anew."""
@@ -321,11 +340,6 @@ class Heartbeat:
             for wire in self._wires.values():
                 wire.heard_s = now_s
         self._looked_s = now_s
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # until there are no more
-            while True:
-                self._add(Wire(listener.accept()[0]))
 
     def _connect(self, address: str, port: int) -> None:
         try:
@@ -359,19 +373,19 @@ class Heartbeat:
             if self._is_ending:
                 return
             self._is_ending = True
-        watch = self._watch if verdict.wants_stacks else None
-        if self._prints(verdict):
-            line = f"{verdict}; stacks of all ranks: {watch.directory}\n" if watch else f"{verdict}\n"
+        stacks = self._stacks if verdict.wants_stacks else None
+        by_first = verdict.peer.rank != 0 or verdict.why in ("waits", "hangs")
+        first_here = self._world.rank - self._world.local_rank
+        is_survivor = self._world.local_rank == (1 if verdict.peer.rank == first_here else 0)
+        if self._world.is_first if by_first else is_survivor:
+            line = f"{verdict}; stacks of all ranks: {stacks.directory}\n" if stacks else f"{verdict}\n"
             os.write(2, ("\n" + line if sys.stderr.isatty() else line).encode())
-        if watch:
-            watch.leave_stacks(verdict)
+        if stacks:
+            stacks.dump(f"{PROGRESS.standing().place}; {verdict}")
+            if verdict.why == "silent" and is_survivor and (found := stacks.describe(verdict.peer)) is not None:
+                os.write(2, f"{found}\n".encode())
         self._at_end(verdict.why == "waits")
         os._exit(0 if verdict.why == "waits" else 1)
-
-    def _prints(self, verdict: Verdict) -> bool:
-        if verdict.peer.rank != 0 or verdict.why in ("waits", "hangs"):
-            return self._world.is_first
-        return self._world.local_rank == (1 if verdict.peer.node == self._me.node else 0)
 
     def _forget(self) -> None:
         if self._listener is not None:

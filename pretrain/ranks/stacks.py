@@ -9,11 +9,11 @@ Each dump is appended below a line that says when, who, where and why. A stack g
 4. A process that can do none of that (stopped, or asleep in the kernel) is described by another rank of its node, from /proc.
 """
 
-import contextlib
 import faulthandler
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,31 +23,26 @@ WRITE_S = 10.0
 """How long the end of a run waits for a file system to take the stacks."""
 _LONGEST_SHOWN = 20_000
 """Characters, of what could not be written."""
-_PROC = Path("/proc")
 
 
 class Stacks:
-    """Of one rank; `close` leaves no empty file behind."""
+    """Of one rank; `close` leaves no empty file behind. Without its directory there is no file, and a dump is shown instead."""
 
-    def __init__(self, directory: Path, me: Peer):
-        self.directory, self._me = directory, me
-        self._descriptor: int | None = None
-        self._is_enabled = False
+    def __init__(self, directory: Path, me: Peer, *, armed_s: float):
+        self.directory, self._me, self._armed_s = directory, me, armed_s
+        self._file: int | None = None
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._open(me)
+        self._is_enabled = self._file is not None and not faulthandler.is_enabled()
+        if self._file is not None and self._is_enabled:
+            faulthandler.enable(self._file)
+        self.arm()  # the next beat may never come
 
-    def open(self) -> "Stacks":
-        """Without its directory there is no file, and a dump is shown instead."""
-        with contextlib.suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open(self._path(self._me))
-        if self._descriptor is not None and not faulthandler.is_enabled():
-            faulthandler.enable(self._descriptor)
-            self._is_enabled = True
-        return self
-
-    def arm(self, after_s: float) -> None:
-        """Dumps after so long, unless it is armed again."""
-        if self._descriptor is not None:
-            faulthandler.dump_traceback_later(after_s, file=self._descriptor)
+    def arm(self) -> None:
+        """Dumps after `armed_s`, unless it is armed again."""
+        if self._file is not None:
+            faulthandler.dump_traceback_later(self._armed_s, file=self._file)
 
     def dump(self, why: str) -> None:
         file = os.memfd_create("stacks")
@@ -56,42 +51,44 @@ class Stacks:
             found = os.pread(file, 1 << 20, 0).decode(errors="replace")
         finally:
             os.close(file)
-        self._keep(self._me, f"{_heading(self._me, why)}\n{found}\n")
+        self._keep(self._me, why, found)
 
     def describe(self, peer: Peer) -> str | None:
         """What the kernel reports of a rank of this node, in one line; the whole goes to that rank's file."""
         if peer.node != self._me.node:
             return None
         threads = _threads_of(peer.pid)
-        found = _in_words(peer, threads)
-        heading = _heading(peer, f"as rank {self._me.rank} sees it in /proc")
-        self._keep(peer, f"{heading}\n{found}\n{''.join(thread.facts for thread in threads)}\n")
+        found = f"{peer}: {_state_of(threads)}"
+        facts = "".join(thread.facts for thread in threads)
+        self._keep(peer, f"as rank {self._me.rank} sees it in /proc", f"{found}\n{facts}")
         return found
 
     def close(self) -> None:
-        """May be called again."""
-        if self._descriptor is None:
+        if self._file is None:
             return
         faulthandler.cancel_dump_traceback_later()
         if self._is_enabled:
             faulthandler.disable()
-        with contextlib.suppress(OSError):
-            is_empty = os.fstat(self._descriptor).st_size == 0
-            os.close(self._descriptor)
+        with suppress(OSError):
+            is_empty = os.fstat(self._file).st_size == 0
+            os.close(self._file)
             if is_empty:
                 self._path(self._me).unlink()
                 self.directory.rmdir()  # by the last one
-        self._descriptor = None
 
     def _path(self, peer: Peer) -> Path:
         return self.directory / f"rank-{peer.rank:04}.txt"
 
-    def _keep(self, peer: Peer, text: str) -> None:
+    def _open(self, peer: Peer) -> int:
+        return os.open(self._path(peer), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _keep(self, peer: Peer, why: str, found: str) -> None:
+        text = f"== {time.strftime('%Y-%m-%d %H:%M:%S %z')}  {peer}: {why}\n{found}\n"
         done = threading.Event()
 
         def write() -> None:
-            with contextlib.suppress(OSError):
-                file = _open(self._path(peer))
+            with suppress(OSError):
+                file = self._open(peer)
                 os.write(file, text.encode())
                 os.close(file)
                 done.set()
@@ -115,8 +112,8 @@ class _Thread(NamedTuple):
 def _threads_of(pid: int) -> list[_Thread]:
     """The main thread first; none where the process is gone."""
     found = []
-    with contextlib.suppress(OSError):
-        for place in (_PROC / str(pid) / "task").iterdir():
+    with suppress(OSError):
+        for place in Path(f"/proc/{pid}/task").iterdir():
             status = dict(line.split(":\t", 1) for line in _read(place / "status").splitlines() if ":\t" in line)
             waits_in, name, state = _read(place / "wchan"), status.get("Name", "?"), status.get("State", "?")
             facts = f"  thread {place.name} ({name}): {state}, wchan {waits_in}, syscall {_read(place / 'syscall') or '-'}\n"
@@ -125,28 +122,18 @@ def _threads_of(pid: int) -> list[_Thread]:
     return sorted(found, key=lambda thread: (thread.number != pid, thread.number))
 
 
-def _in_words(peer: Peer, threads: list[_Thread]) -> str:
+def _state_of(threads: list[_Thread]) -> str:
     if not threads:
-        return f"{peer}: its process is gone"
-    main = threads[0]
+        return "its process is gone"
     for thread in threads:
-        if thread.state[:1] in "Tt":
-            return f"{peer}: its process is stopped, by SIGSTOP or a debugger ({thread.state})"
-    for thread in threads:
-        if thread.state[:1] == "D":
+        if thread.state[0] in "Tt":
+            return f"its process is stopped, by SIGSTOP or a debugger ({thread.state})"
+        if thread.state[0] == "D":
             where = f" in {thread.waits_in}" if thread.waits_in else ""
-            return f"{peer}: thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk ({thread.state})"
-    if main.state[:1] in "ZX":
-        return f"{peer}: its process is dead ({main.state})"
-    return f"{peer}: its process is alive ({main.state}), but kept its heartbeat from running; its stacks should say why"
-
-
-def _heading(peer: Peer, why: str) -> str:
-    return f"== {time.strftime('%Y-%m-%d %H:%M:%S %z')}  {peer}: {why}"
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return f"thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk ({thread.state})"
+    if threads[0].state[0] in "ZX":
+        return f"its process is dead ({threads[0].state})"
+    return f"its process is alive ({threads[0].state}), but kept its heartbeat from running; its stacks should say why"
 
 
 def _read(path: Path) -> str:

@@ -5,7 +5,6 @@ import re
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -40,10 +39,6 @@ class Peer:
     @staticmethod
     def myself(rank: int) -> "Peer":
         return Peer(rank, socket.gethostname(), os.getpid())
-
-    @staticmethod
-    def of(message: dict[str, Any]) -> "Peer":
-        return Peer(int(message["rank"]), str(message["node"]), int(message["pid"]))
 
     def __str__(self) -> str:
         return f"rank {self.rank} (node {self.node}, pid {self.pid})"
