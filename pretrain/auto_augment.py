@@ -46,8 +46,8 @@ def parse_policy(text: str) -> Policy:
         return _rand_augment(text, _sections(text, sections, known=("m", "n", "p", "mstd", "mmax", "inc", "t")))
     if head in _SEARCHED:
         given = _sections(text, sections, known=("mstd",))
-        chains = [[_step(words) for words in line.split(",")] for line in _SEARCHED[head].strip().splitlines()]
-        steps = tuple(step for chain in chains for step in chain)
+        words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
+        steps = tuple(Step(name, float(probability), float(magnitude)) for name, probability, magnitude in words)
         return Policy(steps, num_layers=2, chained=True, magnitude_std=_spread(given))
     known = ["rand-m9-mstd0.5-inc1", *_SEARCHED]
     raise ValueError(f"augment.auto_augment: {text!r} is not a policy; {nearest(text, known)}")
@@ -59,21 +59,19 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
             raise _wrong(text, f"{key}{given[key]}", "a whole number is needed")
     magnitude, num_layers = int(given.get("m", "10")), int(given.get("n", "2"))
     probability, highest = float(given.get("p", "0.5")), int(given.get("mmax", "10"))
-    choice = given.get("t")
-    if choice not in (None, "weights"):
-        raise _wrong(text, f"t{choice}", "of timm's choices only tweights is offered (the others blur)")
-    if given.get("inc", "0") not in ("0", "1"):
-        raise _wrong(text, f"inc{given['inc']}", "write inc0 or inc1")
-    if not 0 <= probability <= 1:
-        raise _wrong(text, f"p{given['p']}", "a probability is between 0 and 1")
-    if highest < 1:
-        raise _wrong(text, f"mmax{highest}", "it must be at least 1")
     names = _INCREASING if given.get("inc") == "1" else _PLAIN
     weights = None
-    if choice == "weights":
+    if given.get("t") == "weights":
         names, weights = tuple(_WEIGHTED), tuple(_WEIGHTED.values())
-    if not 1 <= num_layers <= len(names):
-        raise _wrong(text, f"n{num_layers}", f"it must be between 1 and {len(names)}")
+    for key, is_right, remedy in (
+        ("t", given.get("t") in (None, "weights"), "of timm's choices only tweights is offered (the others blur)"),
+        ("inc", given.get("inc", "0") in ("0", "1"), "write inc0 or inc1"),
+        ("p", 0 <= probability <= 1, "a probability is between 0 and 1"),
+        ("mmax", highest >= 1, "it must be at least 1"),
+        ("n", 1 <= num_layers <= len(names), f"it must be between 1 and {len(names)}"),
+    ):
+        if not is_right:
+            raise _wrong(text, f"{key}{given[key]}", remedy)
     steps = tuple(Step(name, probability, magnitude) for name in names)
     return Policy(steps, num_layers, weights=weights, magnitude_std=_spread(given), magnitude_max=float(highest))
 
@@ -101,11 +99,6 @@ def _spread(given: dict[str, str]) -> float:
     return math.inf if spread > 100 else spread
 
 
-def _step(words: str) -> Step:
-    name, probability, magnitude = words.split()
-    return Step(name, float(probability), float(magnitude))
-
-
 _PLAIN = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness",
     "Sharpness", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel",
@@ -120,58 +113,23 @@ _WEIGHTED = {
 }  # fmt: skip
 
 _ORIGINAL = """
-PosterizeOriginal 0.4 8, Rotate 0.6 9
-Solarize 0.6 5, AutoContrast 0.6 5
-Equalize 0.8 8, Equalize 0.6 3
-PosterizeOriginal 0.6 7, PosterizeOriginal 0.6 6
-Equalize 0.4 7, Solarize 0.2 4
-Equalize 0.4 4, Rotate 0.8 8
-Solarize 0.6 3, Equalize 0.6 7
-PosterizeOriginal 0.8 5, Equalize 1.0 2
-Rotate 0.2 3, Solarize 0.6 8
-Equalize 0.6 8, PosterizeOriginal 0.4 6
-Rotate 0.8 8, Color 0.4 0
-Rotate 0.4 9, Equalize 0.6 2
-Equalize 0.0 7, Equalize 0.8 8
-Invert 0.6 4, Equalize 1.0 8
-Color 0.6 4, Contrast 1.0 8
-Rotate 0.8 8, Color 1.0 2
-Color 0.8 8, Solarize 0.8 7
-Sharpness 0.4 7, Invert 0.6 8
-ShearX 0.6 5, Equalize 1.0 9
-Color 0.4 0, Equalize 0.6 3
-Equalize 0.4 7, Solarize 0.2 4
-Solarize 0.6 5, AutoContrast 0.6 5
-Invert 0.6 4, Equalize 1.0 8
-Color 0.6 4, Contrast 1.0 8
+PosterizeOriginal 0.4 8, Rotate 0.6 9 | Solarize 0.6 5, AutoContrast 0.6 5 | Equalize 0.8 8, Equalize 0.6 3
+PosterizeOriginal 0.6 7, PosterizeOriginal 0.6 6 | Equalize 0.4 7, Solarize 0.2 4 | Equalize 0.4 4, Rotate 0.8 8
+Solarize 0.6 3, Equalize 0.6 7 | PosterizeOriginal 0.8 5, Equalize 1.0 2 | Rotate 0.2 3, Solarize 0.6 8
+Equalize 0.6 8, PosterizeOriginal 0.4 6 | Rotate 0.8 8, Color 0.4 0 | Rotate 0.4 9, Equalize 0.6 2
+Equalize 0.0 7, Equalize 0.8 8 | Invert 0.6 4, Equalize 1.0 8 | Color 0.6 4, Contrast 1.0 8 | Rotate 0.8 8, Color 1.0 2
+Color 0.8 8, Solarize 0.8 7 | Sharpness 0.4 7, Invert 0.6 8 | ShearX 0.6 5, Equalize 1.0 9 | Color 0.4 0, Equalize 0.6 3
+Equalize 0.4 7, Solarize 0.2 4 | Solarize 0.6 5, AutoContrast 0.6 5 | Invert 0.6 4, Equalize 1.0 8 | Color 0.6 4, Contrast 1.0 8
 Equalize 0.8 8, Equalize 0.6 3
 """
 _V0 = """
-Equalize 0.8 1, ShearY 0.8 4
-Color 0.4 9, Equalize 0.6 3
-Color 0.4 1, Rotate 0.6 8
-Solarize 0.8 3, Equalize 0.4 7
-Solarize 0.4 2, Solarize 0.6 2
-Color 0.2 0, Equalize 0.8 8
-Equalize 0.4 8, SolarizeAdd 0.8 3
-ShearX 0.2 9, Rotate 0.6 8
-Color 0.6 1, Equalize 1.0 2
-Invert 0.4 9, Rotate 0.6 0
-Equalize 1.0 9, ShearY 0.6 3
-Color 0.4 7, Equalize 0.6 0
-Posterize 0.4 6, AutoContrast 0.4 7
-Solarize 0.6 8, Color 0.6 9
-Solarize 0.2 4, Rotate 0.8 9
-Rotate 1.0 7, TranslateYRel 0.8 9
-ShearX 0.0 0, Solarize 0.8 4
-ShearY 0.8 0, Color 0.6 4
-Color 1.0 0, Rotate 0.6 2
-Equalize 0.8 4, Equalize 0.0 8
-Equalize 1.0 4, AutoContrast 0.6 2
-ShearY 0.4 7, SolarizeAdd 0.6 7
-Posterize 0.8 2, Solarize 0.6 10
-Solarize 0.6 8, Equalize 0.6 1
-Color 0.8 6, Rotate 0.4 5
+Equalize 0.8 1, ShearY 0.8 4 | Color 0.4 9, Equalize 0.6 3 | Color 0.4 1, Rotate 0.6 8 | Solarize 0.8 3, Equalize 0.4 7
+Solarize 0.4 2, Solarize 0.6 2 | Color 0.2 0, Equalize 0.8 8 | Equalize 0.4 8, SolarizeAdd 0.8 3 | ShearX 0.2 9, Rotate 0.6 8
+Color 0.6 1, Equalize 1.0 2 | Invert 0.4 9, Rotate 0.6 0 | Equalize 1.0 9, ShearY 0.6 3 | Color 0.4 7, Equalize 0.6 0
+Posterize 0.4 6, AutoContrast 0.4 7 | Solarize 0.6 8, Color 0.6 9 | Solarize 0.2 4, Rotate 0.8 9
+Rotate 1.0 7, TranslateYRel 0.8 9 | ShearX 0.0 0, Solarize 0.8 4 | ShearY 0.8 0, Color 0.6 4 | Color 1.0 0, Rotate 0.6 2
+Equalize 0.8 4, Equalize 0.0 8 | Equalize 1.0 4, AutoContrast 0.6 2 | ShearY 0.4 7, SolarizeAdd 0.6 7
+Posterize 0.8 2, Solarize 0.6 10 | Solarize 0.6 8, Equalize 0.6 1 | Color 0.8 6, Rotate 0.4 5
 """
 _SEARCHED = {
     "original": _ORIGINAL,
@@ -179,4 +137,4 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""Ekin D. Cubuk et al., AutoAugment: 25 chains of (operation, probability, magnitude), as timm reads them."""
+"""Ekin D. Cubuk et al., AutoAugment: 25 chains of two operations with probability and magnitude, as timm reads them."""

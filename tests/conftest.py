@@ -86,7 +86,7 @@ def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Path:
     out = factory.mktemp("data") / f"shapes-{class_set}"
     settings = [f"source.{setting}" for setting in (f"class_set={class_set}", "image_size=20", *source)]
-    shards = ["image_size=16", "samples_per_shard=64", "num_workers=2"]
+    shards = ["image_size=16", "samples_per_shard=64", "num_workers=1"]
     assert data_prep(["build", "--source", "synthetic", "--out", str(out), *shards, *settings]) == 0
     return out
 

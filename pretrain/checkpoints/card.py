@@ -69,15 +69,9 @@ TIMM_MIXERS = {
 """(patch size, blocks, channels) of the Mixers that timm has itself; it lets image size and hidden widths be chosen."""
 
 _TIMM_KEYS = (
-    "architecture",
-    "num_classes",
-    "num_features",
-    "global_pool",
-    "label_names",
-    "label_descriptions",
-    "model_args",
+    "architecture", "num_classes", "num_features", "global_pool", "label_names", "label_descriptions", "model_args",
     "pretrained_cfg",
-)
+)  # fmt: skip
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
@@ -101,25 +95,24 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
     fields = card.model_dump(mode="json")
     own = timms_own(card) if for_plain_timm else None
     architecture, arguments = own or (TIMM_ARCHITECTURE, {"spec": fields["model"], "img_size": card.image_size})
-    pretrained_cfg = {
-        "architecture": architecture,
-        "input_size": [3, card.image_size, card.image_size],
-        "fixed_input_size": True,
-        "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
-        "crop_pct": 1.0,
-        "mean": fields["channel_mean"],
-        "std": fields["channel_std"],
-        "num_classes": len(card.classes),
-        "label_names": fields["classes"],
-        "classifier": "head",
-    }
-    if own:
-        pretrained_cfg["first_conv"] = "stem.proj"
     timm = {
         "architecture": architecture,
         "num_classes": len(card.classes),
         "model_args": arguments,
-        "pretrained_cfg": pretrained_cfg | card.timm_transform,
+        "pretrained_cfg": {
+            "architecture": architecture,
+            "input_size": [3, card.image_size, card.image_size],
+            "fixed_input_size": True,
+            "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
+            "crop_pct": 1.0,
+            "mean": fields["channel_mean"],
+            "std": fields["channel_std"],
+            "num_classes": len(card.classes),
+            "label_names": fields["classes"],
+            "classifier": "head",
+        }
+        | ({"first_conv": "stem.proj"} if own else {})
+        | card.timm_transform,
     }
     return fields | timm
 
@@ -129,15 +122,12 @@ def read_card(directory: Path) -> ModelCard:
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
-        if isinstance(tree, dict):
-            if "pretrained_cfg" in tree and "model" not in tree:
-                raise CheckpointError(f"{path}: is of a model of timm's own; pretrain import makes its weights usable here")
-            tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
-        return ModelCard.model_validate_json(json.dumps(tree))
+        if isinstance(tree, dict) and "pretrained_cfg" in tree and "model" not in tree:
+            raise CheckpointError("it is of a model of timm's own: pretrain import makes its weights usable here")
+        fields = {key: value for key, value in tree.items() if key not in _TIMM_KEYS} if isinstance(tree, dict) else tree
+        return ModelCard.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise CheckpointError(f"{path}: cannot be read ({fault})") from None
     except (ValueError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None

@@ -12,7 +12,6 @@
 A folder of weights that was imported or exported is a checkpoint without what only a resume needs. How one is written: files.py.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -44,16 +43,29 @@ class Checkpoint:
         named itself. Of a run every process verifies, so that all fall back alike from one that is damaged.
         """
         place = Path(place)
-        candidates = [place] if (place / MODEL).is_file() else list_checkpoints(place)[::-1]
-        if not candidates:
-            raise _no_checkpoint(place)
-        faults, verify = [], verify or candidates != [place]
-        for directory in candidates:
-            fault = fault_of(directory, needed=(MODEL, CONFIG)) if verify and (directory / HASHES).exists() else None
-            if fault is None:
+        if not (place / MODEL).is_file():
+            newest = cls.newest(place, needed=(MODEL, CONFIG))
+            if newest is None:
+                raise _no_checkpoint(place)
+            return newest
+        fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
+        if fault is not None:
+            raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); copy it again, or use another")
+        return cls.read(place)
+
+    @classmethod
+    def newest(cls, run_dir: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> "Checkpoint | None":
+        """Of a run, the newest of which all that is needed is whole; None where there never was a checkpoint."""
+        found, fault = list_checkpoints(run_dir), f"{LATEST} names one that is gone"
+        for directory in reversed(found):
+            fault = fault_of(directory, needed=needed) or ""
+            if not fault:
                 return cls.read(directory)
-            faults.append(fault)
-        raise CheckpointError(f"{place}: no checkpoint there is whole ({faults[-1]}); copy it again, or use another")
+            print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
+        if found or (checkpoints_dir(run_dir) / LATEST).exists():
+            remedy = "copy it again, or use another: training never silently starts over"
+            raise CheckpointError(f"{run_dir}: no checkpoint there is whole ({fault}); {remedy}")
+        return None
 
     @classmethod
     def read(cls, directory: Path) -> "Checkpoint":
@@ -77,40 +89,14 @@ class Checkpoint:
         return run_dir if run_dir is not None and (run_dir / CONFIG_FILE).is_file() else None
 
 
-def fault_of(directory: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> str | None:
+def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
     """What is wrong with the needed files of a directory that holds its hashes, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
-        for name in needed:
-            if sha256_of(directory / name, gets_on=PROGRESS.touch) != hashes.get(name):
-                return f"{name} has changed"
+        changed = [name for name in needed if sha256_of(directory / name, gets_on=PROGRESS.touch) != hashes.get(name)]
+        return f"{changed[0]} has changed" if changed else None
     except (OSError, ValueError) as error:
         return str(error)
-    return None
-
-
-def newest_whole(run_dir: Path) -> Path | None:
-    """What a run goes on from, all its files verified; None where there never was a checkpoint; an error where all are damaged."""
-    found = list_checkpoints(run_dir)
-    for directory in reversed(found):
-        fault = fault_of(directory)
-        if fault is None:
-            return directory
-        print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
-    if found or (checkpoints_dir(run_dir) / LATEST).exists():
-        where = checkpoints_dir(run_dir)
-        raise CheckpointError(f"{where}: no checkpoint is whole, and training never silently starts over; move it away to do so")
-    return None
-
-
-def mark_of(directory: Path | None) -> int:
-    """A number that differs where the content of two checkpoints does: of their hashes, which are read, not checked."""
-    if directory is None:
-        return 0
-    try:
-        return int.from_bytes(hashlib.sha256((directory / HASHES).read_bytes()).digest()[:7], "big")
-    except OSError:
-        return -1
 
 
 def _no_checkpoint(place: Path) -> CheckpointError:

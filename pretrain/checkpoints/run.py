@@ -30,36 +30,14 @@ from pretrain.ranks.starts import started
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
 
 MAY_CHANGE = (
-    "resume",
-    "seeds",
-    "ranks",
-    "local_batch_size",
-    "feature_batch_size",
-    "features_dir",
-    "chunk_mb",
-    "tracking.enabled",
-    "tracking.peak_teraflops",
-    "engine.zero_stage",
-    "engine.offload",
-    "engine.activation_checkpointing",
-    "engine.compile",
-    "engine.timeout_s",
-    "engine.heartbeat_timeout_s",
-    "engine.hang_timeout_s",
-    "engine.lock_wait_s",
-    "checkpoint",
-    "data.cache_dir",
-    "data.cache_gb",
-    "data.check",
-    "data.max_bad_share",
-    "data.stage_dir",
-    "train.local_batch_size",
-    "train.log_every_steps",
-    "train.eval_every",
-    "train.loader_threads",
-    "train.max_skipped_steps",
+    "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "chunk_mb",
+    "tracking.enabled", "tracking.peak_teraflops",
+    "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile",
+    "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
+    "data.cache_dir", "data.cache_gb", "data.check", "data.max_bad_share", "data.stage_dir",
+    "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads", "train.max_skipped_steps",
     "train.prefetch_batches",
-)
+)  # fmt: skip
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
 with another number of ranks or, on CPUs, of threads; see `num_cpu_threads`)."""
 PLACES = ("dataset", "data.dataset", "data.also")
@@ -84,11 +62,8 @@ def stacks_dir(run_dir: Path | str) -> Path:
 
 
 def finished_result(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        result: dict[str, Any] = json.loads((run_dir / RESULT).read_text())
-        return result
-    except FileNotFoundError:
-        return None
+    path = run_dir / RESULT
+    return json.loads(path.read_text()) if path.exists() else None  # type: ignore[no-any-return]
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:
@@ -129,10 +104,11 @@ def is_begun(
     if schema is not None:
         with suppress(SettingsError):  # the differences will name what is no setting any more
             begun = validate(schema, begun).model_dump(mode="json")
+    old, new = flatten(begun) if isinstance(begun, dict) else {}, flatten(dict(wanted))
     changes = [
-        f"{key}: {_short(_at(wanted, key))}, was {_short(_at(begun, key))}"
-        for key in differences(begun, wanted)
-        if not is_free(key, _at(begun, key), _at(wanted, key))
+        f"{key}: {_short(new.get(key))}, was {_short(old.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not is_free(key, old.get(key), new.get(key))
     ]
     if changes:
         raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}")
@@ -170,12 +146,6 @@ def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
         raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}")
 
 
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -204,14 +174,6 @@ def check_resume(run_dir: Path, resume: str) -> None:
         )
     if resume == "never" and has:
         raise SettingsError(f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on")
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """The dotted keys whose values differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        return [key for name in keys for key in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
-    return [] if old == new else [prefix.rstrip(".")]
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

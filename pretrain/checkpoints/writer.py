@@ -32,13 +32,13 @@ from pretrain.ranks.world import World
 _REMEDIES = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some of your quota there",
-    errno.EROFS: "make it writable again",
-    errno.EACCES: "make it writable again",
-    errno.EPERM: "make it writable again",
-    errno.ENOTDIR: "put the directory back in its place",
-    errno.EEXIST: "put the directory back in its place",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable again"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "put the directory back in its place"),
     errno.EXDEV: "let all of the run lie on one file system",
 }
+FINAL_S = 120.0
+"""How long the end of training waits for a file system that refuses; one that is merely slow has all the time it needs."""
+_LOOK_S = 0.2
 
 
 class Saver:
@@ -70,36 +70,36 @@ class Saver:
         self.writer = CheckpointWriter(Path(settings.run_dir), Retention(wanted.keep_last, self._keep_every))
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
-        self.best: Best | None = None
-        self._bests_before: list[Best] = []
-        """Each better than the one before it, and not as good as `best`."""
-        self._best_is_new = False
-        self._last_judged: Best | None = None
+        self._judged: list[Best] = []
+        """Each better than the one before it; after them what was judged last, if that is not the best."""
 
     def go_on(self, start: TrainerState) -> None:
-        self.saved_step, self.best = start.step, start.best
+        self.saved_step, self._judged = start.step, [start.best] if start.best else []
+
+    @property
+    def best(self) -> Best | None:
+        return max(self._judged, key=lambda each: each.score, default=None)
 
     def judge(self, step: int, *, top1: float) -> None:
         """What an evaluation found; every rank has the same scores."""
         if self._keep_best:
-            self._last_judged = Best(step, top1)
-            self._consider(self._last_judged)
+            self._judged = [*self._bests(), Best(step, top1)]
 
     def is_due(self, step: int) -> bool:
         kept = self._keep_every is not None and step % self._keep_every == 0
-        return step == self._num_steps or kept or step % self._every == 0 or self._best_is_new
+        is_new_best = self.best is not None and self.best.step == step != self.saved_step
+        return step == self._num_steps or kept or step % self._every == 0 or is_new_best
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
         """Every rank calls it at the same step, at which no update is under way. The last one is never left out. `state.best` is
         filled in here."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
-            self._best_is_new = False
             return
         if not self._data_is_right():
             if is_last:  # asked to stop: there will be a last one
                 self._warn(f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)")
-            self._leave_out(step)
+            self._forget(step)
             return
         PROGRESS.mark("making a checkpoint", step=step)
         while self._is_late():
@@ -109,10 +109,9 @@ class Saver:
                 "system"
             )
             if not is_last:
-                self._leave_out(step)
+                self._forget(step)
                 return
         self._replace_failed(step)
-        self._best_is_new = False
         engine = self._engine.export_state()
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
@@ -129,19 +128,13 @@ class Saver:
             failed="the last checkpoint could not be written; see the message of the first rank",
         )
 
-    def _consider(self, judged: Best) -> None:
-        if self.best is None or judged.score > self.best.score:
-            self._bests_before += [self.best] if self.best is not None else []
-            self.best, self._best_is_new = judged, True
+    def _bests(self) -> list[Best]:
+        """Without the one that was judged last, if it is not the best."""
+        return self._judged[:-1] if self._judged and self._judged[-1] != self.best else self._judged
 
     def _forget(self, step: int) -> None:
         """There is no checkpoint of this step, and there will be none."""
-        bests = [each for each in (*self._bests_before, self.best) if each is not None and each.step != step]
-        self.best, self._bests_before = (bests[-1] if bests else None), bests[:-1]
-
-    def _leave_out(self, step: int) -> None:
-        self._forget(step)
-        self._best_is_new = False
+        self._judged = [each for each in self._judged if each.step != step]
 
     def _is_late(self) -> bool:
         mine = self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s)
@@ -151,11 +144,10 @@ class Saver:
         """The checkpoint before, if it could not be written, will never be."""
         failed = self.writer.held_back_step if self._world.is_first else None
         lost = highest(-1 if failed is None else failed, device=self._engine.device)
-        if lost < 0:
-            return
-        self._forget(lost)
-        if self._last_judged is not None and self._last_judged.step == step:
-            self._consider(self._last_judged)  # now it may be the best of those that there are
+        if lost >= 0:
+            if self._judged and self._judged[-1].step != step:
+                self._judged = self._bests()  # only what is saved now may be the best of those that there are
+            self._forget(lost)
 
     def _warn(self, text: str) -> None:
         if self._world.is_first:
@@ -165,28 +157,17 @@ class Saver:
 class CheckpointWriter:
     """The first rank's side: writes snapshots one at a time, in a thread of its own."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        retention: Retention,
-        *,
-        first_pause_s: float = 2.0,
-        longest_pause_s: float = 60.0,
-        final_s: float = 120.0,
-    ):
-        """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`. `final_s`: how long the end of
-        training waits for a file system that refuses; one that is merely slow has all the time it needs."""
+    def __init__(self, run_dir: Path, retention: Retention, *, first_pause_s: float = 2.0, longest_pause_s: float = 60.0):
+        """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`."""
         self._run_dir, self._retention = run_dir, retention
-        self._first_pause_s, self._longest_pause_s, self._final_s = first_pause_s, longest_pause_s, final_s
+        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         """What is still to be written, or is being written."""
-        self._is_writing = False
-        self._held_back = False
+        self._is_writing = self._held_back = False
         self._is_published = False
         """Of the snapshot's steps the first two are done, though a later one failed."""
-        self._num_tries = self._num_failures = 0
-        self._try_at_s = 0.0
+        self._num_failures, self._pause_s, self._try_at_s = 0, 0.0, 0.0
         self._fault: OSError | None = None
         self._defect: Exception | None = None
         self._news: dict[str, float] = {}
@@ -211,7 +192,7 @@ class CheckpointWriter:
         with self._changed:
             assert self._held_back and self._has_room()
             self._snapshot, self._held_back, self._is_published = snapshot, False, False
-            self._num_tries, self._try_at_s, self._fault = 0, 0.0, None
+            self._pause_s, self._try_at_s, self._fault = self._first_pause_s, 0.0, None
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
                 self._thread.start()
@@ -236,19 +217,18 @@ class CheckpointWriter:
 
     def finish(self, best: Best | None) -> None:
         """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
-        give_up_at_s = time.monotonic() + self._final_s
+        give_up_at_s = time.monotonic() + FINAL_S
         with self._changed:
             self._held_back = False
             self._try_at_s = 0.0  # at once: what made it fail may be mended
             self._changed.notify_all()
-            while self._snapshot is not None and self._defect is None:
-                self._changed.wait(0.2)
+            while self._snapshot is not None:
+                self._changed.wait(_LOOK_S)
                 if self._fault is not None and not self._is_writing and time.monotonic() > give_up_at_s:
                     step, self._snapshot = self._snapshot.trainer.step, None
                     raise CheckpointError(
-                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not "
-                        f"be written ({_reason(self._fault)}); {_remedy(self._fault)}, and the same command goes on from the "
-                        "one before"
+                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not be written "
+                        f"{_in_words(self._fault)}, and the same command goes on from the one before"
                     )
             self._raise_defect()
         if best is not None:
@@ -264,56 +244,44 @@ class CheckpointWriter:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (pause_s := self._pause_s()) != 0:
-                    self._changed.wait(pause_s)
+                while self._snapshot is None or self._held_back or time.monotonic() < self._try_at_s:
+                    self._changed.wait(None if self._fault is None else _LOOK_S)
                 snapshot, self._is_writing = self._snapshot, True
-            assert snapshot is not None
+            fault, defect = None, None
             try:
-                began_s = time.monotonic()
-                if not self._is_published:
-                    num_bytes = publish(self._run_dir, snapshot)
-                    self._is_published = True
-                    self.report({"checkpoint/write_s": time.monotonic() - began_s, "checkpoint/gb": num_bytes / 1e9})
-                settle(self._run_dir, snapshot, self._retention)
+                self._write(snapshot)
             except OSError as error:
-                self._fail(snapshot, error)
+                fault = error
+                self._warn(snapshot.trainer.step, error)
             except Exception as error:  # noqa: BLE001 (it belongs to the trainer, who meets it at the next checkpoint)
-                self._end(defect=error)
-            else:
-                self._end()
+                defect = error
+            with self._changed:
+                self._is_writing, self._fault, self._defect = False, fault, defect
+                if fault is None:
+                    self._snapshot = None
+                else:
+                    self._num_failures += 1
+                    self._news["checkpoint/failures"] = float(self._num_failures)
+                    self._try_at_s = time.monotonic() + self._pause_s
+                    self._pause_s = min(self._longest_pause_s, 2 * self._pause_s)
+                self._changed.notify_all()
 
-    def _pause_s(self) -> float | None:
-        """Until the next try: 0 is now, None until something changes."""
-        if self._snapshot is None or self._held_back:
-            return None
-        return max(0.0, self._try_at_s - time.monotonic())
+    def _write(self, snapshot: Snapshot) -> None:
+        if not self._is_published:
+            began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
+            self._is_published = True
+            self.report({"checkpoint/write_s": time.monotonic() - began_s, "checkpoint/gb": num_bytes / 1e9})
+        settle(self._run_dir, snapshot, self._retention)
 
-    def _end(self, *, defect: Exception | None = None) -> None:
-        with self._changed:
-            self._snapshot, self._fault, self._defect, self._is_writing = None, None, defect, False
-            self._changed.notify_all()
-
-    def _fail(self, snapshot: Snapshot, error: OSError) -> None:
+    def _warn(self, step: int, error: OSError) -> None:
         PROGRESS.touch()
-        with self._changed:
-            self._num_tries += 1
-            self._num_failures += 1
-            pause_s = min(self._longest_pause_s, self._first_pause_s * 2 ** (self._num_tries - 1))
-            self._fault, self._try_at_s, self._is_writing = error, time.monotonic() + pause_s, False
-            self._news["checkpoint/failures"] = float(self._num_failures)
-            self._changed.notify_all()
-        where, step = checkpoints_dir(self._run_dir), snapshot.trainer.step
         print(
-            f"WARNING: {where}: the checkpoint of step {step} could not be written ({_reason(error)}); {_remedy(error)}. "
-            f"Training goes on, and it is tried again in {pause_s:,.0f} s",
+            f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be written {_in_words(error)}. "
+            f"Training goes on, and it is tried again in {self._pause_s:,.0f} s",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _remedy(error: OSError) -> str:
-    return _REMEDIES.get(error.errno or 0, "see what is wrong with that file system")
+def _in_words(error: OSError) -> str:
+    return f"({error.strerror or error}); {_REMEDIES.get(error.errno or 0, 'see what is wrong with that file system')}"

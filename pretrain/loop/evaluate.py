@@ -5,7 +5,6 @@ beside the dataset's own.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import torch
@@ -45,27 +44,10 @@ def evaluate(
     *,
     local_batch_size: int,
     world: World,
+    stop: StopFlag,
     num_threads: int = 1,
-    stop: StopFlag | None = None,
 ) -> Scores:
-    """Raises Interrupted, on all ranks at the same batch, once one of them is to stop."""
-    sums = tally(
-        logits_of, reader, augmentation, local_batch_size=local_batch_size, world=world, num_threads=num_threads, stop=stop
-    )
-    return scores_of(all_sum(sums), num_samples=reader.num_samples)
-
-
-def tally(
-    logits_of: Callable[[Tensor], Tensor],
-    reader: ShardReader,
-    augmentation: Augmentation,
-    *,
-    local_batch_size: int,
-    world: World,
-    num_threads: int = 1,
-    stop: StopFlag | None = None,
-) -> Tensor:
-    """This rank's sums: those of `count`, ReaL's (right, number), pictures that do not decode."""
+    """The scores of all ranks together. Raises Interrupted, on all ranks at the same batch, once one of them is to stop."""
     device, num_bad = augmentation.device, 0
     sums, real_sums = (torch.zeros(size, dtype=torch.float64, device=device) for size in (4, 2))
     real: RealLabels | None = None
@@ -77,7 +59,7 @@ def tally(
             world=world,
             num_threads=num_threads,
             pin=device.type == "cuda",
-            waits=stop.result if stop is not None else Future.result,
+            waits=stop.result,
         ) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):
@@ -85,20 +67,25 @@ def tally(
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
             logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device)
-            sums += count(logits, prepared.labels_B, mask_B)
+            sums += _count(logits, prepared.labels_B, mask_B)
             if number == 0 and len(reader.parts) == 1:
                 real = RealLabels.of(reader.parts[0], num_answers=logits.shape[1], device=device)
             if real is not None:
                 real_sums += real.count(logits.argmax(dim=1), batch.samples, mask_B)
             num_bad += batch.num_bad
             line.advance(min(local_batch_size * world.num_ranks, reader.num_samples - line.done))
-    return torch.cat([sums, real_sums, sums.new_tensor([float(num_bad)])])
+    totals = all_sum(torch.cat([sums, real_sums, sums.new_tensor([float(num_bad)])])).tolist()
+    right1, right5, loss, size, real_right, real_size, left_out = totals
+    assert size + left_out == reader.num_samples, (size, left_out, reader.num_samples)
+    if size == 0:
+        raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
+    return Scores(right1 / size, right5 / size, loss / size, int(size), real_right / real_size if real_size else None)
 
 
-def _heeding(stop: StopFlag | None, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
+def _heeding(stop: StopFlag, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
     """The batches, unless ranks are to stop; they agree on it a batch late, when that costs no wait."""
     vote: Exchange | None = None
-    while stop is not None:
+    while True:
         with stop.waiting():
             batch = next(batches, None)
         if vote is not None and vote.read().votes:
@@ -107,27 +94,11 @@ def _heeding(stop: StopFlag | None, batches: Batches[Batch], *, device: torch.de
             return
         vote = Exchange(torch.zeros((), device=device), 0.0, flag=stop.raised_by is not None, num_bad=0)
         yield batch
-    yield from batches
 
 
-def count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def _count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """(right in 1, right in 5, loss, number) of the unmasked rows, summed."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
     columns = torch.stack([top[:, 0].double(), top.any(dim=1).double(), losses.double(), torch.ones_like(losses).double()])
     return (columns * mask).sum(dim=1)
-
-
-def scores_of(sums: Tensor, *, num_samples: int) -> Scores:
-    """From the sums of all ranks."""
-    right1, right5, loss, number, real_right, real_number, left_out = sums.tolist()
-    assert number + left_out == num_samples, (number, left_out, num_samples)
-    if number == 0:
-        raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
-    return Scores(
-        top1=right1 / number,
-        top5=right5 / number,
-        loss=loss / number,
-        num_samples=int(number),
-        real=real_right / real_number if real_number else None,
-    )

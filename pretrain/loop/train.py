@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from data_prep.publish import hash_of_json
 from data_prep.settings import Settings
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.checkpoint import mark_of, newest_whole
+from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, flatten, save_result, stacks_dir, step_of
 from pretrain.checkpoints.writer import Saver
@@ -220,22 +221,24 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
 
 def restore(trainer: Trainer) -> TrainerState:
     """Every rank reads the newest whole checkpoint itself."""
-    path = agreed_checkpoint(trainer.run_dir, trainer.world, device=trainer.engine.device)
-    if path is None:
+    device = trainer.engine.device
+    newest = agreed_checkpoint(trainer.run_dir, trainer.world, device=device)
+    if newest is None:
         return TrainerState(step=0, samples_consumed=0)
+    place = newest.directory
     engine, state = on_all_ranks(
-        lambda: load_state(path), device=trainer.engine.device, failed=f"{path}: another rank could not read it; see its message"
+        lambda: load_state(place), device=device, failed=f"{place}: another rank could not read it; see its message"
     )
-    if read_card(path).pixels_hash != trainer.data.pixels_hash:
+    if newest.card.pixels_hash != trainer.data.pixels_hash:
         raise CheckpointError(
-            f"{path}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
+            f"{place}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
         )
     if state.samples_consumed != state.step * trainer.plan.global_batch_size:
-        raise CheckpointError(f"{path}: was made with another global batch size; set it back, or name another run_dir")
+        raise CheckpointError(f"{place}: was made with another global batch size; set it back, or name another run_dir")
     trainer.engine.import_state(engine)
-    before, now = state.num_cpu_threads, num_cpu_threads(trainer.engine.device)
+    before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
-        print(f"{trainer.run_dir.name}: going on from {path.name}")
+        print(f"{trainer.run_dir.name}: going on from {place.name}")
         if before is not None and now is not None and before != now:
             print(
                 f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to "
@@ -245,20 +248,24 @@ def restore(trainer: Trainer) -> TrainerState:
     return state
 
 
-def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Path | None:
+def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Checkpoint | None:
     """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
-    same disks, and if they do not, their sha256.json differs."""
+    same disks, and if they do not, its hashes differ."""
     found = on_all_ranks(
-        lambda: newest_whole(run_dir) if world.local_rank == 0 else None,
+        lambda: Checkpoint.newest(run_dir) if world.local_rank == 0 else None,
         device=device,
         failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
     )
-    step = highest(step_of(found) if found else -1, device=device)
-    path = checkpoints_dir(run_dir) / f"step-{step:08d}" if step >= 0 else None
-    agrees = world.local_rank != 0 or found == path
-    if any_rank(not agrees, device=device) or not same_on_all_ranks(mark_of(path), device=device):
-        raise CheckpointError(f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry")
-    return path
+    step = highest(step_of(found.directory) if found else -1, device=device)
+    if step < 0:
+        return None
+    differ = f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+    place = checkpoints_dir(run_dir) / f"step-{step:08d}"
+    newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
+    mark = int(hash_of_json([newest.directory.name, newest.hashes])[:14], 16)
+    if not same_on_all_ranks(mark, device=device):
+        raise CheckpointError(differ)
+    return newest
 
 
 def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_weights: int) -> tuple[str, Tracker]:

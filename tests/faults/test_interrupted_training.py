@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.checkpoints.checkpoint import fault_of
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import list_checkpoints
 from tests.moments import Strike, wait_until
 from tests.soak import soaked
@@ -316,7 +316,8 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     wait_for_checkpoint(run_dir, process, beyond_step=step)
     process.send_signal(signal.SIGTERM)
     assert "stopped with a checkpoint" in finish(process)
-    assert fault_of(list_checkpoints(run_dir)[-1]) is None
+    newest = Checkpoint.newest(run_dir)
+    assert newest is not None and newest.directory == list_checkpoints(run_dir)[-1]
 
 
 def wait_for_word(process: Run, word: str) -> None:

@@ -24,6 +24,7 @@ from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
 from pretrain.loop.evaluate import evaluate
+from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 from tests.conftest import Command
 from tests.data_prep.samples import change_manifest
@@ -54,7 +55,7 @@ def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(folder
 
     reader, augmentation = open_split(shapes, load_manifest(shapes), "val"), views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
-        trained = evaluate(model_of(folder), reader, augmentation, local_batch_size=20, world=ALONE)
+        trained = evaluate(model_of(folder), reader, augmentation, local_batch_size=20, world=ALONE, stop=StopFlag())
     assert (result["eval/top1"], result["eval/top5"]) == (trained.top1, trained.top5)
     assert result["eval/loss"] == pytest.approx(trained.loss, rel=1e-6)
 

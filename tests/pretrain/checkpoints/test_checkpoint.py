@@ -23,7 +23,7 @@ from data_prep import publish
 from data_prep.publish import use_workspace
 from pretrain.checkpoints import files
 from pretrain.checkpoints.card import CheckpointError
-from pretrain.checkpoints.checkpoint import Checkpoint, fault_of, newest_whole
+from pretrain.checkpoints.checkpoint import Checkpoint, fault_of
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
 from pretrain.checkpoints.run import list_checkpoints, step_of
 from pretrain.checkpoints.writer import CheckpointWriter, Saver
@@ -39,6 +39,7 @@ from tests.moments import wait_until
 from tests.pretrain.checkpoints.tiny import card_of
 from tests.ranks import run_ranks
 
+FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "trainer.json")
 CARD = card_of(MlpSpec(kind="mlp", depth=1, width=4), image_size=8, num_classes=2)
 
 
@@ -61,8 +62,8 @@ class Restored:
 
 
 def restore(run_dir: Path) -> Restored | None:
-    newest = newest_whole(run_dir)
-    return Restored(*files.load_state(newest)) if newest else None
+    newest = Checkpoint.newest(run_dir)
+    return Restored(*files.load_state(newest.directory)) if newest else None
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         assert float(restored.engine.weights["w"][0]) == restored.trainer.step
         best = restored.trainer.best
         assert best == (Best(1, 0.5) if restored.trainer.step == 2 else Best(3, 0.6))
-        assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}") is None
+        assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}", needed=FILES) is None
         save(run_dir, 4, best=best, keep_last=1)
         assert [step_of(path) for path in list_checkpoints(run_dir)] == [best.step, 4]
         assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best.step, "score": best.score}
@@ -276,9 +277,9 @@ def waits(world: World, folder: str) -> list[Any]:
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
     device = torch.device("cpu")
 
-    def slow_newest(run_dir: Path) -> Path | None:
+    def slow_newest(run_dir: Path) -> Checkpoint | None:
         time.sleep(4)
-        return newest_whole(run_dir)
+        return really_newest(run_dir)
 
     def slow(best: Best | None) -> None:
         time.sleep(4)
@@ -286,9 +287,12 @@ def waits(world: World, folder: str) -> list[Any]:
     def refuses(best: Best | None) -> None:
         raise CheckpointError("no space")
 
-    train.newest_whole = slow_newest
-    path = train.agreed_checkpoint(Path(folder), world, device=device)
-    found = [path and path.name, on_all_ranks(lambda: time.sleep(4 * world.rank) or world.rank, device=device, failed="")]
+    really_newest, Checkpoint.newest = Checkpoint.newest, slow_newest  # type: ignore[method-assign, assignment]
+    newest = train.agreed_checkpoint(Path(folder), world, device=device)
+    found = [
+        newest and newest.directory.name,
+        on_all_ranks(lambda: time.sleep(4 * world.rank) or world.rank, device=device, failed=""),
+    ]
     for finish in (slow, refuses):
         saver = saver_of(Path("unused"), world=world, every=1)
         saver.writer.finish = finish  # type: ignore[method-assign]
@@ -306,6 +310,26 @@ def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_
     lost = "the last checkpoint could not be written; see the message of the first rank"
     assert first == ["step-00000007", 0, "done", "no space; of all ranks: False"]
     assert second == ["step-00000007", 1, "done", f"{lost}; of all ranks: True"]
+
+
+def disagree(world: World, folder: str) -> list[str]:
+    """What each rank reports where each has a run_dir of its own: with another checkpoint of that step, then with none."""
+    torch.distributed.init_process_group("gloo")
+    said = []
+    for place in ("other bytes", "only the first"):
+        with pytest.raises((CheckpointError, FailedElsewhere)) as found:
+            train.agreed_checkpoint(Path(folder) / place / str(world.rank), world, device=torch.device("cpu"))
+        said.append(str(found.value).partition(": ")[2])
+    return said
+
+
+def test_ranks_that_do_not_see_the_same_checkpoint_do_not_train(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save(tmp_path / "other bytes" / str(rank), 7, best=Best(7, rank / 2))
+    save(tmp_path / "only the first" / "0", 7)
+    first, second = run_ranks(disagree, str(tmp_path), num_ranks=2)
+    apart = "the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+    assert first == [apart, apart] and second[0] == apart and second[1].startswith("cannot be read")
 
 
 class SlowDisk:
@@ -378,9 +402,10 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3]  # in place of 1 and 2
 
 
-def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.checkpoints.writer.FINAL_S", 0.2)
     (tmp_path / "checkpoints").write_text("")
-    writer = submitted(CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05, final_s=0.2), 7)
+    writer = submitted(CheckpointWriter(tmp_path, Retention(2), first_pause_s=0.05), 7)
     with pytest.raises(CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"):
         writer.finish(None)
 
@@ -435,7 +460,7 @@ def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     DAMAGES[damage](newest / "model.safetensors")
-    assert fault_of(newest) is not None
+    assert fault_of(newest, needed=FILES) is not None
     restored = restore(tmp_path)
     assert restored is not None and restored.trainer.step == 1
     assert "is damaged" in capsys.readouterr().err

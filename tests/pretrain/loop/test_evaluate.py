@@ -3,6 +3,7 @@
 import shutil
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import AugmentSettings
 from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, Unreadable
-from pretrain.loop.evaluate import Scores, evaluate, scores_of, tally
+from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
 from tests.data_prep.test_verify import change_manifest
@@ -75,20 +76,31 @@ def plain_scores(reader: ShardReader, model: nn.Module, bits: np.ndarray) -> Sco
     )
 
 
-@torch.no_grad()
-def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(annotated: Path) -> None:
-    model, reader = classifier(), reader_of(annotated)
+@pytest.mark.parametrize(("num_ranks", "batch"), [(1, 72), (1, 7), (2, 7), (3, 5)])
+def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(
+    annotated: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, batch: int
+) -> None:
+    """Ranks are threads here: their sums meet at a barrier."""
+    model, reader = classifier().requires_grad_(False), reader_of(annotated)
     bits = np.unpackbits(np.load(annotated / "val-real.npy"), axis=1, count=8).astype(np.bool_)
-    expected = plain_scores(reader, model, bits)
-    assert expected.real is not None and 0 < expected.real != expected.top1
-    for num_ranks, batch in ((1, 72), (1, 7), (2, 7), (3, 5)):
-        sums: Tensor = sum(  # type: ignore[assignment]
-            tally(model, reader, AUGMENTATION, local_batch_size=batch, world=World(rank, rank, num_ranks))
-            for rank in range(num_ranks)
+    expected, barrier, summed = plain_scores(reader, model, bits), threading.Barrier(num_ranks), list[Tensor]()
+
+    def all_sum(sums: Tensor) -> Tensor:
+        summed.append(sums)
+        barrier.wait(60)
+        return torch.stack(summed).sum(dim=0)
+
+    monkeypatch.setattr("pretrain.loop.evaluate.all_sum", all_sum)
+    worlds = [World(rank, rank, num_ranks) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as threads:
+        scores = list(
+            threads.map(
+                lambda world: evaluate(model, reader, AUGMENTATION, local_batch_size=batch, world=world, stop=StopFlag()), worlds
+            )
         )
-        found = scores_of(sums, num_samples=72)
-        assert (found.top1, found.top5, found.num_samples) == (expected.top1, expected.top5, 72)
-        assert found.real == expected.real and found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert expected.real is not None and 0 < expected.real != expected.top1 and len(scores) == num_ranks
+    for found in scores:
+        assert replace(found, loss=expected.loss) == expected and found.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 @torch.no_grad()
@@ -112,7 +124,7 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch:
 
 @torch.no_grad()
 def test_there_is_no_real_score_without_its_labels(shapes: Path) -> None:
-    scores = evaluate(classifier(), reader_of(shapes), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1))
+    scores = evaluate(classifier(), reader_of(shapes), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=StopFlag())
     assert scores.real is None and set(scores.metrics("eval")) == {"eval/top1", "eval/top5", "eval/loss"}
     assert set(replace(scores, real=0.5).metrics("eval")) == {"eval/top1", "eval/top5", "eval/loss", "eval/real"}
 
@@ -123,4 +135,4 @@ def test_real_labels_of_other_classes_are_refused(shapes: Path, tmp_path: Path) 
     fact = write_annotation(directory, "val-real", np.ones((72, 5), np.bool_)).model_dump()
     change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
     with pytest.raises(DatasetError, match="annotation 'real' is of 5 classes, the dataset has 8; build it again"):
-        evaluate(classifier(), reader_of(directory), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1))
+        evaluate(classifier(), reader_of(directory), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=StopFlag())
