@@ -21,7 +21,7 @@ from rich.table import Table
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.zero_cost import Training, held, sent
+from pretrain.engine.zero_cost import Training, bytes_sent, held
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -82,7 +82,7 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)  # type: ignore[arg-type]
     formula = held(training)
     wanted = formula.on_device - (formula.bucket if stage < 3 else 0.0)  # only stage 3 keeps it after backward
-    numbers = (most[0], wanted, on_wire, sent(training).total)
+    numbers = (most[0], wanted, on_wire, bytes_sent(training))
     return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
 
 

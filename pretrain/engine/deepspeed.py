@@ -51,7 +51,7 @@ def _import_deepspeed() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # once more: the import sets it
     finally:
         if hidden is None:
             del sys.modules["mlflow"]
@@ -85,14 +85,6 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
 
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
 """fp16: where the scale starts, after how many good steps it doubles, its floor, and which overflow in a row halves it."""
-FP16_CONFIG = {
-    "loss_scale": 0,  # dynamic
-    "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1,
-    "loss_scale_window": LOSS_SCALE["scale_window"],
-    "min_loss_scale": LOSS_SCALE["min_scale"],
-    "hysteresis": LOSS_SCALE["delayed_shift"],
-}
-"""The same in the words of DeepSpeed's config."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """All that changes in a `DynamicLossScaler`."""
 
@@ -110,8 +102,7 @@ class DeepSpeedEngine:
         world: World,
         ema_decay: float | None = None,
     ):
-        self.device, self.settings, self.plan, self.world = device, settings, plan, world
-        self.label_smoothing = label_smoothing
+        self.device, self.settings, self.plan, self.world, self.label_smoothing = device, settings, plan, world, label_smoothing
         self._dtype = DTYPES[settings.precision]
         self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
         makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
@@ -189,7 +180,7 @@ class DeepSpeedEngine:
     def _update_plain(self) -> tuple[Tensor, bool]:
         """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm that is logged and clipped to."""
         parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
-        gradients: list[Tensor] = [each.grad for each in parameters if each.grad is not None]
+        gradients = [each.grad for each in parameters]
         scale = self._scaler.loss_scale if self._scaler is not None else 1.0
         norm = nn.utils.get_total_norm(gradients) / scale
         applied = bool(norm.isfinite())  # the one wait; after the reduction all ranks see the same
@@ -278,8 +269,7 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
 
     def forward(images_BCHW: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=dtype):
-            logits: Tensor = plain(images_BCHW)
-        return logits
+            return plain(images_BCHW)  # type: ignore[no-any-return]
 
     model.forward = forward
 
@@ -288,15 +278,10 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, *, num_parameter
     """Our settings in DeepSpeed's words."""
     stage, cpu = settings.zero_stage, {"device": "cpu", "pin_memory": on_gpu}
     bucket = bucket_elements(num_parameters)
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        # or stage 3 would hold the whole of any model below a billion weights from forward to backward
-        "stage3_prefetch_bucket_size": bucket // 8,
-        "stage3_max_reuse_distance": bucket // 8,
-        "stage3_max_live_parameters": bucket // 2,
-    }
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    # or stage 3 would hold the whole of any model below a billion weights from forward to backward
+    zero |= {"stage3_prefetch_bucket_size": bucket // 8, "stage3_max_reuse_distance": bucket // 8}
+    zero |= {"stage3_max_live_parameters": bucket // 2}
     if settings.offload != "none":
         zero["offload_optimizer"] = cpu
     if settings.offload == "all":
@@ -315,7 +300,9 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, *, num_parameter
     if stage and settings.precision != "fp32":
         config[settings.precision] = {"enabled": True}
         if settings.precision == "fp16":
-            config["fp16"] |= FP16_CONFIG
+            config["fp16"] |= {"loss_scale": 0, "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1}  # 0: dynamic
+            config["fp16"] |= {"loss_scale_window": LOSS_SCALE["scale_window"], "min_loss_scale": LOSS_SCALE["min_scale"]}
+            config["fp16"] |= {"hysteresis": LOSS_SCALE["delayed_shift"]}
         # bf16 at stage 1 would switch to DeepSpeed's BF16_Optimizer, another class with another state
         if stage > 1 or settings.precision == "fp16":
             config["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.engine.zero_cost import Precision, Training, held, sent
+from pretrain.engine.zero_cost import Precision, Stage, Training, bytes_sent, held
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import PRESETS, spec_of
 
-STAGES = (0, 1, 2, 3)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,14 @@ class Row:
 
 
 def rows(plan: Plan) -> list[Row]:
-    preset, spec = PRESETS[plan.model], spec_of(plan.model)
+    preset = PRESETS[plan.model]
     size, classes = plan.image_size or preset.image_size, plan.num_classes or preset.num_classes
-    cost = cost_of(spec, num_classes=classes, image_size=size)
-    found = []
+    cost, found = cost_of(spec_of(plan.model), num_classes=classes, image_size=size), []
     for num_nodes in plan.num_nodes:
         num_ranks = num_nodes * plan.gpus_per_node
-        trainings = [
-            Training(cost.num_parameters, stage, plan.precision, num_ranks, plan.num_states)  # type: ignore[arg-type]
-            for stage in STAGES
-        ]
         local = plan.global_batch_size / num_ranks
-        bytes_sent = [sent(training).total for training in trainings]
+        trainings = [Training(cost.num_parameters, stage, plan.precision, num_ranks, plan.num_states) for stage in STAGES]
+        sent = [bytes_sent(training) for training in trainings]
         found.append(
             Row(
                 num_nodes=num_nodes,
@@ -64,8 +60,8 @@ def rows(plan: Plan) -> list[Row]:
                 local_batch_size=local,
                 compute_ms=3 * 2 * cost.multiply_adds * local / (plan.teraflops * 1e12) * 1e3,
                 held_gb=tuple(held(training).on_device / 1e9 for training in trainings),
-                sent_mb=tuple(count / 1e6 for count in bytes_sent),
-                network_ms=tuple(count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in bytes_sent),
+                sent_mb=tuple(count / 1e6 for count in sent),
+                network_ms=tuple(count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in sent),
             )
         )
     return found
@@ -75,20 +71,18 @@ def print_plan(plan: Plan, console: Console) -> None:
     """A line for each number of nodes; the four stages stand side by side within a column."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     stages = "/".join(map(str, STAGES))
-    for word in ("nodes", "ranks", "batch/rank", "compute ms", f"GB held, {stages}", f"MB sent, {stages}"):
+    for word in (
+        "nodes",
+        "ranks",
+        "batch/rank",
+        "compute ms",
+        *(f"{each}, {stages}" for each in ("GB held", "MB sent", "network ms")),
+    ):
         table.add_column(word, justify="right", no_wrap=True)
-    if len(plan.num_nodes) > 1 or plan.num_nodes[0] > 1:
-        table.add_column(f"network ms, {stages}", justify="right", no_wrap=True)
     for row in rows(plan):
-        table.add_row(
-            str(row.num_nodes),
-            str(row.num_ranks),
-            f"{row.local_batch_size:,.0f}",
-            f"{row.compute_ms:.1f}",
-            " ".join(f"{value:4.2f}" for value in row.held_gb),
-            " ".join(f"{value:5,.0f}" for value in row.sent_mb),
-            " ".join(f"{value:4.1f}" for value in row.network_ms),
-        )
+        cells = [f"{row.num_nodes}", f"{row.num_ranks}", f"{row.local_batch_size:,.0f}", f"{row.compute_ms:.1f}"]
+        cells += [" ".join(f"{value:4.2f}" for value in row.held_gb), " ".join(f"{value:5,.0f}" for value in row.sent_mb)]
+        table.add_row(*cells, " ".join(f"{value:4.1f}" for value in row.network_ms))
     console.print(
         f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node", style="bold"
     )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.optim import counts_steps
-from pretrain.optim.segments import Layout, Placed, Segment, cut_across, cut_each, whole
+from pretrain.optim.segments import Layout, Segment, cut_across, cut_each
 from pretrain.ranks.world import World
 
 _GATHERED_ELEMENTS = 2**26
@@ -49,7 +49,7 @@ class ShardedState:
         if self.stage == 0:
             for group in self.plain.param_groups:
                 for each in group["params"]:
-                    yield each, whole(numbers[id(each)], each.numel(), num_ranks=ranks)
+                    yield each, ((Segment(numbers[id(each)], 0, each.numel()),),) * ranks
         elif self.stage == 3:
             for tensor, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
                 numels = [(numbers[id(each)], each.ds_numel) for each in parameters]
@@ -57,7 +57,7 @@ class ShardedState:
         else:
             for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
                 in_order = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
-                placed = [Placed(numbers[id(each)], offset, each.numel()) for each, offset in in_order]
+                placed = [Segment(numbers[id(each)], offset, each.numel()) for each, offset in in_order]
                 yield tensor, cut_across(placed, shard_size=tensor.numel(), num_ranks=ranks)
 
     @torch.no_grad()

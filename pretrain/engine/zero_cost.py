@@ -50,77 +50,39 @@ class Training:
     def bytes_per_weight(self) -> int:
         return 4 if self.stage == 0 or self.precision == "fp32" else 2
 
-    @property
-    def share(self) -> float:
-        """Of what a stage cuts up."""
-        return 1.0 if self.stage == 0 else 1 / self.num_ranks
-
 
 @dataclass(frozen=True)
 class Held:
     """Bytes of a rank."""
 
-    weights: float
-    master: float
-    optimizer: float
-    average: float
-    gradients: float
-    bucket: float
     on_device: float
     on_host: float
     """With offload."""
-
-    @property
-    def at_rest(self) -> float:
-        """Between two steps: what stage 3 keeps for its gradients included."""
-        return self.on_device + self.on_host
+    bucket: float
+    """On the device, too; only stage 3 keeps it between two steps."""
 
 
 def held(training: Training) -> Held:
-    size, each, share = training.num_parameters, training.bytes_per_weight, training.share
-    weights = size * each * (share if training.stage == 3 else 1)
-    master = 0.0 if training.stage == 0 else 4 * size * share
-    optimizer = 4 * training.num_states * size * share
-    average = 4 * size * share if training.ema else 0.0
-    match training.stage:
+    size, each, stage = training.num_parameters, training.bytes_per_weight, training.stage
+    share = size if stage == 0 else size / training.num_ranks
+    weights = each * (share if stage == 3 else size)
+    shards = 4 * share * ((stage > 0) + training.num_states + training.ema)
+    match stage:
         case 0:
             gradients = 4.0 * size
         case 1:
-            gradients = each * size * (share if training.accumulation_steps == 1 else 2)
+            gradients = each * (share if training.accumulation_steps == 1 else 2 * size)
         case _:
-            gradients = 4 * size * share
-    bucket = 0.0 if training.stage == 0 else float(each * bucket_elements(size))
-    moved = 0.0
+            gradients = 4 * share
+    bucket = 0.0 if stage == 0 else float(each * bucket_elements(size))
+    on_host = 0.0
     if training.offload != "none":
-        moved = master + optimizer + average + (gradients if training.stage >= 2 else 0.0)
-    if training.offload == "all":
-        moved += weights
-    total = weights + master + optimizer + average + gradients + bucket
-    return Held(weights, master, optimizer, average, gradients, bucket, total - moved, moved)
+        on_host = shards + (gradients if stage >= 2 else 0.0) + (weights if training.offload == "all" else 0.0)
+    return Held(weights + shards + gradients + bucket - on_host, on_host, bucket)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that a rank sends in one step."""
-
-    gradients: float
-    weights: float
-
-    @property
-    def total(self) -> float:
-        return self.gradients + self.weights
-
-
-def sent(training: Training) -> Sent:
-    ring = (training.num_ranks - 1) / training.num_ranks
-    whole = ring * training.num_parameters * training.bytes_per_weight
-    steps = training.accumulation_steps
-    match training.stage:
-        case 0:
-            return Sent(2 * whole, 0.0)
-        case 1:
-            return Sent(2 * whole, whole)
-        case 2:
-            return Sent(2 * whole * steps, whole)
-        case 3:
-            return Sent(whole * steps, 2 * whole * steps)
+def bytes_sent(training: Training) -> float:
+    """By a rank in one step."""
+    ring, steps = (training.num_ranks - 1) / training.num_ranks, training.accumulation_steps
+    times = {0: 2, 1: 3, 2: 2 * steps + 1, 3: 3 * steps}[training.stage]
+    return times * ring * training.num_parameters * training.bytes_per_weight

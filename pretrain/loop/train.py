@@ -28,7 +28,7 @@ from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader, open_store
 from pretrain.data.store.staging import staged
-from pretrain.engine.micro_batch import REMEDY, micro_batch_size, with_local_batch_size
+from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
 from pretrain.loop.logs import log_to
 from pretrain.loop.peak import find_peak
@@ -152,7 +152,9 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
     local_batch_size = micro_batch_size(model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy)
-    settings = with_local_batch_size(task.settings, local_batch_size)
+    settings = task.settings
+    if settings.train.local_batch_size == "auto":  # logged is what it came to
+        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"local_batch_size": local_batch_size})})
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     engine = task.engine(model, plan, device=device, world=world)
     run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)

@@ -51,25 +51,19 @@ class ImageModel(nn.Module, ABC):
         x_BF = self.embed(x_BCHW)
         for block in self.blocks:
             x_BF = self._run(block, x_BF)
-        y_BF: Tensor = self.norm(x_BF)
-        return y_BF
+        return self.norm(x_BF)
 
     def forward_head(self, x_BF: Tensor, pre_logits: bool = False) -> Tensor:
         pooled_BN = self.pool(x_BF)
-        if pre_logits:
-            return pooled_BN
-        logits_BK: Tensor = self.head(pooled_BN)
-        return logits_BK
+        return pooled_BN if pre_logits else self.head(pooled_BN)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x_BCHW))
 
     def _run(self, block: nn.Module, x_BF: Tensor) -> Tensor:
         if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            kept: Tensor = checkpoint(block, x_BF, use_reentrant=False)
-            return kept
-        y_BF: Tensor = block(x_BF)
-        return y_BF
+            return checkpoint(block, x_BF, use_reentrant=False)
+        return block(x_BF)
 
     # ---- the classifier ----------------------------------------------------------------------------------------------
 
@@ -81,8 +75,7 @@ class ImageModel(nn.Module, ABC):
         if global_pool not in (None, "", "avg"):
             raise ValueError(f"global_pool: {global_pool!r} will not do; these models take the mean (avg)")
         self.num_classes = num_classes
-        near = next(self.parameters())
-        self.head = classifier(self.num_features, num_classes).to(near).train(self.training)
+        self.head = classifier(self.num_features, num_classes).to(next(self.parameters())).train(self.training)
         with torch.no_grad():
             for weight in self.head.parameters():
                 weight.zero_()

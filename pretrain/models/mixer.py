@@ -25,14 +25,13 @@ class TwoLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.inner(x)))
-        y: Tensor = self.dropout(self.outer(hidden))
-        return y
+        return self.dropout(self.outer(hidden))
 
 
 class OneLayer(nn.Module):
-    """act(W x) on the last axis."""
+    """act(W x) on the last axis; nothing is hidden."""
 
-    def __init__(self, spec: MixerSpec, num_inputs: int, *, num_outputs: int):
+    def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):  # noqa: ARG002
         super().__init__()
         self.linear = Linear(num_inputs, num_outputs)
         self.activation = ACTIVATIONS[spec.activation]()
@@ -41,8 +40,7 @@ class OneLayer(nn.Module):
             start_normal(self.linear, variance=1 / num_inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.activation(self.linear(x)))
-        return y
+        return self.dropout(self.activation(self.linear(x)))
 
 
 def start_normal(linear: nn.Linear, *, variance: float) -> None:
@@ -53,15 +51,14 @@ def start_normal(linear: nn.Linear, *, variance: float) -> None:
 class TokenSkip(nn.Module):
     """LN(W~ X): the skip path of a block that makes S tokens of S0."""
 
-    def __init__(self, num_patches: int, *, num_tokens: int, num_channels: int, norm_eps: float):
+    def __init__(self, spec: MixerSpec, num_patches: int, *, num_tokens: int):
         super().__init__()
         self.linear = Linear(num_patches, num_tokens, bias=False)
-        self.norm = nn.LayerNorm(num_channels, eps=norm_eps)
+        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps)
         nn.init.normal_(self.linear.weight, std=num_patches**-0.5)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        y_BSC: Tensor = self.norm(self.linear(x_BSC.transpose(1, 2)).transpose(1, 2))
-        return y_BSC
+        return self.norm(self.linear(x_BSC.transpose(1, 2)).transpose(1, 2))
 
 
 class MixerBlock(nn.Module):
@@ -75,15 +72,12 @@ class MixerBlock(nn.Module):
         super().__init__()
         channels = spec.num_channels
         token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-        self.skip = (
-            TokenSkip(num_inputs, num_tokens=num_tokens, num_channels=channels, norm_eps=spec.norm_eps)
-            if has_token_skip
-            else nn.Identity()
-        )
+        self.skip = TokenSkip(spec, num_inputs, num_tokens=num_tokens) if has_token_skip else nn.Identity()
         self.token_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
-        self.token_mixing = _mixing(spec, num_inputs, hidden=token_hidden, num_outputs=num_tokens)
+        mixing = TwoLayer if spec.layers_per_mixing == 2 else OneLayer
+        self.token_mixing = mixing(spec, num_inputs, hidden=token_hidden, num_outputs=num_tokens)
         self.channel_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
-        self.channel_mixing = _mixing(spec, channels, hidden=channel_hidden, num_outputs=channels)
+        self.channel_mixing = mixing(spec, channels, hidden=channel_hidden, num_outputs=channels)
         self.is_permuted = is_permuted
         if is_permuted:
             random = generator_beside_weights()
@@ -93,32 +87,19 @@ class MixerBlock(nn.Module):
             self.after_channels = random_permutation(num_tokens * channels, generator=random)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        x_BSC = self.skip(x_BSC) + self._mix_tokens(self.token_norm(x_BSC))
-        return x_BSC + self._mix_channels(self.channel_norm(x_BSC))
-
-    def _mix_tokens(self, x_BSC: Tensor) -> Tensor:
-        channels = x_BSC.shape[-1]
-        if not self.is_permuted:
-            mixed_BSC: Tensor = self.token_mixing(x_BSC.transpose(1, 2)).transpose(1, 2)
-            return mixed_BSC
-        mixed_BM = pk(x_BSC.flatten(1), self.token_mixing, num_copies=channels, before=self.before_tokens, after=self.after_tokens)
-        return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
-
-    def _mix_channels(self, x_BSC: Tensor) -> Tensor:
-        if not self.is_permuted:
-            mixed_BSC: Tensor = self.channel_mixing(x_BSC)
-            return mixed_BSC
-        _, tokens, channels = x_BSC.shape
-        mixed_BM = pk(
-            x_BSC.flatten(1), self.channel_mixing, num_copies=tokens, before=self.before_channels, after=self.after_channels
-        )
-        return mixed_BM.reshape(x_BSC.shape[0], mixed_BM.shape[1] // channels, channels)
-
-
-def _mixing(spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int) -> nn.Module:
-    if spec.layers_per_mixing == 1:
-        return OneLayer(spec, num_inputs, num_outputs=num_outputs)
-    return TwoLayer(spec, num_inputs, hidden=hidden, num_outputs=num_outputs)
+        batch, channels, normed_BSC = x_BSC.shape[0], x_BSC.shape[2], self.token_norm(x_BSC)
+        if self.is_permuted:
+            places = {"before": self.before_tokens, "after": self.after_tokens}
+            mixed_BM = pk(normed_BSC.flatten(1), self.token_mixing, num_copies=channels, **places)
+            mixed_BSC = mixed_BM.reshape(batch, mixed_BM.shape[1] // channels, channels)
+        else:
+            mixed_BSC = self.token_mixing(normed_BSC.transpose(1, 2)).transpose(1, 2)
+        x_BSC = self.skip(x_BSC) + mixed_BSC
+        normed_BSC, tokens = self.channel_norm(x_BSC), x_BSC.shape[1]
+        if self.is_permuted:
+            places = {"before": self.before_channels, "after": self.after_channels}
+            return x_BSC + pk(normed_BSC.flatten(1), self.channel_mixing, num_copies=tokens, **places).reshape(x_BSC.shape)
+        return x_BSC + self.channel_mixing(normed_BSC)
 
 
 class Mixer(ImageModel):
@@ -141,8 +122,7 @@ class Mixer(ImageModel):
         self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        x_BSC: Tensor = self.stem(patches(x_BCHW, size=self.patch_size))
-        return x_BSC
+        return self.stem(patches(x_BCHW, size=self.patch_size))
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF.mean(dim=1)

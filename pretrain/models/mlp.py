@@ -25,8 +25,7 @@ class InvertedBlock(nn.Module):
 
     def forward(self, x_BM: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.expand(self.norm(x_BM))))
-        y: Tensor = x_BM + self.dropout(self.contract(hidden))
-        return y
+        return x_BM + self.dropout(self.contract(hidden))
 
 
 class StandardBlock(nn.Module):
@@ -43,8 +42,7 @@ class StandardBlock(nn.Module):
     def forward(self, x_BM: Tensor) -> Tensor:
         normed_BM = self.norm(x_BM)
         y_BM = self.linear(self.activation(normed_BM)) if self.activation_first else self.activation(self.linear(normed_BM))
-        y: Tensor = self.dropout(y_BM)
-        return y
+        return self.dropout(y_BM)
 
 
 class Mlp(ImageModel):
@@ -57,8 +55,7 @@ class Mlp(ImageModel):
         self.head = classifier(spec.width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        x_BM: Tensor = self.stem(x_BCHW.flatten(1))
-        return x_BM
+        return self.stem(x_BCHW.flatten(1))
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF

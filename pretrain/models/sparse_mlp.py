@@ -22,6 +22,11 @@ from pretrain.models.mixer import patches
 from pretrain.models.spec import SparseMlpSpec
 
 
+def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int) -> MaskedLinear | SparseLinear:
+    layer = SparseLinear if spec.is_sparse else MaskedLinear
+    return layer(num_inputs, num_outputs=num_outputs, density=spec.density, variance=1 / (spec.density * width))
+
+
 class SparseBlock(nn.Module):
     """x + act((M * W) LN(x))."""
 
@@ -33,8 +38,7 @@ class SparseBlock(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BM: Tensor) -> Tensor:
-        y_BM: Tensor = x_BM + self.dropout(self.activation(self.linear(self.norm(x_BM))))
-        return y_BM
+        return x_BM + self.dropout(self.activation(self.linear(self.norm(x_BM))))
 
 
 class SparseHiddenBlock(nn.Module):
@@ -51,14 +55,7 @@ class SparseHiddenBlock(nn.Module):
 
     def forward(self, x_BM: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.expand(self.norm(x_BM))))
-        y_BM: Tensor = x_BM + self.dropout(self.contract(hidden))
-        return y_BM
-
-
-def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int) -> nn.Module:
-    variance = 1 / (spec.density * width)
-    layer = SparseLinear if spec.is_sparse else MaskedLinear
-    return layer(num_inputs, num_outputs=num_outputs, density=spec.density, variance=variance)
+        return x_BM + self.dropout(self.contract(hidden))
 
 
 class SparseMlp(ImageModel):
@@ -75,8 +72,7 @@ class SparseMlp(ImageModel):
         self.head = classifier(width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        x_BM: Tensor = self.widen(self.stem(patches(x_BCHW, size=self.patch_size)).flatten(1))
-        return x_BM
+        return self.widen(self.stem(patches(x_BCHW, size=self.patch_size)).flatten(1))
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF

@@ -11,8 +11,6 @@ so that a Monarch layer whose blocks are all equal is a Kronecker layer.
 Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C columns out, K classes.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +43,7 @@ class Monarch(nn.Module):
         return torch.einsum("bhc,csh->bsc", x_BHC, self.per_column)
 
 
-LAYERS: dict[Literal["monarch", "kronecker"], type[Kronecker] | type[Monarch]] = {"monarch": Monarch, "kronecker": Kronecker}
+LAYERS = {"monarch": Monarch, "kronecker": Kronecker}
 
 
 def _normal(*shape: int) -> nn.Parameter:
@@ -61,8 +59,7 @@ class StructuredBlock(nn.Module):
         self.linear = LAYERS[spec.form](grid, out=grid)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        y_BSC: Tensor = self.linear(self.activation(x_BSC))
-        return y_BSC
+        return self.linear(self.activation(x_BSC))
 
 
 class StructuredMlp(ImageModel):
@@ -77,8 +74,7 @@ class StructuredMlp(ImageModel):
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         rows_BHV = x_BCHW.mean(1) if self.greyscale else x_BCHW.transpose(1, 2).flatten(2)
-        x_BSC: Tensor = self.stem(rows_BHV)
-        return x_BSC
+        return self.stem(rows_BHV)
 
     def pool(self, x_BF: Tensor) -> Tensor:
         return x_BF.flatten(1)

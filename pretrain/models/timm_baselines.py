@@ -26,12 +26,10 @@ class TimmModel(ImageModel):
         self.head = classifier(self.num_features, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        features: Tensor = self.body.forward_features(x_BCHW)
-        return features
+        return self.body.forward_features(x_BCHW)
 
     def pool(self, x_BF: Tensor) -> Tensor:
-        pooled: Tensor = self.body.forward_head(x_BF, pre_logits=True)
-        return pooled
+        return self.body.forward_head(x_BF, pre_logits=True)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
@@ -42,8 +40,7 @@ class TimmModel(ImageModel):
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         self.reset_classifier(0)
-        kept: list[int] = self.body.prune_intermediate_layers(*args, **kwargs)
-        return kept
+        return self.body.prune_intermediate_layers(*args, **kwargs)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The body's, under the names that its weights have here."""

@@ -14,76 +14,66 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from pretrain.models.build import build, build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.presets import PRESETS, Preset
+from pretrain.models.presets import PRESETS
 from pretrain.models.spec import AnySpec, ModelSpec
 
 FIRST_LAYERS = {"resnet152_64": "body.conv1", "vit_b_4": "body.patch_embed.proj"}
-
-
-def _default_cfg(name: str, preset: Preset) -> dict[str, Any]:
-    return {
-        "num_classes": preset.num_classes,
-        "input_size": (3, preset.image_size, preset.image_size),
-        "fixed_input_size": True,
-        "interpolation": "bilinear",
-        "crop_pct": 1.0,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": FIRST_LAYERS.get(name, "stem"),
-        "classifier": "head",
+COMMON_CFG = {
+    "fixed_input_size": True,
+    "interpolation": "bilinear",
+    "crop_pct": 1.0,
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "classifier": "head",
+}
+default_cfgs = generate_default_cfgs(
+    {
+        name: COMMON_CFG
+        | {"num_classes": preset.num_classes, "input_size": (3, preset.image_size, preset.image_size)}
+        | {"first_conv": FIRST_LAYERS.get(name, "stem")}
+        for name, preset in PRESETS.items()
     }
-
-
-default_cfgs = generate_default_cfgs({name: _default_cfg(name, preset) for name, preset in PRESETS.items()})
-
-
+)
 _EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}  # what features_only gives unless asked otherwise
 
 
-def check_colours(in_chans: int) -> None:
+def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
+    """Of the images, if they are what these models take."""
+    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if in_chans != 3:
         raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
+    if height != width:
+        raise ValueError(f"img_size: {height} x {width} will not do; these models take square images")
+    return height
 
 
 def _entry_point(name: str) -> Callable[..., ImageModel]:
     def construct(
         num_classes: int, img_size: int | tuple[int, int], in_chans: int = 3, drop_rate: float | None = None, **changes: Any
     ) -> ImageModel:
-        check_colours(in_chans)
         if drop_rate:
             changes["dropout"] = drop_rate
-        return build(name, num_classes=num_classes, image_size=one_side(img_size), **changes)
+        return build(name, num_classes=num_classes, image_size=_one_side(img_size, in_chans), **changes)
 
     def entry(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-        model: ImageModel = build_model_with_cfg(construct, name, pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
-        return model
+        return build_model_with_cfg(construct, name, pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
 
     entry.__name__, entry.__module__ = name, __name__
     return entry
 
 
-def one_side(img_size: int | tuple[int, int]) -> int:
-    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-    if height != width:
-        raise ValueError(f"img_size: {height} x {width} will not do; these models take square images")
-    return height
-
-
 for _name in PRESETS:
-    _registered = register_model(_entry_point(_name))
-    setattr(sys.modules[__name__], _name, _registered)
+    setattr(sys.modules[__name__], _name, register_model(_entry_point(_name)))
 
 
 def _of_spec(spec: dict[str, Any], num_classes: int = 1000, img_size: int | tuple[int, int] = 64, in_chans: int = 3) -> ImageModel:
-    check_colours(in_chans)
     parsed: AnySpec = TypeAdapter(ModelSpec).validate_json(json.dumps(spec))
-    return build_model(parsed, num_classes=num_classes, image_size=one_side(img_size))
+    return build_model(parsed, num_classes=num_classes, image_size=_one_side(img_size, in_chans))
 
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
     """Any spec: the architecture that the config.json of every checkpoint names, for `create_model("local-dir:DIRECTORY")`."""
-    model: ImageModel = build_model_with_cfg(_of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
-    return model
+    return build_model_with_cfg(_of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
 
 
 register_model(wide_mlps)

@@ -59,7 +59,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a decay of
     0, too."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    num_layers = 1 + max((_layer(name) for name, _ in model.named_parameters() if _is_block(name)), default=0)
+    num_layers = 1 + max(_layer(name) for name, _ in model.named_parameters())
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
             f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in a row; leave it out"
@@ -77,19 +77,14 @@ def _lr_scale(name: str, settings: OptimizerSettings, *, num_layers: int) -> flo
     """The head has its own; below it the last block has the body's whole rate, and each layer a share of the one above it."""
     if name.startswith("head."):
         return settings.head_lr_scale
-    layer = _layer(name) if _is_block(name) else (num_layers - 1 if name.startswith("norm") else 0)
+    layer = num_layers - 1 if name.startswith("norm") else _layer(name)
     return float(settings.layer_decay ** (num_layers - 1 - layer))
-
-
-def _is_block(name: str) -> bool:
-    return re.search(r"(?:^|\.)blocks\.\d+\.", name) is not None
 
 
 def _layer(name: str) -> int:
     """Of a block, from 1; what comes before the blocks is layer 0."""
     found = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
-    assert found is not None
-    return int(found[1]) + 1
+    return int(found[1]) + 1 if found else 0
 
 
 def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -12,7 +12,7 @@ summed over pieces and ranks in one exchange per step, in which every rank takes
 device, but where an offloaded optimizer exchanges over NCCL.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +65,21 @@ class Lamb(Optimizer):
         assert closure is None, "a closure is never used here"
         pieces: list[_Piece] = []
         decayed: list[Tensor] = []
-        for group, weight in self._with_gradients():
-            direction = self._direction(weight, group)
-            if not group["is_decayed"]:
-                weight.add_(direction, alpha=-group["lr"])
-                continue
-            for segment in self._segments_of(weight, number=len(decayed)):
-                stretch = slice(segment.offset, segment.offset + segment.length)
-                flat, flat_direction = weight.view(-1)[stretch], direction.view(-1)[stretch]
-                pieces.append(_Piece(segment.parameter_number, flat, flat_direction, group["lr"]))
-            decayed.append(weight)
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                direction = self._direction(weight, group)
+                if not group["is_decayed"]:
+                    weight.add_(direction, alpha=-group["lr"])
+                    continue
+                whole = (Segment(len(decayed), 0, weight.numel()),)
+                for segment in whole if self._segments is None else self._segments[weight]:
+                    stretch = slice(segment.offset, segment.offset + segment.length)
+                    flat, flat_direction = weight.view(-1)[stretch], direction.view(-1)[stretch]
+                    pieces.append(_Piece(segment.parameter_number, flat, flat_direction, group["lr"]))
+                decayed.append(weight)
         # asked of the groups, which are alike on all ranks: one that owns no piece of them must take part, too
         if any(group["is_decayed"] and group["params"] for group in self.param_groups):
             self._take(pieces, decayed)
-
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        return ((group, weight) for group in self.param_groups for weight in group["params"] if weight.grad is not None)
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's, plus the decay."""
@@ -97,12 +96,6 @@ class Lamb(Optimizer):
         scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
         direction: Tensor = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(scale)
         return direction.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] else direction
-
-    def _segments_of(self, weight: Tensor, *, number: int) -> Sequence[Segment]:
-        if self._segments is None:
-            return (Segment(number, 0, weight.numel()),)
-        assert weight in self._segments, "bind named no segments for a tensor that is stepped"
-        return self._segments[weight]
 
     def _take(self, pieces: Sequence[_Piece], decayed: Sequence[Tensor]) -> None:
         """`decayed`: the tensors that the pieces are of, in their order."""

@@ -39,26 +39,15 @@ class Lion(Optimizer):
                 if "exp_avg" not in self.state[weight]:
                     self.state[weight]["exp_avg"] = torch.zeros_like(weight)
             momenta: list[Tensor] = [self.state[weight]["exp_avg"] for weight in weights]
-            kept_share, settings = 1 - group["lr"] * group["weight_decay"], {"lr": group["lr"], "betas": group["betas"]}
-            if lion_on_cpu is not None and lion_on_cpu.takes([*weights, *gradients, *momenta]):
-                lion_on_cpu.update(weights, gradients, momenta, kept_share=kept_share, **settings)
-            else:
-                update(weights, gradients, momenta, kept_share=kept_share, **settings)
+            on_cpu = lion_on_cpu is not None and lion_on_cpu.takes([*weights, *gradients, *momenta])
+            (lion_on_cpu.update if on_cpu else update)(weights, gradients, momenta, group)
 
 
-def update(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    momenta: list[Tensor],
-    *,
-    kept_share: float,
-    lr: float,
-    betas: tuple[float, float],
-) -> None:
-    """On any device; `kept_share` is what decay leaves of a weight."""
-    beta1, beta2 = betas
-    if kept_share != 1:
-        torch._foreach_mul_(weights, kept_share)
+def update(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+    """On any device."""
+    lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
+    if lr * weight_decay:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
     updates = torch._foreach_mul(momenta, beta1)
     torch._foreach_add_(updates, gradients, alpha=1 - beta1)
     torch._foreach_sign_(updates)

@@ -27,17 +27,10 @@ def takes(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
-def update(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    *,
-    kept_share: float,
-    lr: float,
-    betas: tuple[float, float],
-) -> None:
+def update(weights: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], group: dict[str, Any]) -> None:
     """As `lion.update`, to the bit."""
-    numbers = np.array([kept_share, lr, betas[0], 1 - betas[0], betas[1], 1 - betas[1]], np.float32)
+    lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
+    numbers = np.array([1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2], np.float32)
     parts = [
         (weight[start : start + size], gradient[start : start + size], momentum[start : start + size])
         for weight, gradient, momentum in (

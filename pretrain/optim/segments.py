@@ -24,22 +24,13 @@ Layout = tuple[tuple[Segment, ...], ...]
 """The segments of one flat tensor by rank. Where ranks hold copies instead of shards, all have the same."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A parameter in a group that is laid out one after the other."""
-
-    parameter_number: int
-    offset: int
-    numel: int
-
-
-def cut_across(parameters: Sequence[Placed], *, shard_size: int, num_ranks: int) -> Layout:
-    """Stages 1 and 2: the whole group is one row, cut into equal shards wherever the cut falls."""
+def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int) -> Layout:
+    """Stages 1 and 2: whole parameters in one row, which is cut into equal shards wherever the cut falls."""
     return tuple(
         tuple(
             Segment(each.parameter_number, low - rank * shard_size, high - low, low - each.offset)
             for each in parameters
-            if (low := max(each.offset, rank * shard_size)) < (high := min(each.offset + each.numel, (rank + 1) * shard_size))
+            if (low := max(each.offset, rank * shard_size)) < (high := min(each.offset + each.length, (rank + 1) * shard_size))
         )
         for rank in range(num_ranks)
     )
@@ -57,8 +48,3 @@ def cut_each(numels: Sequence[tuple[int, int]], *, num_ranks: int) -> Layout:
         )
         for rank in range(num_ranks)
     )
-
-
-def whole(parameter_number: int, numel: int, *, num_ranks: int) -> Layout:
-    """Stage 0: every rank holds all of the parameter."""
-    return ((Segment(parameter_number, 0, numel),),) * num_ranks

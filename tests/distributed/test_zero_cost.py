@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.zero_cost import Training, held, sent
+from pretrain.engine.zero_cost import Training, bytes_sent, held
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -111,7 +111,7 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
         "held": most[0] / num_parameters,
         "held_formula": (formula.on_device - bucket) / num_parameters,
         "sent": traffic["bytes"] / num_parameters,
-        "sent_formula": sent(training).total / num_parameters,
+        "sent_formula": bytes_sent(training) / num_parameters,
     }
 
 
@@ -142,4 +142,4 @@ def test_literals() -> None:
     """B-12/Wi-1024 of paper B on paper A's 32 nodes x 4 GPUs, by hand."""
     training = Training(124_840_158, 1, "bf16", 128)
     assert held(training).on_device == pytest.approx(2 * 124_840_158 + (8 + 2) * 124_840_158 / 128 + 2 * 50_000_000)
-    assert sent(training).total == pytest.approx(3 * 127 / 128 * 2 * 124_840_158)
+    assert bytes_sent(training) == pytest.approx(3 * 127 / 128 * 2 * 124_840_158)

@@ -39,25 +39,16 @@ class Permutation(nn.Module):
         self.register_buffer("inverse", inverse_of(self.index), persistent=False)
 
     def forward(self, x_BM: Tensor) -> Tensor:
-        permuted: Tensor = _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
-        return permuted
+        return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}index")
         fault = fault_of(given) if given is not None and given.shape == self.index.shape else None
         if fault:
-            error_msgs.append(f"{prefix}index is not a permutation: {fault}; take another copy of the file")
+            error_messages: list[str] = args[-1]
+            error_messages.append(f"{prefix}index is not a permutation: {fault}; take another copy of the file")
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.index = self.index.to(torch.int32)  # `assign=True` takes the given tensor, whatever integers it holds
         self.inverse = inverse_of(self.index)
 
@@ -91,8 +82,7 @@ def _take(x_BM: Tensor, index: Tensor) -> Tensor:
     """On a CPU inductor must not see the gather: fused with what stands around it, all that runs one number at a time, and a step
     takes 1.7 times as long. On a GPU it may fuse; an exported graph has to name what others know."""
     if x_BM.device.type == "cpu" and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        taken: Tensor = take_columns(x_BM, index)
-        return taken
+        return take_columns(x_BM, index)
     return x_BM.index_select(1, index)
 
 

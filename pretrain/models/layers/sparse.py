@@ -23,7 +23,7 @@ second derivatives.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,12 @@ class Connections:
 
     def dense(self, values: Tensor) -> Tensor:
         """(M, N), zero where there is no connection."""
-        num_outputs = self.row_starts.shape[0] - 1
+        shape = (self.row_starts.shape[0] - 1, self.num_inputs)
         places = self.rows * self.num_inputs + self.columns
-        flat = values.new_zeros(num_outputs * self.num_inputs).scatter(0, places, values)
-        return flat.reshape(num_outputs, self.num_inputs)
+        return values.new_zeros(shape).flatten().scatter(0, places, values).reshape(shape)
+
+    def mask(self) -> Tensor:
+        return self.dense(torch.ones_like(self.columns, dtype=torch.bool))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
         """(row starts, columns, order) of the transposed pattern, whose values are values[order]."""
@@ -65,14 +67,15 @@ class Connections:
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
         return _starts(counts), self.rows[order].int(), order.int()
 
-    def fault(self) -> str | None:
-        """What is wrong with a pattern from a file: the kernels that read it look at nothing."""
-        starts, count = self.row_starts, len(self.columns)
+    def check(self, prefix: str) -> None:
+        """Of a pattern from a file: the kernels that read it look at nothing."""
+        starts, count, fault = self.row_starts, len(self.columns), None
         if starts[0] != 0 or starts[-1] != count or (starts.diff() < 0).any():
-            return f"row_starts do not rise from 0 to the {count} connections"
-        if count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
-            return f"columns name inputs outside 0 ... {self.num_inputs - 1}"
-        return None
+            fault = f"row_starts do not rise from 0 to the {count} connections"
+        elif count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
+            fault = f"columns name inputs outside 0 ... {self.num_inputs - 1}"
+        if fault is not None:
+            raise ValueError(f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others")
 
 
 def connections_of(mask_MN: Tensor) -> Connections:
@@ -80,28 +83,15 @@ def connections_of(mask_MN: Tensor) -> Connections:
 
 
 def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Connections:
-    """Each connection with probability `density`."""
+    """Each connection with probability `density`; some rows after the other."""
+    num_together = max(1, int(DRAWN_TOGETHER / (density * num_inputs)))
     counts, columns = [], []
-    for rows, places in _draws(num_inputs, num_outputs=num_outputs, density=density):
-        counts.append(torch.bincount(places // num_inputs, minlength=len(rows)))
+    for first in range(0, num_outputs, num_together):
+        num_rows = min(num_together, num_outputs - first)
+        places = _draw_places(num_rows * num_inputs, density=density)
+        counts.append(torch.bincount(places // num_inputs, minlength=num_rows))
         columns.append((places % num_inputs).int())
     return Connections(_starts(torch.cat(counts)), torch.cat(columns), num_inputs)
-
-
-def draw_mask(num_inputs: int, *, num_outputs: int, density: float) -> Tensor:
-    """The same connections from the same state of the generator, as a mask."""
-    mask_MN = torch.zeros(num_outputs, num_inputs, dtype=torch.bool, device="cpu")
-    for rows, places in _draws(num_inputs, num_outputs=num_outputs, density=density):
-        mask_MN[rows.start : rows.stop].view(-1)[places] = True
-    return mask_MN
-
-
-def _draws(num_inputs: int, *, num_outputs: int, density: float) -> Iterator[tuple[range, Tensor]]:
-    """Some rows after the other: their numbers, and the places of their connections among all of their places."""
-    num_together = max(1, int(DRAWN_TOGETHER / (density * num_inputs)))
-    for first in range(0, num_outputs, num_together):
-        rows = range(first, min(first + num_together, num_outputs))
-        yield rows, _draw_places(len(rows) * num_inputs, density=density)
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
@@ -144,7 +134,7 @@ def sparse_product(
     x_NB: Tensor,
 ) -> Tensor:
     """`transposed`: (starts, columns, order) of W^T, or nothing where no gradient is asked for."""
-    matrix = _compressed_rows(_computed(values), starts, columns, num_columns=len(x_NB))
+    matrix = _compressed_rows(values, starts, columns, num_columns=len(x_NB))
     y_MB: Tensor = matrix @ _computed(x_NB).to(matrix.dtype)
     return y_MB.to(x_NB.dtype)
 
@@ -157,7 +147,7 @@ def _(_values: Tensor, starts: Tensor, _columns: Tensor, _transposed: Sequence[T
 @torch.library.custom_op("wide_mlps::sampled_product", mutates_args=())
 def sampled_product(left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor) -> Tensor:
     """left right^T at the connections alone, as values `like` these."""
-    pattern = _compressed_rows(_computed(like), starts, columns, num_columns=len(right_NB))
+    pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
     sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)
     return sampled.values().to(like.dtype)
@@ -181,7 +171,7 @@ def _computed(tensor: Tensor) -> Tensor:
 
 def _compressed_rows(values: Tensor, starts: Tensor, columns: Tensor, *, num_columns: int) -> Tensor:
     size = (len(starts) - 1, num_columns)
-    return torch.sparse_csr_tensor(starts, columns, values, size=size, check_invariants=False)
+    return torch.sparse_csr_tensor(starts, columns, _computed(values), size=size, check_invariants=False)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], **_output: Any) -> None:
@@ -191,8 +181,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], **_output: Any) -> None:
 
 def _backward(ctx: Any, gradient_MB: Tensor) -> tuple[Tensor | None, None, None, list[None], Tensor | None]:
     values, starts, columns, transposed_starts, transposed_columns, order, x_NB = ctx.saved_tensors
-    of_values = of_x = None
-    gradient_MB = gradient_MB.contiguous()
+    of_values, of_x, gradient_MB = None, None, gradient_MB.contiguous()
     if ctx.needs_input_grad[0]:
         of_values = sampled_product(gradient_MB, x_NB, starts, columns, values)
     if ctx.needs_input_grad[-1]:
@@ -204,15 +193,13 @@ sparse_product.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula([torch.ops.wide_mlps.sparse_product])
-def _product_flops(values: Any, *others: Any, **_: Any) -> int:
-    num_connections, (_num_inputs, batch) = values[0], others[3]
-    return int(2 * num_connections * batch)
+def _product_flops(values: Any, _starts: Any, _columns: Any, _transposed: Any, x_NB: Any, **_: Any) -> int:
+    return int(2 * values[0] * x_NB[1])
 
 
 @register_flop_formula([torch.ops.wide_mlps.sampled_product])
-def _sampled_flops(left: Any, *others: Any, **_: Any) -> int:
-    num_connections, (_num_outputs, batch) = others[3][0], left
-    return int(2 * num_connections * batch)
+def _sampled_flops(left_MB: Any, _right: Any, _starts: Any, _columns: Any, like: Any, **_: Any) -> int:
+    return int(2 * like[0] * left_MB[1])
 
 
 # ---- the layers -------------------------------------------------------------------------------------------------------
@@ -234,10 +221,9 @@ class MaskedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_outputs))
         self.register_buffer("mask", torch.ones(num_outputs, num_inputs, dtype=torch.bool))
         if not self.mask.is_meta:
-            mask = draw_mask(num_inputs, num_outputs=num_outputs, density=density)
-            values = _draw_values(int(mask.sum()), variance=variance)
-            self.mask.copy_(mask)
-            self.weight.data.masked_scatter_(self.mask, values.to(self.weight.device))
+            connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
+            self.mask.copy_(connections.mask())
+            self.weight.data.copy_(connections.dense(_draw_values(connections, variance=variance)))
 
     def forward(self, x_BN: Tensor) -> Tensor:
         return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
@@ -246,9 +232,8 @@ class MaskedLinear(nn.Module):
         if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
             values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
             connections = Connections(starts, columns, self.in_features)
-            _refuse_faults(connections, prefix)
-            state_dict[f"{prefix}weight"] = connections.dense(values)
-            state_dict[f"{prefix}mask"] = connections.dense(torch.ones_like(values, dtype=torch.bool))
+            connections.check(prefix)
+            state_dict |= {f"{prefix}weight": connections.dense(values), f"{prefix}mask": connections.mask()}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -267,12 +252,11 @@ class SparseLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_outputs))
         device = self.bias.device
         if self.bias.is_meta:
-            count = round(density * num_inputs * num_outputs)
-            starts, columns = (torch.empty(size, dtype=torch.int32) for size in (num_outputs + 1, count))
-            connections, values = Connections(starts, columns, num_inputs), torch.empty(count)
+            values = torch.empty(round(density * num_inputs * num_outputs))
+            connections = Connections(torch.empty(num_outputs + 1, dtype=torch.int32), values.int(), num_inputs)
         else:
             connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
-            values = _draw_values(len(connections.columns), variance=variance)
+            values = _draw_values(connections, variance=variance)
         self.values = nn.Parameter(values.to(device))
         self.register_buffer("row_starts", connections.row_starts.to(device))
         self.register_buffer("columns", connections.columns.to(device))
@@ -290,10 +274,9 @@ class SparseLinear(nn.Module):
     def forward(self, x_BN: Tensor) -> Tensor:
         if torch.onnx.is_in_onnx_export():  # ONNX has no sparse product
             return linear(x_BN, self.dense_weight(), self.bias)
-        pattern_of_transpose = [self.column_starts, self.rows, self.order]
-        y_MB = sparse_product(self.values, self.row_starts, self.columns, pattern_of_transpose, x_BN.T.contiguous())
-        y_BM: Tensor = y_MB.T.contiguous() + self.bias
-        return y_BM
+        transposed = [self.column_starts, self.rows, self.order]
+        y_MB = sparse_product(self.values, self.row_starts, self.columns, transposed, x_BN.T.contiguous())
+        return y_MB.T.contiguous() + self.bias
 
     def _transpose(self) -> None:
         if self.columns.is_meta:
@@ -310,7 +293,7 @@ class SparseLinear(nn.Module):
             state_dict.update({f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)})
         values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
         if starts is not None and columns is not None:
-            _refuse_faults(Connections(starts, columns, self.in_features), prefix)
+            Connections(starts, columns, self.in_features).check(prefix)
             if len(columns) != len(self.columns):
                 assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
                 self.columns, self.values.data = (self.columns.new_empty(len(columns)), self.values.new_empty(len(values)))
@@ -318,12 +301,5 @@ class SparseLinear(nn.Module):
         self._transpose()
 
 
-def _draw_values(count: int, *, variance: float) -> Tensor:
-    values: Tensor = torch.randn(count, device="cpu") * variance**0.5
-    return values
-
-
-def _refuse_faults(connections: Connections, prefix: str) -> None:
-    fault = connections.fault()
-    if fault is not None:
-        raise ValueError(f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others")
+def _draw_values(connections: Connections, *, variance: float) -> Tensor:
+    return torch.randn(len(connections.columns), device="cpu") * variance**0.5

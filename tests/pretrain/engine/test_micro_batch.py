@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,16 +12,17 @@ from torch import nn
 from pretrain.config import EngineSettings, PretrainSettings
 from pretrain.engine import micro_batch
 from pretrain.engine.micro_batch import (
-    MemoryLimit,
+    LiveBytes,
     NoMicroBatch,
     Trial,
     cgroup_rooms,
     engine_bytes,
+    largest_that_fits,
     micro_batch_size,
-    with_local_batch_size,
 )
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 CPU = torch.device("cpu")
@@ -45,37 +47,55 @@ def model() -> nn.Module:
     return build_model(MlpSpec(kind="mlp", depth=3, width=64), num_classes=10, image_size=8)
 
 
-def test_the_limit_counts_what_is_alive_whoever_keeps_it() -> None:
+def test_what_is_alive_counts_whoever_keeps_it() -> None:
     kept, seen = torch.zeros(1000), list[int]()
-    with MemoryLimit(8000, ignoring=[kept]) as limit:
+    with LiveBytes(ignoring=[kept]) as counted:
         first = torch.ones(1000)  # 4,000 bytes
-        seen.append(limit.live)
+        seen.append(counted.live)
         second = first + kept  # 4,000 more
-        seen.append(limit.live)
+        seen.append(counted.live)
         view = second[:10]
         kept.add_(1)
         del first, second
         third = view.double()  # 80 bytes beside what the view keeps alive
-        seen.append(limit.live)
-        with pytest.raises(torch.OutOfMemoryError, match="8,080 bytes are more than 8,000"):
-            torch.ones(1000)
-    assert seen == [4000, 8000, 4080] and limit.live == 4080 and third.numel() == 10
+    assert [*seen, counted.live, counted.most] == [4000, 8000, 4080, 8000] and third.numel() == 10
 
 
-@pytest.mark.parametrize(("alpha", "tried"), [(0.0, [12, 6, 4, 3]), (0.8, [12, 6, 4, 2])])
-def test_smaller_parts_of_the_share_are_tried_until_one_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alpha: float, tried: list[int]
-) -> None:
+@pytest.mark.parametrize(
+    ("fixed", "per_sample", "lost_from", "found", "tried"),
+    [
+        (0, 10, 999, 60, [1, 60]),
+        (0, 20, 999, 30, [1, 30]),
+        (100, 10, 999, 30, [1, 5, 20, 30]),
+        (0, 601, 999, 0, [1]),
+        (0, 10, 21, 15, [1, 60, 30, 15]),  # memory that somebody else took
+        (0, 10, 1, 0, [1]),
+    ],
+)
+def test_the_largest_part_is_found_from_below(fixed: int, per_sample: int, lost_from: int, found: int, tried: list[int]) -> None:
+    """Nothing above the budget of 600 bytes is tried, and where memory runs out, half is."""
     sizes = list[int]()
+    PROGRESS._touched_s = None
 
-    def step(_trial: Trial, _model: nn.Module, size: int) -> None:
+    def peak_bytes(size: int) -> int | None:
+        assert PROGRESS._touched_s is not None
+        PROGRESS._touched_s = None
         sizes.append(size)
-        if size > 3:
-            raise torch.OutOfMemoryError
+        assert fixed + per_sample * size <= 600 or size == 1
+        return None if size >= lost_from else fixed + per_sample * size
 
-    monkeypatch.setattr(Trial, "_step", step)
-    settings = settings_of(tmp_path, 12, augment={"mixup_alpha": alpha})
-    assert micro_batch_size(model(), settings=settings, **ALONE) == tried[-1] and sizes == tried
+    parts = [size for size in range(1, 61) if 60 % size == 0]
+    assert largest_that_fits(parts, peak_bytes, budget=600) == found and sizes == tried
+
+
+def test_however_memory_runs_out_it_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(model(), settings_of(tmp_path, 8), **SIZE)
+    for words in ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling", "DefaultCPUAllocator: can't allocate memory"):
+        monkeypatch.setattr(Trial, "_step", Mock(side_effect=RuntimeError(words)))
+        assert trial.peak_bytes(8) is None
+    monkeypatch.setattr(Trial, "_step", Mock(side_effect=RuntimeError("mat1 and mat2 shapes")))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trial.peak_bytes(8)
 
 
 def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(
@@ -95,16 +115,13 @@ def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(
     assert 960 % chosen == 0 and said in capsys.readouterr().out
     assert micro_batch_size(whole, settings=settings, **ALONE) == chosen and capsys.readouterr().out == ""
     assert (before == torch.get_rng_state()).all() and all(weight.grad is None for weight in whole.parameters())
-    assert with_local_batch_size(settings, chosen).train.local_batch_size == chosen
     other = settings.model_copy(update={"engine": EngineSettings(precision="fp32", zero_stage=2)})
     assert micro_batch_size(whole, settings=other, **ALONE) == 960
 
 
 def test_what_fits_nowhere_ends_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    for name, value in (("available_bytes", lambda *_: 1_000_000), ("Trial._copy_of", out_of_memory)):
+    out_of_memory = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    for name, value in (("available_bytes", lambda *_: 1_000_000), ("Trial._measured", out_of_memory)):
         with monkeypatch.context() as patched:
             patched.setattr(f"pretrain.engine.micro_batch.{name}", value)
             with pytest.raises(NoMicroBatch, match=r"finds no micro-batch that fits: .* beside it; think smaller"):
@@ -112,13 +129,11 @@ def test_what_fits_nowhere_ends_with_a_remedy(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_damaged_note_is_named(tmp_path: Path) -> None:
-    settings, known = settings_of(tmp_path, 960), {"num_ranks": 1}
-    situation = micro_batch.situation_of(settings, device=CPU, world=World(0, 0, 1))
-    sizes = [json.dumps([situation | each]) for each in ({}, {"local_batch_size": -4}, {"local_batch_size": "8"})]
-    for damage in ("", "{", "[1]", '{"a": 1}', "[{}, 3]", json.dumps([known, None]), "3", *sizes):
+    sizes = [json.dumps([each]) for each in ({}, {"local_batch_size": -4}, {"local_batch_size": "8"})]
+    for damage in ("", "{", "[1]", '{"a": 1}', "[{}, 3]", "[null]", "3", *sizes):
         (tmp_path / "micro_batch.json").write_text(damage)
         with pytest.raises(NoMicroBatch, match=r"micro_batch\.json: is damaged; remove it"):
-            micro_batch_size(model(), settings=settings, **ALONE)
+            micro_batch_size(model(), settings=settings_of(tmp_path, 960), **ALONE)
 
 
 def test_zero_shares_out_what_it_says(tmp_path: Path) -> None:

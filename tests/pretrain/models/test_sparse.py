@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config import OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections, draw_mask
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
 
@@ -128,7 +128,7 @@ def test_an_empty_row_column_and_matrix() -> None:
     assert connections.rows.tolist() == [1, 1, 2]
     starts, columns, order = connections.transposed()
     assert starts.tolist() == [0, 1, 1, 3] and columns.tolist() == [1, 1, 2] and order.tolist() == [0, 1, 2]
-    assert draw_mask(7, num_outputs=5, density=1.0).all()
+    assert draw_connections(7, num_outputs=5, density=1.0).mask().all()
     layer = SparseLinear(3, num_outputs=2, density=1e-9, variance=1.0)
     assert layer.values.numel() == 0
     layer(torch.randn(2, 3, requires_grad=True)).sum().backward()
@@ -138,12 +138,10 @@ def test_an_empty_row_column_and_matrix() -> None:
 def test_connections_are_independent_draws(density: float) -> None:
     """Mean and variance of the counts in rows and in columns are those of binomials, neighbours know nothing of each other."""
     torch.manual_seed(0)
-    state = torch.get_rng_state()
-    mask = draw_mask(2000, num_outputs=1500, density=density)
-    torch.set_rng_state(state)
     connections = draw_connections(2000, num_outputs=1500, density=density)
-    assert torch.equal(connections.columns.long(), mask.nonzero()[:, 1])
-    assert torch.equal(connections.rows, mask.nonzero()[:, 0])
+    parts = (np.ones(len(connections.columns)), connections.columns.numpy(), connections.row_starts.numpy())
+    mask = torch.from_numpy(csr_matrix(parts, shape=(1500, 2000)).toarray()).bool()
+    assert torch.equal(connections.mask(), mask) and int(mask.sum()) == len(connections.columns)
     size, spread = mask.numel(), density * (1 - density)
     assert abs(mask.float().mean() - density) < 5 * math.sqrt(spread / size)
     for axis, count in ((0, 1500), (1, 2000)):
