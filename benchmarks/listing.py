@@ -73,7 +73,7 @@ def plan(num_inputs: int) -> None:
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     seconds = time.monotonic() - began_s
     print(
-        f"{num_inputs:>12,} inputs  {len(work.begun.shards):>6,} shards  {seconds:6.1f} s  {num_inputs / seconds:>9,.0f}/s  "
+        f"{num_inputs:>12,} inputs  {len(work.shards):>6,} shards  {seconds:6.1f} s  {num_inputs / seconds:>9,.0f}/s  "
         f"peak {peak_kb / 1024:6,.0f} MB (of them {before_kb / 1024:,.0f} MB before)  {on_disk / 1e6:6,.0f} MB on disk",
         flush=True,
     )

@@ -140,13 +140,10 @@ def fetch(
 class _Writer:
     """As much of a file as fsspec asks for before it writes to one."""
 
+    read = tell = close = None
+
     def __init__(self, write: Callable[[bytes], object]):
         self.write = write
-
-    def read(self) -> bytes:
-        raise AssertionError("for writing alone")
-
-    tell = close = read
 
 
 def tried(
@@ -184,15 +181,14 @@ def tried(
             time.sleep(pause_s)
         elif stop.wait(pause_s):
             raise StoppedError
-    raise AssertionError("at least one attempt")
+    raise AssertionError
 
 
 def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
-    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, tell=_say)
+    def tell(text: str) -> None:
+        print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
-
-def _say(text: str) -> None:
-    print(f"data_prep: {text}", file=sys.stderr, flush=True)
+    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, tell=tell)
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
@@ -231,7 +227,11 @@ def _file_system(url: str, storage: dict[str, Any], *, silence_s: float = READ_T
     protocol = url.partition("://")[0]
     options = dict(storage)
     if protocol in ("http", "https"):
-        options["client_kwargs"] = _http_client(silence_s) | dict(options.get("client_kwargs", {}))
+        import aiohttp
+
+        # no limit on the whole of a large shard, one on silence; proxies and ~/.netrc count, as for any command
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **options.get("client_kwargs", {})}
     elif protocol == "s3":
         limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": silence_s}
         if not retries:
@@ -248,11 +248,3 @@ def _file_system(url: str, storage: dict[str, Any], *, silence_s: float = READ_T
 
 def _wrong_options(url: str, error: Exception) -> UserError:
     return UserError(f"storage: {url.partition('://')[0]} does not take these options ({error})")
-
-
-def _http_client(silence_s: float) -> dict[str, Any]:
-    """No limit on the whole of a large shard, one on silence; proxies and ~/.netrc count, as for any command."""
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
-    return {"timeout": timeout, "trust_env": True}

@@ -10,7 +10,6 @@ YAML here is YAML 1.2 in the two places where PyYAML's 1.1 surprises: `1e-3` is 
 import argparse
 import difflib
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -54,8 +53,9 @@ def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[s
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
     try:
-        # Through JSON: there pydantic's strict mode takes lists for tuples and ints for floats, but never "3" for 3.
-        return schema.model_validate_json(json.dumps(tree, default=_not_plain), strict=True)
+        # Through JSON: there pydantic's strict mode takes lists for tuples and ints for floats, but never "3" for 3. What is not
+        # plain, such as YAML's dates, reaches the schema as text and fails there by field.
+        return schema.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         lines = [_explain(schema, problem) for problem in error.errors(include_url=False)]
         raise SettingsError("\n".join(dict.fromkeys(lines))) from None
@@ -88,7 +88,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, _siblings(path), n=1, cutoff=0.5)
+        siblings = sorted(each.name for each in path.parent.glob("*"))
+        near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise SettingsError(f"{path}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -141,17 +142,6 @@ def nearest(word: str, known: list[str]) -> str:
 def dump(settings: Settings) -> str:
     """The resolved settings as YAML that `load_settings` reads back to an equal value."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=120)
-
-
-def _siblings(path: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in path.parent.iterdir())
-    except OSError:
-        return []
-
-
-def _not_plain(value: object) -> str:
-    return str(value)  # YAML dates and the like: they reach the schema as text and fail there by field
 
 
 # ---- names ------------------------------------------------------------------------------------------------------
@@ -211,13 +201,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return message if message.startswith(field) else f"{field}: {message}" if location else message
     if kind in ("too_short", "too_long"):
         return f"{field}: {value!r} has the wrong number of entries; {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    reason = _PLAIN.get(kind) or problem["msg"].replace("Input should", "it must")
-    return f"{field}: {_short(value)} will not do; {reason}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    reason, shown = _PLAIN.get(kind) or problem["msg"].replace("Input should", "it must"), repr(value)
+    return f"{field}: {shown if len(shown) <= 60 else f'{shown[:57]}...'} will not do; {reason}"
 
 
 def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -267,20 +252,17 @@ class _Loader(yaml.SafeLoader):
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    text = str(loader.construct_scalar(node)).lower().replace("_", "")
-    special = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
-    return special[text] if text in special else float(text)
+    """Python writes infinity and not-a-number as YAML does, but for the dot."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return float(re.sub(r"\.(?=[iIn])", "", text.lower()))
 
 
 _NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+_BOOL, _FLOAT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))
 _Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, regexp)
-        for tag, regexp in rules
-        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
-    ]
+    first: [(tag, regexp) for tag, regexp in rules if tag not in (_BOOL, _FLOAT, _TIME)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+_Loader.add_constructor(_FLOAT, _float)

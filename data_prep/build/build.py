@@ -51,9 +51,9 @@ def build(settings: BuildSettings) -> Manifest:
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
         else:
-            records = write_shards(work, work.begun.shards, source, pool)
-            refuse_changed(settings, work, source, pool)
-            manifest = publish(settings, source, work.begun, records)
+            records = write_shards(work, work.shards, source, pool)
+            refuse_changed(work, source, pool)
+            manifest = publish(work, source, records)
         forget_parts(directory)
     check_reject_share(directory, manifest)
     return manifest
@@ -67,7 +67,7 @@ def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, p
 
 
 def write_job(job: ShardJob) -> ShardRecord:
-    directory, plan, parts_id = job.work.directory, job.plan, job.work.begun.parts_id
+    directory, plan, parts_id = job.work.directory, job.plan, job.work.parts_id
     done = finished_record(directory, plan.name, plan_hash=parts_id)
     if done is not None:
         Tally.add(plan.stop - plan.start)
@@ -77,7 +77,7 @@ def write_job(job: ShardJob) -> ShardRecord:
 
 
 def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
-    inventory = open_inventory(job.work.inventory_directory, job.work.begun.stamp)
+    inventory = open_inventory(job.work.inventory_directory, job.work.stamp)
     order = np.load(job.work.order_path(job.plan.split), mmap_mode="r")
     for number, row in enumerate(order[job.plan.start : job.plan.stop].tolist()):
         Tally.add(1)
@@ -89,10 +89,10 @@ def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
                 raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
             data = job.source.read(entry)
             with naming(path):
-                image = convert(data, job.work.begun.settings)
+                image = convert(data, job.work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
             rejected.append(Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest))
             continue
-        label = job.work.begun.labels[entry.label] if entry.label >= 0 else entry.label
+        label = job.work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

@@ -22,7 +22,7 @@ from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.parts import PARTS, forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
-from data_prep.build.workplan import Begun, Workplan, load_begun, outline_of
+from data_prep.build.workplan import Workplan, load_begun, outline_of
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, Annotation, Manifest, Split, load_manifest, load_paths, save_manifest
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
@@ -56,17 +56,16 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
     with sole_builder(directory):
-        begun = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
-        if begun is None:
+        work = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
+        if work is None:
             manifest = load_manifest(directory)
         else:
-            settings = begun.settings
-            records = _verified_records(directory, begun, num_workers=num_workers, trust=trust)
-            source = open_source(settings.source, num_workers=num_workers)
-            if _is_here(settings):
+            records = _verified_records(work, num_workers=num_workers, trust=trust)
+            source = open_source(work.settings.source, num_workers=num_workers)
+            if _is_here(work.settings):
                 with worker_pool(num_workers) as pool:
-                    refuse_changed(settings, Workplan(directory, begun), source, pool)
-            manifest = publish(settings.model_copy(update={"out": str(directory)}), source, begun, records)
+                    refuse_changed(work, source, pool)
+            manifest = publish(work, source, records)
         forget_parts(directory)
     check_reject_share(directory, manifest)
     return manifest
@@ -86,13 +85,13 @@ def _is_here(settings: BuildSettings) -> bool:
     return False
 
 
-def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool: Pool) -> None:
+def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
     """A file that was replaced, added or removed between the listing and now may have been read in either state."""
-    inventory = open_inventory(work.inventory_directory, work.begun.stamp)
+    inventory = open_inventory(work.inventory_directory, work.stamp)
     count = len(inventory.containers)
     step = max(1, count // NUM_COMPARISONS)
     compared = sweep(
-        partial(_changed_source, source, work.inventory_directory, work.begun.stamp),
+        partial(_changed_source, source, work.inventory_directory, work.stamp),
         [range(start, min(start + step, count)) for start in range(0, count, step)],
         title="comparing the source with its listing",
         unit="folders or archives",
@@ -103,7 +102,7 @@ def refuse_changed(settings: BuildSettings, work: Workplan, source: Source, pool
     found = set[_Changes]().union(*compared)  # an archive of many containers is one of it
     number, what, names = sum(each[0] for each in found), "files", sorted(name for _, some in found for name in some)
     if not found:  # a class that has come meanwhile is in no container that was listed
-        names = sorted(inventory.outline.differs_from(outline_of(settings, source)))
+        names = sorted(inventory.outline.differs_from(outline_of(work.settings, source)))
         number, what = len(names), "folders, archives or lists of labels"
     if number:
         raise SourceError(
@@ -120,80 +119,69 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
 
 
-def _verified_records(directory: Path, begun: Begun, *, num_workers: int, trust: bool) -> list[ShardRecord]:
+def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
+    directory, num_tasks = work.directory, work.num_tasks
     records: list[ShardRecord] = []
-    faults: list[str] = []
-    unfinished: set[int] = set()
-    for number, plan in enumerate(begun.shards):
+    faults: dict[int, str] = {}
+    for number, plan in enumerate(work.shards):
         try:
             record = load_record(directory, plan.name)
         except FileNotFoundError:
-            unfinished.add(number % begun.num_tasks)
-            faults.append(f"{plan.name} is not written")
-            continue
+            faults[number] = f"{plan.name} is not written"
         except ValueError:
-            unfinished.add(number % begun.num_tasks)
-            faults.append(f"the record of {plan.name} is damaged, or of another")
-            continue
-        if record.plan_hash != begun.parts_id or record.num_inputs != plan.stop - plan.start:
-            unfinished.add(number % begun.num_tasks)
-            faults.append(f"{plan.name} is of another build")
-        records.append(record)
-    known = {plan.name for plan in begun.shards}
-    tars = [path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)]
-    strangers = sorted(set(tars) - known)
+            faults[number] = f"the record of {plan.name} is damaged, or of another"
+        else:
+            records.append(record)
+            if record.plan_hash != work.parts_id or record.num_inputs != plan.stop - plan.start:
+                faults[number] = f"{plan.name} is of another build"
+    tars = {path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)}
+    strangers = sorted(tars - {plan.name for plan in work.shards})
     if strangers:
         raise IncompleteParts(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
     if not faults:
         check, shards = partial(damaged_files, directory, trust=trust), [record.shard for record in records]
-        damaged = list(sweep(check, shards, title="verifying parts", unit="shards", num_workers=num_workers))
-        unfinished = {number % begun.num_tasks for number, files in enumerate(damaged) if files}
-        faults = [f"{files[0]} is not as it was written" for files in damaged if files]
+        damaged = sweep(check, shards, title="verifying parts", unit="shards", num_workers=num_workers)
+        faults = {number: f"{files[0]} is not as it was written" for number, files in enumerate(damaged) if files}
     if faults:
-        tasks = ", ".join(f"{number}/{begun.num_tasks}" for number in sorted(unfinished))
+        tasks = ", ".join(f"{number}/{num_tasks}" for number in sorted({number % num_tasks for number in faults}))
         raise IncompleteParts(
-            f"{directory}: {len(faults)} of {len(begun.shards)} shards cannot be merged ({faults[0]}); "
+            f"{directory}: {len(faults)} of {len(work.shards)} shards cannot be merged ({next(iter(faults.values()))}); "
             f"run the tasks {tasks} again, they write only what is missing"
         )
     return records
 
 
-def publish(settings: BuildSettings, source: Source, begun: Begun, records: list[ShardRecord]) -> Manifest:
+def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manifest:
     """Writes what makes finished shards a dataset, the manifest last."""
-    directory = Path(settings.out)
+    directory = work.directory
     manifest = manifest_of(
-        settings,
+        work.settings,
         records,
-        {plan.name: plan.split for plan in begun.shards},
+        {plan.name: plan.split for plan in work.shards},
         directory=directory,
         source=source.describe(),
-        decoder=begun.decoder,
-        encoding=settings.encoding,
-        classes=begun.classes,
-        num_left_out=begun.num_left_out,
-        plan_hash=begun.plan_hash,
+        decoder=work.decoder,
+        encoding=work.settings.encoding,
+        classes=work.classes,
+        num_left_out=work.num_left_out,
+        plan_hash=work.plan_hash,
     )
     splits = dict(manifest.splits)
     for name in sorted(splits.keys() & set(source.annotated_splits())):
         paths = [path for shard in splits[name].shards for path in load_paths(directory, shard)]
-        found = sorted(source.annotations(name, paths, begun.labels).items())
+        found = sorted(source.annotations(name, paths, work.labels).items())
         annotations = {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in found}
         splits[name] = splits[name].model_copy(update={"annotations": annotations})
     manifest = manifest.model_copy(update={"splits": splits})
     save_manifest(directory, manifest)
-    _say_mixed_formats({extension for record in records for extension in record.extensions})
-    return manifest
-
-
-def _say_mixed_formats(extensions: set[str]) -> None:
-    """Hugging Face's `datasets` takes the endings of the first samples for those of all, and fails at the first other one."""
-    if len(extensions) > 1:
-        mixed = ", ".join(f".{extension}" for extension in sorted(extensions))
+    extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
+    if len(extensions) > 1:  # which Hugging Face's `datasets` takes from the first samples; it fails at the first other one
         print(
-            f"data_prep: the shards mix {mixed}; this project and webdataset read that, Hugging Face's datasets does not: "
-            "for it build with encoding=jpeg (or raw)",
+            f"data_prep: the shards mix {', '.join(extensions)}; this project and webdataset read that, Hugging Face's datasets "
+            "does not: for it build with encoding=jpeg (or raw)",
             file=sys.stderr,
         )
+    return manifest
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:

@@ -18,7 +18,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +49,8 @@ class ShardPlan(Settings):
     stop: int
 
 
-class Begun(Settings):
+class Workplan(Settings):
     settings: BuildSettings
-    """For `merge`."""
     config_hash: str
     plan_hash: str
     stamp: str
@@ -65,15 +64,13 @@ class Begun(Settings):
     num_tasks: int
 
     @property
+    def directory(self) -> Path:
+        return Path(self.settings.out)
+
+    @property
     def parts_id(self) -> str:
         """What the record of a finished shard must say for the shard to be a part of this dataset."""
         return f"{self.plan_hash}-{self.stamp[:16]}"
-
-
-@dataclass(frozen=True)
-class Workplan:
-    directory: Path
-    begun: Begun
 
     @property
     def inventory_directory(self) -> Path:
@@ -84,7 +81,11 @@ class Workplan:
 
     def of_task(self, number: int) -> tuple[ShardPlan, ...]:
         """The shards of array task `number` (from 0): every num_tasks-th, so that tasks end together."""
-        return self.begun.shards[number :: self.begun.num_tasks]
+        return self.shards[number :: self.num_tasks]
+
+    def under(self, settings: BuildSettings) -> "Workplan":
+        """The same plan for a config that differs in what decides no byte, such as the name of the directory."""
+        return self.model_copy(update={"settings": settings})
 
 
 def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1) -> Workplan:
@@ -113,8 +114,8 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     finally:
         remove_leftovers(directory, directory / PARTS)
     if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
-        return Workplan(directory, before)
-    return _write_plan(settings, source, inventory, exclusions, config_hash, plan_hash, num_tasks)
+        return before.under(settings)
+    return _write_plan(settings, source, inventory, exclusions, config_hash=config_hash, plan_hash=plan_hash, num_tasks=num_tasks)
 
 
 def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
@@ -132,19 +133,21 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
             "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
             f"stop the tasks, remove {directory} and begin again"
         )
-    return Workplan(directory, begun)
+    return begun.under(settings)
 
 
-def load_begun(directory: Path) -> Begun | None:
+def load_begun(directory: Path) -> Workplan | None:
+    """The plan that stands in `directory`, wherever it was made."""
     try:
-        return read_record(directory, BEGUN, Begun)
+        begun = read_record(directory, BEGUN, Workplan)
+        return begun.under(begun.settings.model_copy(update={"out": str(directory)}))
     except FileNotFoundError:
         return None
     except ValueError:
         raise UserError(f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again") from None
 
 
-def _check_decoder(directory: Path, begun: Begun | None) -> None:
+def _check_decoder(directory: Path, begun: Workplan | None) -> None:
     """Shards of one dataset are made by the same libraries, or their pictures would differ a little."""
     if begun is not None and begun.decoder != decoder_version():
         raise UserError(
@@ -167,7 +170,7 @@ def _foreign(directory: Path, state: str) -> UserError:
     return UserError(f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory")
 
 
-def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Begun | None) -> Inventory:
+def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
     outline = outline_of(settings, source)
     directory = Path(settings.out) / PARTS / INVENTORY_NAME
@@ -214,8 +217,8 @@ def _entries(source: Source, outline: Outline, pool: Executor, *, ahead: int) ->
 
 def all_in_one(complaints: list[str]) -> str:
     """The line about several damaged files."""
-    more = f" (and {len(complaints) - 1:,} more: {'; '.join(complaints[1:NUM_NAMED])})" if complaints[1:] else ""
-    return f"{complaints[0]}{more}"
+    first, *others = complaints
+    return f"{first} (and {len(others):,} more: {'; '.join(others[: NUM_NAMED - 1])})" if others else first
 
 
 def _write_plan(
@@ -223,6 +226,7 @@ def _write_plan(
     source: Source,
     inventory: Inventory,
     exclusions: Exclusions,
+    *,
     config_hash: str,
     plan_hash: str,
     num_tasks: int,
@@ -255,7 +259,7 @@ def _write_plan(
         for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
             stop = min(start + settings.samples_per_shard, len(rows))
             shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
-    begun = Begun(
+    work = Workplan(
         settings=settings.settled(),
         config_hash=config_hash,
         plan_hash=plan_hash,
@@ -267,8 +271,8 @@ def _write_plan(
         shards=tuple(shards),
         num_tasks=num_tasks,
     )
-    write_record(directory, BEGUN, begun)
-    return Workplan(directory, begun)
+    write_record(directory, BEGUN, work)
+    return work.under(settings)
 
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:

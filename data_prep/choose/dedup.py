@@ -14,6 +14,7 @@ stay no two in the splits concerned are alike: run again on what was built witho
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from data_prep.check.stored import Storage, each_shard, stored_key, tar_content
 from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choose.neighbours import MAX_NEAR, near_pairs
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
-from data_prep.publish import write_atomic
 from data_prep.settings import UserError
 
 Ids = NDArray[np.int64]
@@ -66,8 +66,11 @@ class Duplicates:
     num_plain: int
     """Pictures of the dataset that are nearly of one colour, or line art: compared by pixels only."""
 
-    def part_of(self, position: int) -> Part:
-        return next(part for part in self.parts if part.start <= position < part.stop)
+    def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
+        """Of each dropped sample: position, like, distance, and the parts that the two are of."""
+        for row in zip(self.positions.tolist(), self.likes.tolist(), self.distances.tolist(), strict=True):
+            part, other = (next(part for part in self.parts if part.start <= place < part.stop) for place in row[:2])
+            yield *row, part, other
 
 
 def find_duplicates(
@@ -168,8 +171,7 @@ def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> lis
     everyone = np.unique(np.concatenate([found.positions, found.likes]))
     keys, paths = _names(found, everyone, storage=storage or {})
     lines = []
-    for position, like, distance in zip(found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True):
-        part, other = found.part_of(position), found.part_of(like)
+    for position, like, distance, part, other in found.pairs():
         of = {"dataset": other.manifest.name, "split": other.split, "key": keys[like], "path": paths[like]}
         reason = {"reason": "exact" if distance < 0 else "near", "distance": max(distance, 0), "of": of}
         lines.append({"path": paths[position], "key": keys[position], "split": part.split, **reason})
@@ -216,14 +218,9 @@ def _is_list(path: Path) -> bool:
     return all(isinstance(line, dict) and {"path", "of"} <= line.keys() for line in lines)
 
 
-def write_list(path: Path, lines: list[dict[str, Any]]) -> None:
-    write_atomic(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
-
-
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
     """How many are dropped, by (split, the other's dataset, the other's split, reason)."""
-    counts: Counter[tuple[str, str, str, str]] = Counter()
-    for position, like, distance in zip(found.positions.tolist(), found.likes.tolist(), found.distances.tolist(), strict=True):
-        part, other = found.part_of(position), found.part_of(like)
-        counts[part.split, other.manifest.name, other.split, "exact" if distance < 0 else "near"] += 1
-    return counts
+    reasons = ((distance, part, other) for _, _, distance, part, other in found.pairs())
+    return Counter(
+        (part.split, other.manifest.name, other.split, "exact" if distance < 0 else "near") for distance, part, other in reasons
+    )

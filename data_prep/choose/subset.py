@@ -12,9 +12,11 @@ Steps, under the lock of the new directory's parent:
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,6 @@ from data_prep.check.stored import known_files
 from data_prep.choose.selection import Ids, per_class, ranking
 from data_prep.manifest import (
     MANIFEST_NAME,
-    Annotation,
     Manifest,
     Shard,
     Split,
@@ -42,8 +43,6 @@ from data_prep.manifest import (
 from data_prep.progress import progress
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
 from data_prep.settings import Settings, UserError, nearest, read_lines
-
-KIND = "subset"
 
 
 class Selection(Settings):
@@ -87,8 +86,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     if out.resolve() == source.resolve():
         raise UserError(f"out: {out} is the dataset that the samples are chosen from; name another directory")
     parent.split(selection.split, directory=source)
-    classes = _classes(parent, selection.classes_file)
-    exclusions = load_exclusions(selection.exclude)
+    classes, exclusions = _classes(parent, selection.classes_file), load_exclusions(selection.exclude)
     description = _describe(parent, selection, classes, exclusions)
     plan_hash = hash_of_json([description, out.name])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +99,35 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
             if not len(part.positions) and parent.splits[name].num_samples:
                 raise UserError(f"{source}: no sample of {name} is left; ask for more, or leave out less")
         if exclusions.paths:
-            description["exclude_paths"] = _excluded_counts(source, selection, exclusions, chosen)
+            found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
+            if not found:
+                raise UserError(
+                    f"exclude: {', '.join(selection.exclude)}: none of {len(exclusions.paths):,} paths is in {source}; "
+                    "name a list that data_prep dedup wrote of this dataset"
+                )
+            description["exclude_paths"] = {"listed": len(exclusions.paths), "found": len(found)}
+        left_out = sum((Counter(part.left_out) for part in chosen.values()), Counter[str]())
         with atomic_directory(out) as fresh:
-            return _write_dataset(source, out, fresh, parent, chosen, classes, description, plan_hash)
+            splits = {
+                name: _write_split(_Place(source, out, fresh), name, split, chosen[name], num_classes=len(classes))
+                for name, split in parent.splits.items()
+            }
+            num_written = sum(split.num_samples for split in splits.values())
+            changes = {
+                "tool_version": __version__,
+                "name": out.name,
+                "source": description,
+                "classes": classes,
+                "splits": splits,
+                "num_read": num_written,
+                "num_written": num_written,
+                "num_rejected": 0,
+                "num_left_out": dict(left_out),
+                "rejected_sha256": write_rejected(fresh, ()),
+                "plan_hash": plan_hash,
+            }
+            save_manifest(fresh, parent.model_copy(update=changes))
+            return load_manifest(fresh)
 
 
 def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
@@ -111,10 +135,11 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
     if file is None:
         return parent.classes
     wanted = read_lines("classes-file", file, spelled=True)
-    known = set(parent.classes)
-    for name in wanted:
-        if name not in known:
-            raise UserError(f"classes-file: {file} names {name!r}, which the dataset lacks; {nearest(name, list(known))}")
+    unknown = next((name for name in wanted if name not in set(parent.classes)), None)
+    if unknown is not None:
+        raise UserError(
+            f"classes-file: {file} names {unknown!r}, which the dataset lacks; {nearest(unknown, list(parent.classes))}"
+        )
     if not wanted:
         raise UserError(f"classes-file: {file} names no class; write one on each line")
     kept = set(wanted)
@@ -127,17 +152,9 @@ def _describe(parent: Manifest, selection: Selection, classes: tuple[str, ...], 
     numbers = {name: number for number, name in enumerate(parent.classes)}
     in_tar = stored_labels(parent)
     labels = None if in_tar is None else [in_tar[numbers[name]] for name in classes]
-    digest = exclusions.digest if selection.exclude else None
     of = {"name": parent.name, "source": parent.source}
-    return {
-        "kind": KIND,
-        "parent": parent.pixels_hash,
-        "of": of,
-        **asked,
-        "exclude": digest,
-        "labels": labels,
-        "classes": len(classes),
-    }
+    left = {"exclude": exclusions.digest if selection.exclude else None, "labels": labels, "classes": len(classes)}
+    return {"kind": "subset", "parent": parent.pixels_hash, "of": of, **asked, **left}
 
 
 def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
@@ -166,16 +183,6 @@ def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
     return None
 
 
-def _excluded_counts(source: Path, selection: Selection, exclusions: Exclusions, chosen: dict[str, Chosen]) -> dict[str, int]:
-    found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
-    if not found:
-        raise UserError(
-            f"exclude: {', '.join(selection.exclude)}: none of {len(exclusions.paths):,} paths is in {source}; "
-            "name a list that data_prep dedup wrote of this dataset"
-        )
-    return {"listed": len(exclusions.paths), "found": len(found)}
-
-
 def _choose(
     source: Path, parent: Manifest, name: str, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions
 ) -> Chosen:
@@ -184,11 +191,9 @@ def _choose(
     new_label[-1] = -1  # no label stays no label
     numbers = {name: number for number, name in enumerate(parent.classes)}
     new_label[[numbers[name] for name in classes]] = np.arange(len(classes))
-    indices = [np.asarray(load_index(source, shard)[:, 2]) for shard in split.shards]
-    labels = new_label[np.concatenate(indices)] if indices else np.zeros(0, np.int64)
+    labels = new_label[np.concatenate([np.zeros(0, np.int64), *(load_index(source, shard)[:, 2] for shard in split.shards)])]
     in_class = labels != -2
-    keep = in_class.copy()
-    excluded: set[str] = set()
+    keep, excluded = in_class.copy(), set[str]()
     if exclusions.paths:
         keep &= ~np.fromiter(_excluded(source, split, exclusions, excluded), np.bool_, len(labels))
     left_out = {"classes": int((~in_class).sum()), "excluded": int((in_class & ~keep).sum())}
@@ -233,87 +238,45 @@ def _excluded(source: Path, split: Split, exclusions: Exclusions, found: set[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-def _write_dataset(
-    source: Path,
-    out: Path,
-    fresh: Path,
-    parent: Manifest,
-    chosen: dict[str, Chosen],
-    classes: tuple[str, ...],
-    description: dict[str, object],
-    plan_hash: str,
-) -> Manifest:
-    splits = {
-        name: _write_split(source, out, fresh, split, chosen[name], num_classes=len(classes), name=name)
-        for name, split in parent.splits.items()
-    }
-    num_written = sum(split.num_samples for split in splits.values())
-    left_out: dict[str, int] = {}
-    for part in chosen.values():
-        for reason, count in part.left_out.items():
-            left_out[reason] = left_out.get(reason, 0) + count
-    manifest = parent.model_copy(
-        update={
-            "tool_version": __version__,
-            "name": out.name,
-            "source": description,
-            "classes": classes,
-            "splits": splits,
-            "num_read": num_written,
-            "num_written": num_written,
-            "num_rejected": 0,
-            "num_left_out": {reason: count for reason, count in left_out.items() if count},
-            "rejected_sha256": write_rejected(fresh, ()),
-            "plan_hash": plan_hash,
-        }
-    )
-    save_manifest(fresh, manifest)
-    return load_manifest(fresh)
+class _Place(NamedTuple):
+    """Where the parent lies, where the subset is going to, and where it is made."""
+
+    source: Path
+    out: Path
+    fresh: Path
 
 
-def _write_split(source: Path, out: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str) -> Split:
+def _write_split(place: _Place, name: str, split: Split, chosen: Chosen, *, num_classes: int) -> Split:
     shards, start = [], 0
     with progress(f"writing {name}", total=split.num_samples, unit="rows") as line:
         for shard in split.shards:
             first, last = np.searchsorted(chosen.positions, (start, start + shard.num_samples))
             rows = chosen.positions[first:last] - start
             if len(rows):
-                shards.append(_write_shard(source, out, fresh, shard, rows, chosen.labels[start + rows]))
+                shards.append(_write_shard(place, shard, rows, chosen.labels[start + rows]))
             start += shard.num_samples
             line.advance(shard.num_samples)
     labels = chosen.labels[chosen.positions]
-    return Split(
-        shards=tuple(shards),
-        class_counts=tuple(np.bincount(labels[labels >= 0], minlength=num_classes).tolist()),
-        annotations=_write_annotations(source, fresh, split, chosen, num_classes=num_classes, name=name),
-    )
-
-
-def _write_shard(source: Path, out: Path, fresh: Path, shard: Shard, rows: Ids, labels: Ids) -> Shard:
-    index = np.array(load_index(source, shard)[rows])
-    index[:, 2] = labels
-    paths = load_paths(source, shard)
-    file = shard.file
-    if not shard.is_remote:
-        file = os.path.relpath((source / file).resolve(), out.resolve())
-    return shard.model_copy(
-        update={
-            "file": file,
-            "num_samples": len(rows),
-            "index_sha256": write_index(fresh, shard.name, index),
-            "paths_sha256": write_paths(fresh, shard.name, [paths[row] for row in rows.tolist()]),
-        }
-    )
-
-
-def _write_annotations(
-    source: Path, fresh: Path, split: Split, chosen: Chosen, *, num_classes: int, name: str
-) -> dict[str, Annotation]:
-    """The chosen rows. With fewer classes, annotations as wide as the parent's class list go: their columns are its classes."""
     num_before = len(split.class_counts)
-    kept = {
-        key: load_annotation(source, split, key)[chosen.positions]
+    annotations = {
+        key: write_annotation(place.fresh, f"{name}-{key}", load_annotation(place.source, split, key)[chosen.positions])
         for key, annotation in split.annotations.items()
+        # with fewer classes, one as wide as the parent's class list goes: its columns are its classes
         if num_classes == num_before or annotation.num_columns != num_before
     }
-    return {key: write_annotation(fresh, f"{name}-{key}", bits) for key, bits in kept.items()}
+    counts = np.bincount(labels[labels >= 0], minlength=num_classes)
+    return Split(shards=tuple(shards), class_counts=tuple(counts.tolist()), annotations=annotations)
+
+
+def _write_shard(place: _Place, shard: Shard, rows: Ids, labels: Ids) -> Shard:
+    index = np.array(load_index(place.source, shard)[rows])
+    index[:, 2] = labels
+    paths = load_paths(place.source, shard)
+    changes = {
+        "num_samples": len(rows),
+        "index_sha256": write_index(place.fresh, shard.name, index),
+        "paths_sha256": write_paths(place.fresh, shard.name, [paths[row] for row in rows.tolist()]),
+    }
+    if not shard.is_remote:
+        changes["file"] = os.path.relpath((place.source / shard.file).resolve(), place.out.resolve())
+    return shard.model_copy(update=changes)

@@ -6,18 +6,17 @@ Every verb sets `run` (options -> exit code) and `after_a_stop`, what is printed
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from data_prep.settings import S, load_settings, num_cores
 
-if TYPE_CHECKING:
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
-
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def add_verbs(verbs: "Verbs") -> None:
+def add_verbs(verbs: Verbs) -> None:
     """Where every verb is registered, in the order of the help."""
     from data_prep.commands import building, checking, choosing
 
@@ -26,28 +25,21 @@ def add_verbs(verbs: "Verbs") -> None:
     choosing.add_verbs(verbs)
 
 
-def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
-    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options that are short for settings."""
-    config, overrides = options.config, list(options.overrides)
-    if config is not None and "=" in config:
-        config, overrides = None, [config, *overrides]
-    if options.out:
-        shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
-    return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])
-
-
-def add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=at_least(1), default=num_cores(), metavar="N", help="processes (one for each core)")
-
-
-def add_storage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--storage",
-        type=_options,
-        default={},
-        metavar="JSON",
-        help='of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\'',
-    )
+def add_verb(
+    verbs: Verbs,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *shared: str,
+    help: str,
+    after_a_stop: str,
+    description: str | None = None,
+) -> argparse.ArgumentParser:
+    """A verb with the words and options of `SHARED` that it has."""
+    parser = verbs.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=run, after_a_stop=after_a_stop)
+    for option, facts in (each for group in shared for each in SHARED[group].items()):
+        parser.add_argument(option, **facts)
+    return parser
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -74,6 +66,44 @@ def _options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise argparse.ArgumentTypeError("is not a JSON object; write it as '{\"anon\": true}', quoted for the shell")
     return options
+
+
+SHARED: dict[str, dict[str, dict[str, Any]]] = {
+    "dataset": {"dataset": {"type": Path}},
+    "config": {
+        "config": {"nargs": "?", "help": "a YAML file with the settings"},
+        "overrides": {"nargs": "*", "help": "key.path=value, such as image_size=64"},
+        "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
+        "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
+    },
+    "workers": {
+        "--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": "processes (one for each core)"},
+    },
+    "storage": {
+        "--storage": {
+            "type": _options,
+            "default": {},
+            "metavar": "JSON",
+            "help": 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\'',
+        }
+    },
+    "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
+}  # fmt: skip
+"""Options that several verbs have, by the word that a verb asks for them with."""
+
+
+def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
+    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options that are short for settings."""
+    config, overrides = options.config, list(options.overrides)
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    if options.out:
+        shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
+    return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:

@@ -7,14 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_workers, settings_of
+from data_prep.commands import FAULTY, OK, Verbs, add_verb, counted, settings_of
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import dump
-
-if TYPE_CHECKING:
-    from data_prep.commands import Verbs
 
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
@@ -39,39 +35,19 @@ REMEDIES = {
 """What can be done about inputs that are rejected, by reason."""
 
 
-def add_verbs(verbs: "Verbs") -> None:
-    build = verbs.add_parser("build", help="pack a source into shards + index + manifest; goes on after any interruption")
-    build.add_argument("config", nargs="?", help="a YAML file, such as configs/data_prep/demo_pretrain.yaml")
-    build.add_argument("overrides", nargs="*", help="key.path=value, such as image_size=64 source.seed=1")
+def add_verbs(verbs: Verbs) -> None:
+    words = "pack a source into shards + index + manifest; goes on after any interruption"
+    build = add_verb(verbs, "build", _build, "config", "json", help=words, after_a_stop=GOES_ON)
     build.add_argument("--source", metavar="KIND", help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)")
-    build.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
     build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
-    build.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    build.add_argument("--json", action="store_true", help="print the summary as JSON")
-    build.set_defaults(run=_build, after_a_stop=GOES_ON)
-    merge = verbs.add_parser("merge", help="verify what array tasks have written, then publish the dataset")
-    merge.add_argument("dataset", type=Path)
-    add_workers(merge)
+    words = "verify what array tasks have written, then publish the dataset"
+    merge = add_verb(verbs, "merge", _merge, "dataset", "workers", "json", help=words, after_a_stop=GOES_ON)
     merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
-    merge.add_argument("--json", action="store_true", help="print the summary as JSON")
-    merge.set_defaults(run=_merge, after_a_stop=GOES_ON)
-    index = verbs.add_parser(
-        "index", help="make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
-    )
-    index.add_argument("config", nargs="?", help="a YAML file with the settings")
-    index.add_argument("overrides", nargs="*", help="key.path=value, such as label=json:class image_size=224")
+    words = "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
+    index = add_verb(verbs, "index", _index, "config", "json", help=words, after_a_stop=GOES_ON)
     for split in ("train", "val"):
-        index.add_argument(
-            f"--{split}",
-            action="append",
-            default=[],
-            metavar="PATTERN",
-            help=f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])",
-        )
-    index.add_argument("--out", metavar="DIR", help="the dataset directory (short for out=DIR)")
-    index.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    index.add_argument("--json", action="store_true", help="print the summary as JSON")
-    index.set_defaults(run=_index, after_a_stop=GOES_ON)
+        words = f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])"
+        index.add_argument(f"--{split}", action="append", default=[], metavar="PATTERN", help=words)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -89,26 +65,21 @@ def _build(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK
-        shards = "shard" if num_shards == 1 else "shards"
-        print(f"{settings.out}: task {options.task} has its {num_shards} {shards}; {_what_is_next(settings.out)}")
+        is_next = f"after the last task: data_prep merge {settings.out}"
+        if "SLURM_ARRAY_JOB_ID" in os.environ:
+            is_next = "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm has queued it)"
+        print(f"{settings.out}: task {options.task} has its {num_shards} shard{'s' * (num_shards != 1)}; {is_next}")
         return OK
     from data_prep.build.build import build
 
     return _published(lambda: build(settings), settings.out, as_json=options.json)
 
 
-def _what_is_next(out: str) -> str:
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        return "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm has queued it)"
-    return f"after the last task: data_prep merge {out}"
-
-
 def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
-    return _published(
-        lambda: merge(options.dataset, num_workers=options.workers, trust=options.trust), str(options.dataset), as_json=options.json
-    )
+    directory, how = options.dataset, {"num_workers": options.workers, "trust": options.trust}
+    return _published(lambda: merge(directory, **how), str(directory), as_json=options.json)
 
 
 def _index(options: argparse.Namespace) -> int:
@@ -125,15 +96,6 @@ def _index(options: argparse.Namespace) -> int:
     from data_prep.index.index import index
 
     return _published(lambda: index(settings), settings.out, as_json=options.json)
-
-
-def _most_frequent(directory: Path, manifest: Manifest) -> str:
-    """The reason of most rejects, with an example and what can be done about it."""
-    rejects = load_rejected(directory, manifest)
-    [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
-    example = next(reject for reject in rejects if reject["reason"] == reason)
-    remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
-    return f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}"
 
 
 def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
@@ -156,8 +118,11 @@ def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> i
     where = f"; {Path(out) / REJECTED_NAME} says which and why" if manifest.num_rejected else ""
     print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}{where}")
     if manifest.num_rejected:
-        print(_most_frequent(Path(out), manifest))
+        rejects = load_rejected(out, manifest)
+        [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
+        example = next(reject for reject in rejects if reject["reason"] == reason)
+        remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
+        print(f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}")
     if manifest.num_left_out:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items())
-        print(f"left out by the config, not read: {reasons}")
+        print(f"left out by the config, not read: {counted(manifest.num_left_out)}")
     return code

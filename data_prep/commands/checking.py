@@ -3,40 +3,26 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_storage, add_workers, at_least, print_table
-
-if TYPE_CHECKING:
-    from data_prep.commands import Verbs
+from data_prep.commands import FAULTY, OK, Verbs, add_verb, at_least, counted, print_table
 
 NOTHING_CHANGED = "the dataset was not changed"
 MAX_PRINTED = 20
 
 
-def add_verbs(verbs: "Verbs") -> None:
-    verify = verbs.add_parser("verify", help="read everything again and hold it against the manifest")
-    verify.add_argument("dataset", type=Path)
-    add_workers(verify)
-    add_storage(verify)
-    verify.add_argument("--json", action="store_true", help="print the findings as JSON")
-    verify.set_defaults(run=_verify, after_a_stop=NOTHING_CHANGED)
-    stats = verbs.add_parser("stats", help="the numbers of a dataset: classes, channels, sizes, rejects")
-    stats.add_argument("dataset", type=Path)
+def add_verbs(verbs: Verbs) -> None:
+    words = "read everything again and hold it against the manifest"
+    add_verb(verbs, "verify", _verify, "dataset", "workers", "storage", "json", help=words, after_a_stop=NOTHING_CHANGED)
+    words = "the numbers of a dataset: classes, channels, sizes, rejects"
+    stats = add_verb(verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, after_a_stop=NOTHING_CHANGED)
     stats.add_argument("--recompute", action="store_true", help="channel mean and std from the pictures, too")
-    add_workers(stats)
-    add_storage(stats)
-    stats.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    stats.set_defaults(run=_stats, after_a_stop=NOTHING_CHANGED)
-    show = verbs.add_parser("show", help="a contact sheet: what the model would see, with labels")
-    show.add_argument("dataset", type=Path)
+    words = "a contact sheet: what the model would see, with labels"
+    show = add_verb(verbs, "show", _show, "dataset", "storage", help=words, after_a_stop=NOTHING_CHANGED)
     show.add_argument("--split", default="train")
     show.add_argument("--shard", type=at_least(0), metavar="N", help="of this shard alone (from 0)")
     show.add_argument("--count", type=at_least(1), default=64, metavar="N", help="pictures (64)")
     show.add_argument("--seed", type=at_least(0), default=0, help="another seed shows other pictures")
     show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png")
-    add_storage(show)
-    show.set_defaults(run=_show, after_a_stop=NOTHING_CHANGED)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -66,11 +52,10 @@ def _stats(options: argparse.Namespace) -> int:
         print(json.dumps(found))
         return OK
     counts = f"{found['num_classes']:,} classes, {found['image_size']} px {found['encoding']}"
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found["rejected"].items())
-    rejected = f"rejected {sum(found['rejected'].values()):,}" + (f" ({reasons})" if reasons else "")
+    rejected = f"rejected {sum(found['rejected'].values()):,}" + (f" ({counted(found['rejected'])})" if found["rejected"] else "")
     print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {rejected}")
     if found["left_out"]:
-        print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in found["left_out"].items()))
+        print(f"left out: {counted(found['left_out'])}")
     heads = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
     columns = ("samples", "unlabelled", "shards")
     rows = [

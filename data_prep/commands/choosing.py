@@ -4,22 +4,20 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_prep.commands import OK, add_storage, add_workers, at_least, print_table
+from data_prep.commands import OK, Verbs, add_verb, at_least, counted, print_table
+from data_prep.publish import write_atomic
 from data_prep.settings import validate
-
-if TYPE_CHECKING:
-    from data_prep.commands import Verbs
 
 NEAR = 6
 MANY = 0.05
 """Of a split: to lose more than that is worth a look."""
 
 
-def add_verbs(verbs: "Verbs") -> None:
-    subset = verbs.add_parser("subset", help="some samples of a dataset as another dataset, without copying a picture")
-    subset.add_argument("dataset", type=Path)
+def add_verbs(verbs: Verbs) -> None:
+    words = "some samples of a dataset as another dataset, without copying a picture"
+    after_a_stop = "nothing was published; run the same command again"
+    subset = add_verb(verbs, "subset", _subset, "dataset", "json", help=words, after_a_stop=after_a_stop)
     subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
@@ -28,29 +26,28 @@ def add_verbs(verbs: "Verbs") -> None:
     subset.add_argument("--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones")
     subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
-    subset.add_argument("--json", action="store_true", help="print the summary as JSON")
-    subset.set_defaults(run=_subset, after_a_stop="nothing was published; run the same command again")
-    dedup = verbs.add_parser(
+    dedup = add_verb(
+        verbs,
         "dedup",
+        _dedup,
+        "dataset",
+        "workers",
+        "storage",
+        "json",
         help="list samples whose picture is there already, here or in other datasets",
+        after_a_stop="no list was written; with --hashes the next run goes on from here",
         description="Lists samples whose picture is there already: equal pixels, or the same picture encoded, resized or cropped a "
         "little otherwise. Mirrored and turned copies are not found. Line art and text in one ink and pictures of nearly one "
         "colour are compared by pixels alone.",
     )
-    dedup.add_argument("dataset", type=Path)
-    dedup.add_argument(
-        "--against", type=Path, action="append", default=[], metavar="DIR", help="a dataset that stays whole; repeatable"
-    )
+    words = "a dataset that stays whole; repeatable"
+    dedup.add_argument("--against", type=Path, action="append", default=[], metavar="DIR", help=words)
     dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
     how = dedup.add_mutually_exclusive_group()
     how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
     how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
     dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
     dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
-    add_workers(dedup)
-    add_storage(dedup)
-    dedup.add_argument("--json", action="store_true", help="print the summary as JSON")
-    dedup.set_defaults(run=_dedup, after_a_stop="no list was written; with --hashes the next run goes on from here")
 
 
 def _subset(options: argparse.Namespace) -> int:
@@ -68,14 +65,14 @@ def _subset(options: argparse.Namespace) -> int:
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
     if manifest.num_left_out:
-        print("left out: " + ", ".join(f"{reason} {count:,}" for reason, count in manifest.num_left_out.items()))
+        print(f"left out: {counted(manifest.num_left_out)}")
     if excluded is not None:
         print(f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in {options.dataset}")
     return OK
 
 
 def _dedup(options: argparse.Namespace) -> int:
-    from data_prep.choose.dedup import check_out, exclusion_lines, find_duplicates, summary, write_list
+    from data_prep.choose.dedup import check_out, exclusion_lines, find_duplicates, summary
 
     if options.out is not None:
         check_out(options.out)
@@ -99,7 +96,8 @@ def _dedup(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     if options.out is not None:
-        write_list(options.out, exclusion_lines(found, storage=options.storage))
+        lines = exclusion_lines(found, storage=options.storage)
+        write_atomic(options.out, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
     names = ("split", "of_dataset", "of_split", "reason")
     rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
     if options.json:

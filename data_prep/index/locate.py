@@ -153,8 +153,10 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
 
 def braces(pattern: str) -> list[str]:
     """Every word that the braces of `pattern` stand for, in their order; a range keeps its leading zeros."""
-    start = _first_brace(pattern)
-    if start is None:
+    start, closing = pattern.find("{"), pattern.find("}")
+    if closing >= 0 and not 0 <= start < closing:
+        raise UserError(f"{pattern}: a brace is closed that was not opened")
+    if start < 0:
         return [pattern]
     stop, commas = _closing(pattern, start)
     inner = pattern[start + 1 : stop]
@@ -166,16 +168,8 @@ def braces(pattern: str) -> list[str]:
     else:
         parts = [f"{{{word}}}" for word in braces(inner)]  # not for us, as in the shell
     rest = braces(pattern[stop + 1 :])
-    if len(parts) * len(rest) > MAX_SHARDS:
-        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+    _check_number(pattern, len(parts) * len(rest))
     return [pattern[:start] + part + tail for part in parts for tail in rest]
-
-
-def _first_brace(pattern: str) -> int | None:
-    opening, closing = pattern.find("{"), pattern.find("}")
-    if closing >= 0 and (opening < 0 or closing < opening):
-        raise UserError(f"{pattern}: a brace is closed that was not opened")
-    return opening if opening >= 0 else None
 
 
 def _closing(pattern: str, start: int) -> tuple[int, list[int]]:
@@ -193,22 +187,21 @@ def _closing(pattern: str, start: int) -> tuple[int, list[int]]:
 
 
 def _range(pattern: str, found: re.Match[str]) -> list[str]:
-    first, last, step, from_letter, to_letter, letter_step = found.groups()
+    from_number, to_number, step, from_letter, to_letter, letter_step = found.groups()
+    first, last = (ord(from_letter), ord(to_letter)) if from_letter else (int(from_number), int(to_number))
+    by = max(1, abs(int(step or letter_step or 1)))
+    numbers = range(first, last + 1, by) if first <= last else range(first, last - 1, -by)
+    _check_number(pattern, len(numbers))
     if from_letter:
-        numbers = _steps(ord(from_letter), ord(to_letter), letter_step)
         return [chr(number) for number in numbers]
-    words = (first, last)
-    padded = any(re.match(r"-?0\d", word) for word in words)
-    width = max(map(len, words)) if padded else 0
-    numbers = _steps(int(first), int(last), step)
-    if len(numbers) > MAX_SHARDS:
-        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+    padded = any(re.match(r"-?0\d", word) for word in (from_number, to_number))
+    width = max(len(from_number), len(to_number)) if padded else 0
     return [f"{number:0{width}d}" for number in numbers]
 
 
-def _steps(first: int, last: int, step: str | None) -> range:
-    by = max(1, abs(int(step or 1)))
-    return range(first, last + 1, by) if first <= last else range(first, last - 1, -by)
+def _check_number(pattern: str, number: int) -> None:
+    if number > MAX_SHARDS:
+        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
 
 
 def _local(path: str) -> list[str]:

@@ -98,14 +98,6 @@ class Contents:
         return label
 
 
-def damaged_by(path: Path) -> str | None:
-    """Why `path` cannot be a plain tar, by its first bytes."""
-    with open(path, "rb") as file:
-        head = file.read(8)
-    kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
-    return kind and f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar"
-
-
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     """Everything that an index says of the shard; `name` stands for it in the paths. Raises TarError."""
     found = Contents()
@@ -135,9 +127,11 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
 
 def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSample]:
     """The samples in the order of their first members; `found` counts what belongs to none."""
-    reason = damaged_by(path)
-    if reason is not None:
-        raise TarError(reason)
+    with open(path, "rb") as file:
+        head = file.read(8)
+    kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+    if kind is not None:
+        raise TarError(f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar")
     samples: dict[str, StockSample] = {}
 
     def goes_on(place: int) -> None:
@@ -190,20 +184,16 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
     """The size of the picture where it is a raw one; raises Rejection."""
-    if not decoded:
-        size_of(data, max_pixels=plan.settings.max_pixels)
-        return _raw(data[:32], len(data))
-    image, _ = decode(data, max_pixels=plan.settings.max_pixels)
-    small = resize(image, size=plan.settings.image_size, crop=plan.settings.crop, interpolation=plan.settings.interpolation)
-    found.channels.add(small)
-    return _raw(data[:32], len(data))
-
-
-def _raw(head: bytes, num_bytes: int) -> int | None:
-    header = re.match(rb"P6\n([0-9]{1,5}) ([0-9]{1,5})\n255\n", head)
+    settings = plan.settings
+    if decoded:
+        image, _ = decode(data, max_pixels=settings.max_pixels)
+        found.channels.add(resize(image, size=settings.image_size, crop=settings.crop, interpolation=settings.interpolation))
+    else:
+        size_of(data, max_pixels=settings.max_pixels)
+    header = re.match(rb"P6\n([0-9]{1,5}) ([0-9]{1,5})\n255\n", data)
     if header is None or header[1] != header[2]:
         return None
-    return int(header[1]) if num_bytes == len(header[0]) + 3 * int(header[1]) ** 2 else None
+    return int(header[1]) if len(data) == len(header[0]) + 3 * int(header[1]) ** 2 else None
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
@@ -243,12 +233,21 @@ def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: BadSam
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
     """A number, or a word where `classes` does not number the words; `kind` is cls or json:FIELD.SUBFIELD. Raises BadSample."""
-    if kind == "cls":
-        if not _NUMBER.fullmatch(data):
-            raise BadSample("bad_label", f"{data[:40]!r} is not an integer")
-        return _number(int(data), classes)
-    value = _field(data, kind.partition(":")[2])
-    return _word(value, classes) if isinstance(value, str) else _number(value, classes)
+    if kind != "cls":
+        value = _field(data, kind.partition(":")[2])
+    elif _NUMBER.fullmatch(data):
+        value = int(data)
+    else:
+        raise BadSample("bad_label", f"{data[:40]!r} is not an integer")
+    if isinstance(value, str):
+        name = value.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
+        if classes is not None and name not in classes:
+            raise BadSample("unknown_class", f"{name[:100]!r} is not in classes_file")
+        return name if classes is None else classes[name]
+    top = MAX_CLASSES if classes is None else len(classes)
+    if not 0 <= value < top:
+        raise BadSample("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
+    return value
 
 
 def _field(data: bytes, path: str) -> int | str:
@@ -263,19 +262,3 @@ def _field(data: bytes, path: str) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise BadSample("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")
     return value
-
-
-def _number(value: int, classes: dict[str, int] | None) -> int:
-    top = MAX_CLASSES if classes is None else len(classes)
-    if not 0 <= value < top:
-        raise BadSample("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
-    return value
-
-
-def _word(value: str, classes: dict[str, int] | None) -> int | str:
-    name = value.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
-    if classes is None:
-        return name
-    if name not in classes:
-        raise BadSample("unknown_class", f"{name[:100]!r} is not in classes_file")
-    return classes[name]
