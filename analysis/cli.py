@@ -76,12 +76,10 @@ def _table(options: argparse.Namespace) -> int:
     draw(tables, out / "transfer.png")
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables:
-        console.print(console_table(table))
-        console.print()
+        console.print(console_table(table), "")
     for note in NOTES:
         console.print(note, style="dim")
-    finished = sum(bool(run.result) for run in runs)
-    print(f"{out / 'transfer.md'}, transfer.png: of {finished:,} finished runs among {len(runs):,}")
+    print(f"{out / 'transfer.md'}, transfer.png: of {sum(bool(run.result) for run in runs):,} finished runs among {len(runs):,}")
     return OK
 
 
@@ -104,8 +102,7 @@ def _scaling(options: argparse.Namespace) -> int:
 def _efficiency(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from analysis.efficiency import PRINTED, conditions_for, machine, measure_named
-    from analysis.efficiency_table import check_out, print_table, title, write
+    from analysis.efficiency import PRINTED, check_out, conditions_for, machine, measure_named, print_table, title, write
 
     check_out(options.out)
     conditions = conditions_for(

@@ -2,7 +2,7 @@
 
 All models are measured in one process, one after the other in every round, because a shared machine drifts: what counts is the
 ratio within a round, and its median over the rounds. Latency is the time of one image alone, throughput that of a batch; neither
-has any data loading in it, the images lie on the device. `efficiency_table` prints and writes what is found here.
+has any data loading in it, the images lie on the device. The paper's own figures stand beside ours.
 """
 
 import os
@@ -10,18 +10,28 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
+from analysis.table_pages import rows_of
+from data_prep.publish import write_atomic, write_json
 from data_prep.settings import UserError
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
+from pretrain.tracking.run_tags import git_commit
 
 IMAGE_SIZE, NUM_CLASSES = 64, 1000
+COLUMNS = ("model", "params", "multiply-adds", "latency", "of first", "images/s", "of first")
+PAPER_COLUMNS = ("paper: m.-adds", "latency", "images/s", "of first")
+PAPER_NOTE = "paper: as printed, on an A5000."
+FORMATS = (".md", ".json")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -54,14 +64,8 @@ class Conditions:
     seconds: float
     """That one measurement lasts at least; it is one forward pass at least."""
 
-    @property
-    def words(self) -> str:
-        how = "compiled" if self.is_compiled else "eager"
-        return f"{self.dtype}, {how}, batch {self.batch_size}, medians of {self.num_rounds} rounds"
 
-
-@dataclass(frozen=True)
-class Timings:
+class Timings(NamedTuple):
     """Of one model, one entry for each round."""
 
     latency_s: list[float]
@@ -83,16 +87,14 @@ def conditions_for(
     device: str | None, *, dtype: str | None, compiled: bool | None, batch_size: int | None, quick: bool
 ) -> Conditions:
     """What was asked for, and else what suits the device: bf16 and compiled on CUDA, float32 and eager on a CPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: torch finds no CUDA device here; leave it out, or give cpu")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch: {batch_size} will not do; give 1 or more")
-    on_gpu = device == "cuda"
+    on_gpu = torch.cuda.is_available() and device != "cpu"
     usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
     return Conditions(
-        device=device,
+        device="cuda" if on_gpu else "cpu",
         dtype=dtype or ("bf16" if on_gpu else "fp32"),
         is_compiled=on_gpu if compiled is None else compiled,
         batch_size=batch_size or usual_batch,
@@ -113,76 +115,59 @@ def cost_of_named(name: str) -> Cost:
 
 
 def measure(models: Mapping[str, nn.Module], conditions: Conditions, *, image_size: int) -> dict[str, Timings]:
-    device, dtype = torch.device(conditions.device), _DTYPES[conditions.dtype]
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(conditions.batch_size, 3, image_size, image_size, generator=generator)
-    images = images.to(device, dtype)
-    found = {name: Timings([], []) for name in models}
+    device, dtype, whole = torch.device(conditions.device), _DTYPES[conditions.dtype], conditions.batch_size
+    images = torch.randn(whole, 3, image_size, image_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def seconds(name: str, size: int, *, at_least_s: float) -> float:
+        """Of a call, each of which is waited for: somebody wants its result."""
+        batch, count, began_s = images[:size].contiguous(), 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - began_s < at_least_s:
+            forwards[name](batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            count += 1
+        return (time.perf_counter() - began_s) / count
+
+    found, forwards = {name: Timings([], []) for name in models}, dict[str, Callable[[torch.Tensor], object]]()
     with torch.inference_mode():
-        forwards: dict[str, Callable[[int], object]] = {}
         for name, model in models.items():
-            forwards[name] = _forward(model.to(device, dtype).eval(), images, compiled=conditions.is_compiled)
-            for size in (1, conditions.batch_size):  # compiles, and chooses kernels
-                _seconds_per_call(forwards[name], size, device=device, at_least_s=0)
+            plain = model.to(device, dtype).eval()
+            forwards[name] = torch.compile(plain, dynamic=False) if conditions.is_compiled else plain
+            for size in (1, whole):  # compiles, and chooses kernels
+                seconds(name, size, at_least_s=0)
         for _ in range(conditions.num_rounds):
-            for name, forward in forwards.items():
-                one, all_of_them = (
-                    _seconds_per_call(forward, size, device=device, at_least_s=conditions.seconds)
-                    for size in (1, conditions.batch_size)
-                )
-                found[name].latency_s.append(one)
-                found[name].images_per_s.append(conditions.batch_size / all_of_them)
+            for name in forwards:
+                found[name].latency_s.append(seconds(name, 1, at_least_s=conditions.seconds))
+                found[name].images_per_s.append(whole / seconds(name, whole, at_least_s=conditions.seconds))
     return found
-
-
-def _forward(model: nn.Module, images: torch.Tensor, *, compiled: bool) -> Callable[[int], object]:
-    run = torch.compile(model, dynamic=False) if compiled else model
-    batches = {size: images[:size].contiguous() for size in (1, len(images))}
-    return lambda size: run(batches[size])
-
-
-def _seconds_per_call(forward: Callable[[int], object], size: int, *, device: torch.device, at_least_s: float) -> float:
-    """Each call is waited for: somebody wants its result."""
-    count, began_s = 0, time.perf_counter()
-    while True:
-        forward(size)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        count += 1
-        passed_s = time.perf_counter() - began_s
-        if passed_s >= at_least_s:
-            return passed_s / count
 
 
 def summarise(costs: Mapping[str, Cost], timings: Mapping[str, Timings]) -> list[Row]:
     """Ratios are to the first of `timings`."""
     first = next(iter(timings.values()))
+
+    def ratio(ours: list[float], theirs: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
     return [
         Row(
             name=name,
             cost=costs[name],
             latency_ms=1000 * statistics.median(found.latency_s),
             images_per_s=statistics.median(found.images_per_s),
-            times_the_latency=_median_ratio(found.latency_s, first.latency_s),
-            times_the_rate=_median_ratio(found.images_per_s, first.images_per_s),
+            times_the_latency=ratio(found.latency_s, first.latency_s),
+            times_the_rate=ratio(found.images_per_s, first.images_per_s),
         )
         for name, found in timings.items()
     ]
 
 
-def _median_ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
 def machine(conditions: Conditions) -> str:
     """What it runs on and beside what: the load of a shared machine, before we add to it, belongs to the figures."""
-    from pretrain.tracking.run_tags import git_commit
-
     if conditions.device == "cuda":
         where = torch.cuda.get_device_name()
     else:
-        load = os.getloadavg()[0]
-        count = torch.get_num_threads()
+        load, count = os.getloadavg()[0], torch.get_num_threads()
         where = f"{_processor()}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
     return f"{where}, torch {torch.__version__}, commit {git_commit()}"
 
@@ -194,3 +179,61 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def title(conditions: Conditions, machine: str) -> str:
+    how = f"{conditions.dtype}, {'compiled' if conditions.is_compiled else 'eager'}, batch {conditions.batch_size}"
+    return f"One forward pass at {IMAGE_SIZE} px, {how}, medians of {conditions.num_rounds} rounds; {machine}"
+
+
+def cells(row: Row, *, first: str) -> tuple[str, ...]:
+    printed = PRINTED.get(row.name)
+    ours = (
+        printed.label if printed else row.name,
+        f"{row.cost.num_parameters / 1e6:.2f} M",
+        _giga(row.cost.multiply_adds / 1e9),
+        f"{row.latency_ms:,.1f} ms",
+        f"{row.times_the_latency:.3g} x",
+        f"{row.images_per_s:,.0f}" if row.images_per_s >= 100 else f"{row.images_per_s:.3g}",
+        f"{row.times_the_rate:.3g} x",
+    )
+    if printed is None:
+        return (*ours, *[""] * len(PAPER_COLUMNS))
+    share = f"{printed.images_per_s / PRINTED[first].images_per_s:.3g} x" if first in PRINTED else ""
+    latency = f"{printed.latency_ms:g} ms" if printed.latency_ms else ""
+    return (*ours, _giga(printed.giga_multiply_adds), latency, f"{printed.images_per_s:,}", share)
+
+
+def _giga(value: float) -> str:
+    return f"{value:.2f} G" if value >= 1 else f"{1000 * value:.1f} M"
+
+
+def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
+    console.print(heading)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate((*COLUMNS, *PAPER_COLUMNS)):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row, first=rows[0].name))
+    console.print(table)
+    console.print(PAPER_NOTE, style="dim")
+
+
+def check_out(path: Path | None) -> None:
+    """Before minutes are spent on what cannot be written."""
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        raise UserError(f"--out: {path} has no ending that is known; give one of {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--out: there is no folder {path.parent}; make it, or give another")
+
+
+def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) -> None:
+    if path.suffix == ".md":
+        shown = rows_of((*COLUMNS, *PAPER_COLUMNS), [cells(row, first=rows[0].name) for row in rows])
+        write_atomic(path, f"{title(conditions, machine)}\n\n{shown}\n\n{PAPER_NOTE}\n".encode())
+        return
+    found: dict[str, Any] = {"machine": machine, "conditions": asdict(conditions), "image_size": IMAGE_SIZE}
+    found["models"] = [{**asdict(row), "paper": asdict(PRINTED[row.name]) if row.name in PRINTED else None} for row in rows]
+    write_json(path, found)

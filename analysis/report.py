@@ -1,6 +1,7 @@
 """What a folder of runs has shown: a table on the console and one picture (samples, curves, accuracies beside chance)."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -14,7 +15,15 @@ from data_prep.images import decode
 from data_prep.manifest import load_index, load_manifest
 from finetune.runs import TASKS, Run, runs_below
 
-matplotlib.use("Agg")
+LOOKS: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+}
 TASK_LOOKS = {
     "pretrain": ("pretrained", "#4477aa"),
     "probe": ("linear probe", "#66aa77"),
@@ -40,18 +49,12 @@ def collect(root: Path) -> list[Run]:
 
 def print_table(runs: list[Run], console: Console) -> None:
     table = Table(title="what was trained", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column, justify in (("run", "left"), ("task", "left"), ("model", "left"), ("data", "left")):
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for column in ("top-1", "chance", "images/s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for number, column in enumerate(("run", "task", "model", "data", "top-1", "chance", "images/s")):
+        table.add_column(column, justify="left" if number < 4 else "right", no_wrap=True)
     for run in runs:
-        rate = run.result.get("images_per_s")
-        cells = (
-            f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished",
-            f"{run.chance:.1%}" if run.chance else "?",
-        )
-        images_per_s = f"{rate:,.0f}" if rate else ""
-        table.add_row(run.name, _task(run), run.model_name, run.dataset.name, *cells, images_per_s)
+        top1 = f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished"
+        chance, rate = f"{run.chance:.1%}" if run.chance else "?", run.result.get("images_per_s")
+        table.add_row(run.name, _task(run), run.model_name, run.dataset.name, top1, chance, f"{rate:,.0f}" if rate else "")
     console.print(table)
 
 
@@ -64,6 +67,7 @@ def spread_of(run: Run) -> str:
     return "" if run.top1_std is None else f" ± {100 * run.top1_std:.1f}"
 
 
+@matplotlib.rc_context(LOOKS)
 def draw(runs: list[Run], path: Path) -> None:
     """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
     # an evaluation is a figure of a run that has a bar of its own; the table has it
@@ -75,7 +79,7 @@ def draw(runs: list[Run], path: Path) -> None:
     for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
         axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
         axes.set_axis_off()
-        axes.set_title(f"{dataset.name}: {len(load_manifest(dataset).classes)} classes", fontsize=9, loc="left", pad=2)
+        axes.set_title(f"{dataset.name}: {len(load_manifest(dataset).classes)} classes", pad=2)
     loss, accuracy, bars = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
     draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
     draw_accuracies([run for run in runs if run.task != "pretrain" and run.top1 is not None], bars)
@@ -87,12 +91,9 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
         loss.plot(*run.curve("train/loss"), label=run.model_name)
         accuracy.plot(*run.curve("eval/top1"), marker="o", markersize=3, label=run.model_name)
     for axes, title in ((loss, "pretraining: training loss"), (accuracy, "pretraining: held-out top-1")):
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(title=title, xlabel="step")
         if runs:
-            axes.legend(fontsize=7, frameon=False)
+            axes.legend()
 
 
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
@@ -100,14 +101,11 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     names = [_task(run) if run.model_name == "pixels" else f"{run.model_name}, {_task(run)}" for run in runs]
     if len({run.dataset for run in runs}) > 1:
         names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
-    axes.barh(
-        range(len(runs)),
-        [run.top1 or 0.0 for run in runs],
-        color=["#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1] for run in runs],
-    )
+    colours = ["#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1] for run in runs]
+    axes.barh(range(len(runs)), [run.top1 or 0.0 for run in runs], color=colours)
     axes.set_yticks(range(len(runs)), names)
     for row, run in enumerate(runs):
-        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}{spread_of(run)}", va="center", fontsize=8)
+        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}{spread_of(run)}", va="center")
         if run.top1_std is not None:
             axes.errorbar(run.top1 or 0.0, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
     chances = {row: run.chance for row, run in enumerate(runs) if run.chance}
@@ -116,10 +114,7 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     if chances:
         row, chance = max(chances.items())
         axes.text(chance + 0.01, row + 0.55, "chance", fontsize=7, va="bottom")
-    axes.set_title("transfer: test top-1", fontsize=9, loc="left")
-    axes.set_xlim(0, 1.08)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(title="transfer: test top-1", xlim=(0, 1.08))
 
 
 def contact_sheet(directory: Path, *, count: int) -> NDArray[np.uint8]:

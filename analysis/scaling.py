@@ -33,14 +33,10 @@ def fit(compute: Array, error: Array) -> Law:
     if not ((error >= 0) & (error <= 1)).all():
         raise ValueError("scaling: every error must be a share between 0 and 1; divide percents by 100")
     unit = float(np.exp(np.log(compute).mean()))
-
-    def model(scaled: Array, a: float, b: float, alpha: float, floor: float) -> Array:
-        result: Array = a * (b + scaled) ** -alpha + floor
-        return result
-
     start = (max(float(np.ptp(error)), 1e-3), 0.1, 0.3, max(float(error.min()) * 0.5, 0.0))
     try:
-        found, _ = curve_fit(model, compute / unit, error, p0=start, bounds=([0, 0, 0, 0], [np.inf, np.inf, 5, 1]), maxfev=20_000)
+        bounds = ([0, 0, 0, 0], [np.inf, np.inf, 5, 1])
+        found, _ = curve_fit(lambda x, *law: Law(*law).error(x), compute / unit, error, p0=start, bounds=bounds, maxfev=20_000)
     except RuntimeError as problem:
         raise ValueError(f"scaling: the fit does not converge ({problem}); the points may not follow a power law") from None
     a, b, alpha, floor = (float(value) for value in found)

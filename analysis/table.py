@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from analysis.published import COLUMNS, JUDGED_ON, Method, Row, Table
 from finetune.runs import Run
@@ -59,14 +60,12 @@ class Cell:
         return None if self.mean is None or self.paper is None else self.mean - self.paper
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     name: str
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True)
-class Filled:
+class Filled(NamedTuple):
     """A table with our numbers."""
 
     title: str
@@ -111,17 +110,10 @@ class Entry:
         return f"{METHODS[self.method]} {self.model}{augmented}{length}{folds}{start}{judged}"
 
     def belongs(self, row: Row, column: str) -> bool:
-        return (
-            self.column == column
-            and self.split == JUDGED_ON[column]
-            and not self.is_fold
-            and self.method == row.method
-            and self.model == row.model
-            and self.augmented == row.augmented
-            and row.epochs in (None, self.epochs)
-            and self.is_public == row.public_checkpoint
-            and self.pretrained_on == ("" if row.method == "scratch" else PRETRAINED_ON)
-        )
+        ours = (self.column, self.split, self.is_fold, self.method, self.model, self.augmented, self.is_public)
+        theirs = (column, JUDGED_ON[column], False, row.method, row.model, row.augmented, row.public)
+        start = "" if row.method == "scratch" else PRETRAINED_ON
+        return ours == theirs and self.pretrained_on == start and row.epochs in (None, self.epochs)
 
 
 def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
@@ -177,10 +169,9 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
         return []
     training = above[0] if method == "tta" else run
     pretrained_on, is_public = ("", False) if method == "scratch" else _pretraining(run, method, above)
+    augmentations = [training.params.get(f"augment.{name}", "") for name in AUGMENTATIONS]
     if method in ("probe", "knn"):  # a probe has augmented views or none
-        augmented = _is_on(run.params.get("views", ""))
-    else:
-        augmented = any(_is_on(training.params.get(f"augment.{name}", "")) for name in AUGMENTATIONS)
+        augmentations = [run.params.get("views", "")]
     length = re.fullmatch(r"(\d[\d_]*) epochs?", training.params.get("train.duration", "").strip())
     prefix = "top-1, k = " if method == "knn" else "top-1"
     return [
@@ -190,7 +181,7 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
             column=_column(run),
             split=run.split,
             is_fold=_is_fold(training),
-            augmented=augmented,
+            augmented=any(value not in OFF for value in augmentations),
             epochs=int(length[1]) if length else None,
             pretrained_on=pretrained_on,
             is_public=is_public,
@@ -220,7 +211,7 @@ def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:
     if run.is_group:  # its repetitions are runs of their own
         return None
     if run.task == "evaluate":  # a plain evaluation repeats what its training ended with
-        return "tta" if _is_on(run.params.get("views", "")) and above and above[0].task == "tune" else None
+        return "tta" if run.params.get("views", "") not in OFF and above and above[0].task == "tune" else None
     return "scratch" if run.task == "pretrain" else run.task
 
 
@@ -239,12 +230,8 @@ def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, b
     source = next((each for each in above if _method(each) == "scratch"), None)
     origin = next((each.tags["origin"] for each in (run, *above) if each.tags.get("origin")), "")
     is_whole = not (above[-1] if above else run).parent_key  # or a run between may be one that is not here
-    if source is not None:
-        start = _column(source)
-    elif PUBLIC_DATA in origin and is_whole:
-        start = PRETRAINED_ON
-    else:
-        start = origin if origin and is_whole else "unknown"
+    known = PRETRAINED_ON if PUBLIC_DATA in origin else origin or "unknown"
+    start = _column(source) if source is not None else known if is_whole else "unknown"
     is_public = source is None and start == PRETRAINED_ON and PUBLIC_LENGTH in origin
     return ", of ".join([*between, start]), is_public
 
@@ -256,10 +243,6 @@ def _column(run: Run) -> str:
 
 def _is_fold(run: Run) -> bool:
     return run.params.get("data.fold", "") not in ("", "None", "null")
-
-
-def _is_on(text: str) -> bool:
-    return text not in OFF
 
 
 def _recipe(run: Run) -> tuple[object, ...]:

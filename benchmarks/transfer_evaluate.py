@@ -26,8 +26,8 @@ from torch import Tensor
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.evaluate.answers import answer
 from finetune.evaluate.config import ViewSettings
+from finetune.evaluate.evaluate import answer
 from finetune.split import batches_of
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.data.reader import ShardReader, open_split

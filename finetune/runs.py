@@ -135,14 +135,8 @@ class Run:
         if self.pretrained is None:
             return ""
         card = _card_of(self.pretrained)
-        if card is None:
-            return self.pretrained.name
-        return f"{card.model.label} trained on {card.dataset}" + (f", {card.origin}" if card.origin else "")
-
-    @property
-    def commit(self) -> str:
-        """Of the code that began the run."""
-        return self.tags.get("mlflow.source.git.commit", "")
+        origin = f", {card.origin}" if card and card.origin else ""
+        return f"{card.model.label} trained on {card.dataset}{origin}" if card else self.pretrained.name
 
     @property
     def num_images(self) -> int | None:

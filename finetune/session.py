@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     device: torch.device
     tracker: Tracker
     """Of the first rank; those of the others do nothing."""
@@ -58,25 +57,29 @@ def session(
     checkpoint: Checkpoint | None,
     task: str,
     tracking: TrackingSettings | None = None,
+    identity: str | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[Session]:
-    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named."""
-    ranks = settings.ranks
-    device = start_accelerator(world, timeout_s=ranks.timeout_s).device
-    with watched(world, ranks, device=device) as heartbeat:
-        if checkpoint and not same_on_all_ranks(int(checkpoint.sha256[:15], 16), device=device):
+    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named.
+    `identity`: a hash of all that the ranks must have found alike, if that is more than the weights; `begin`: see `claim`."""
+    device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
+    identity = identity or (checkpoint.sha256 if checkpoint else "0")
+    with watched(world, settings.ranks, device=device) as heartbeat:
+        if not same_on_all_ranks(int(identity[:15], 16), device=device):
             raise UserError(
-                f"{checkpoint.directory}: the ranks found different weights there (is it still being trained?); "
-                "name one of its checkpoints/step-*"
+                f"{checkpoint.directory if checkpoint else run_dir}: the ranks found different weights there, or other data or "
+                "settings (is it still being trained?); name one of its checkpoints/step-*"
             )
         record = recorded(
             settings,
             run_dir=run_dir,
-            ranks=ranks,
+            ranks=settings.ranks,
             tracking=tracking or settings.tracking,
             world=world,
             used=used,
             checkpoint=checkpoint,
             tags={"task": task},
+            begin=begin,
         )
         with record as tracker:
             heartbeat.watch(stacks_dir(run_dir))
@@ -166,8 +169,6 @@ def open_backbone(
         normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
         return Backbone(lambda images: images.flatten(1), image_size or manifest.image_size, normalisation)
     card, model = checkpoint.card, load_model(checkpoint)
-    if image_size not in (None, card.image_size):
-        raise ValueError(f"image_size: {image_size}, but the weights were trained at {card.image_size}; leave it out")
     model.to(device).eval()
     return Backbone(
         lambda images: pooled_features(model, images),
@@ -191,49 +192,40 @@ def recorded(
     checkpoint: Checkpoint | None,
     tags: dict[str, str],
     stop: StopFlag | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[Tracker]:
     """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
     none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop):
-        tracker = _open_tracker(settings, run_dir, tracking, used, checkpoint, tags)
+    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin):
+        card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
+        RunIdentity.of(
+            run_dir,
+            experiment=tracking.experiment,
+            uri=tracking.uri,
+            parent_key=card.run_key or None if card else None,
+            parent_dir=checkpoint.run_dir if checkpoint else None,
+        )
+        model, origin = (card.model.label, card.origin) if card else ("pixels", "")
+        splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
+        of = f"of `{checkpoint.directory.absolute()}`" if checkpoint else "without a model"
+        title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
+        tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
+        tracker = Tracker(
+            run_dir if tracking.enabled else None,
+            params=flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash},
+            tags=with_note(tags, title=title, run_dir=run_dir),
+            datasets=tuple(dataset_of(part, context) for part, context in used),
+        )
+        tracker.artifact(run_dir / CONFIG_FILE)
         try:
             yield tracker
         except BaseException as error:
             tracker.close("KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED")
             raise
         tracker.close("FINISHED")
-
-
-def _open_tracker(
-    settings: Settings,
-    run_dir: Path,
-    tracking: TrackingSettings,
-    used: Sequence[tuple[Part, str]],
-    checkpoint: Checkpoint | None,
-    tags: dict[str, str],
-) -> Tracker:
-    manifest, card = used[0][0].manifest, checkpoint.card if checkpoint else None
-    RunIdentity.of(
-        run_dir,
-        experiment=tracking.experiment,
-        uri=tracking.uri,
-        parent_key=card.run_key or None if card else None,
-        parent_dir=checkpoint.run_dir if checkpoint else None,
-    )
-    params = flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash}
-    model, origin = (card.model.label, card.origin) if card else ("pixels", "")
-    tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
-    splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
-    of = f"of `{checkpoint.directory.absolute()}`" if checkpoint else "without a model"
-    title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
-    tags = with_note(tags, title=title, run_dir=run_dir)
-    datasets = tuple(dataset_of(part, context) for part, context in used)
-    tracker = Tracker(run_dir if tracking.enabled else None, params=params, tags=tags, datasets=datasets)
-    tracker.artifact(run_dir / CONFIG_FILE)
-    return tracker
 
 
 def register(tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str) -> None:

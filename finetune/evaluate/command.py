@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_prep.settings import load_settings
-from finetune.evaluate.config import EvaluateSettings
-from finetune.evaluate.identity import Evaluation
+from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show, warn_once
 from pretrain.cli import OK, leave, world_of
@@ -65,16 +64,29 @@ def _evaluate(options: argparse.Namespace) -> int:
 def print_result(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
     left_out = result["num_unreadable"]
     missing = f", {left_out:,} more do not decode: {', '.join(result['unreadable'])}" if left_out else ""
-    if left_out > len(result["unreadable"]):
-        missing += ", ..."
+    missing += ", ..." if left_out > len(result["unreadable"]) else ""
     views = f", {result['num_views']} views each" if result["views"] else ""
-    heading = f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,} images{views}"
+    heading = f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,} images{views}{missing}"
+    worst = ", ".join(f"{name} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+    rows = {
+        "top-1": f"{result['eval/top1']:.2%}",
+        "top-1, ReaL": f"{result['eval/real']:.2%}" if "eval/real" in result else "",
+        "top-5": f"{result['eval/top5']:.2%}",
+        "loss": f"{result['eval/loss']:.4f}",
+        "ECE": f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}",
+        "top-1 by views": "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]),
+        "views": f"{recipe(result['augment'])}: {result['augment_from']}" if result.get("augment") else "",
+        "class top-1": f"mean {result['eval/class_top1']:.2%}; worst: {worst}",
+        "most confused": ", ".join(f"{one} as {other} ({count:,})" for one, other, count in result["most_confused"][:3]),
+        "speed": f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s",
+    }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for row in _rows(result):
-        table.add_row(*row)
-    console.print(heading + missing, highlight=False, markup=False, soft_wrap=True)
+    for name, words in rows.items():
+        if words:
+            table.add_row(name, escape(words))
+    console.print(heading, highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
     plain = result.get("plain_top1")
     if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
@@ -86,29 +98,6 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     place = Path(result["run_dir"])
     place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     console.print(f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True)
-
-
-def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("top-1", f"{result['eval/top1']:.2%}")]
-    if "eval/real" in result:
-        rows.append(("top-1, ReaL", f"{result['eval/real']:.2%}"))
-    rows += [
-        ("top-5", f"{result['eval/top5']:.2%}"),
-        ("loss", f"{result['eval/loss']:.4f}"),
-        ("ECE", f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}"),
-    ]
-    if result["curve"]:
-        shown = "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"])
-        rows.append(("top-1 by views", shown))
-    if result.get("augment"):
-        rows.append(("views", escape(f"{recipe(result['augment'])}: {result['augment_from']}")))
-    worst = ", ".join(f"{escape(name)} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
-    rows.append(("class top-1", f"mean {result['eval/class_top1']:.2%}; worst: {worst}"))
-    if result["most_confused"]:
-        pairs = ", ".join(f"{escape(a)} as {escape(b)} ({count:,})" for a, b, count in result["most_confused"][:3])
-        rows.append(("most confused", pairs))
-    rows.append(("speed", f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s"))
-    return rows
 
 
 def recipe(augment: dict[str, Any]) -> str:

@@ -1,18 +1,19 @@
-"""How good the answers are: every figure is a pure function of the table.
+"""The table of what a model answers on a split, and how good the answers are: every figure is a pure function of the table.
 
-K classes of the dataset; the model may have others, whose answers are counted together in the column K.
+K classes of the dataset; the model may have others, whose answers are counted together in the column K. N samples, A answers (the
+five most probable), M moments of test-time augmentation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.evaluate.answers import Answers, Floats
 from pretrain.data.order import Ids
 
+Floats = NDArray[np.float64]
 NUM_BINS = 15
 """Of the confidence, for the calibration error."""
 OTHER = "(other)"
@@ -20,33 +21,64 @@ OTHER = "(other)"
 
 
 @dataclass(frozen=True)
-class Overall:
-    top1: float
-    top5: float
-    loss: float
-    ece: float
-    """Expected calibration error: the mean distance of confidence and accuracy over the bins, weighted by their pictures."""
-    max_calibration_error: float
-    brier: float
-    """The mean squared distance of the probabilities from the truth, summed over the classes: 0 is perfect, 2 the worst."""
-    entropy: float
-    """The mean, in nats."""
+class Answers:
+    """Labels and answers are the model's numbers of the classes."""
+
+    samples_N: Ids
+    labels_N: Ids
+    answers_NA: Ids
+    """The most probable first."""
+    probabilities_NA: Floats
+    losses_N: Floats
+    """-log of the probability of the label; of the mean probability, with test-time augmentation."""
+    entropies_N: Floats
+    """Of all probabilities, in nats."""
+    squares_N: Floats
+    """The sum of the squares of all probabilities."""
+    answers_NM: Ids
+    """The most probable answer after so many views."""
+    losses_NM: Floats
+    moments: tuple[int, ...] = ()
+    """After how many views the running mean is noted; none without test-time augmentation."""
+
+    @classmethod
+    def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
+        """Of all ranks, in any order. Every sample is there once, or was counted as one that does not decode."""
+        order = np.argsort(samples := np.concatenate([share.samples_N for share in shares]), kind="stable")
+        whole = {name: np.concatenate([getattr(share, name) for share in shares])[order] for name in COLUMNS}
+        found = samples[order]
+        assert (np.diff(found) > 0).all(), "a sample was answered twice"
+        assert len(found) + num_bad == num_samples, (len(found), num_bad, num_samples)
+        assert not len(found) or (found[0] >= 0 and found[-1] < num_samples), (found[0], found[-1], num_samples)
+        return cls(**whole, moments=shares[0].moments)
+
+    def __len__(self) -> int:
+        return len(self.samples_N)
+
+    def left_out(self, *, num_samples: int) -> Ids:
+        """The samples that did not decode."""
+        return np.setdiff1d(np.arange(num_samples), self.samples_N, assume_unique=True)
 
 
-def overall(answers: Answers) -> Overall:
+COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moments")
+
+
+def scores_of(answers: Answers) -> dict[str, float]:
+    """By their names in a result; `entropy` is in nats."""
     assert len(answers)
     right_NA = answers.answers_NA == answers.labels_N[:, None]
     bins = calibration(answers.probabilities_NA[:, 0], right_NA[:, 0])
-    label_N = np.exp(-answers.losses_N)
-    return Overall(
-        top1=float(right_NA[:, 0].mean()),
-        top5=float(right_NA.any(axis=1).mean()),
-        loss=float(answers.losses_N.mean()),
-        ece=bins.expected_error,
-        max_calibration_error=bins.max_error,
-        brier=float((answers.squares_N - 2 * label_N + 1).mean()),
-        entropy=float(answers.entropies_N.mean()),
-    )
+    # the mean squared distance of the probabilities from the truth, summed over classes: 0 is perfect, 2 the worst
+    brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
+    return {
+        "top1": float(right_NA[:, 0].mean()),
+        "top5": float(right_NA.any(axis=1).mean()),
+        "loss": float(answers.losses_N.mean()),
+        "ece": bins.expected_error,
+        "mce": bins.max_error,
+        "brier": float(brier.mean()),
+        "entropy": float(answers.entropies_N.mean()),
+    }
 
 
 @dataclass(frozen=True)
@@ -64,6 +96,7 @@ class Calibration:
 
     @property
     def expected_error(self) -> float:
+        """The mean gap over the bins, weighted by their pictures."""
         return float((self._gaps * self.counts).sum() / self.counts.sum())
 
     @property
@@ -71,11 +104,11 @@ class Calibration:
         return float(self._gaps.max())
 
 
-def calibration(confidences_N: Floats, right_N: NDArray[np.bool_], *, num_bins: int = NUM_BINS) -> Calibration:
-    edges = np.linspace(0, 1, num_bins + 1)
-    places = np.clip(np.searchsorted(edges, confidences_N, side="left") - 1, 0, num_bins - 1)
-    counts = np.bincount(places, minlength=num_bins)
-    sums = [np.bincount(places, weights=values, minlength=num_bins) for values in (confidences_N, right_N)]
+def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> Calibration:
+    edges = np.linspace(0, 1, NUM_BINS + 1)
+    places = np.clip(np.searchsorted(edges, confidences_N, side="left") - 1, 0, NUM_BINS - 1)
+    counts = np.bincount(places, minlength=NUM_BINS)
+    sums = [np.bincount(places, weights=values, minlength=NUM_BINS) for values in (confidences_N, right_N)]
     with np.errstate(invalid="ignore"):
         confidence, accuracy = (total / counts for total in sums)
     return Calibration(counts, confidence, accuracy)

@@ -47,7 +47,12 @@ def _export(options: argparse.Namespace) -> int:
         print(f"{out}: exported before, and whole; remove it, or name another directory, to do it anew")
         return OK
     _check_libraries(settings)
-    _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
+    num_bytes = (source.directory / MODEL).stat().st_size * (1 + len(settings.graphs))
+    make_directory(out.absolute().parent)
+    free = shutil.disk_usage(out.absolute().parent).free
+    if free < num_bytes:  # before minutes of work end on a full disk
+        needed = f"{num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        raise UserError(f"out: {out} would take {needed}; free some, or name another disk")
     options.started = True
     end_on_signals()  # before the long imports
     from finetune.export.export import export
@@ -68,19 +73,7 @@ def _is_exported(out: Path, identity: dict[str, Any]) -> bool:
 
 def _check_libraries(settings: ExportSettings) -> None:
     for graph in settings.graphs:
-        missing = [name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None]
+        missing = ", ".join(name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None)
+        others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
         if missing:
-            others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
-            raise UserError(
-                f"formats: {graph} needs {', '.join(missing)}, which is not installed; install it, or take --formats {others}"
-            )
-
-
-def _check_space(out: Path, *, num_bytes: int) -> None:
-    """Before minutes of work end on a full disk."""
-    make_directory(out.absolute().parent)
-    free = shutil.disk_usage(out.absolute().parent).free
-    if free < num_bytes:
-        raise UserError(
-            f"out: {out} would take {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; free some, or name another disk"
-        )
+            raise UserError(f"formats: {graph} needs {missing}, which is not installed; install it, or take --formats {others}")

@@ -11,8 +11,6 @@ import errno
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,26 +49,22 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     places = [beside, run.directory] if run else [beside]
     results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
-    with _explained_if_full(out), atomic_directory(out) as directory:
-        checks = _write_weights(directory, source.directory, model, facts)
-        checks |= _write_graphs(directory, model, facts)
-        write_atomic(directory / README, readme(facts).encode())
-        write_json(directory / RECORD, record(facts, checks))
-        names = sorted(file.name for file in directory.iterdir())
-        write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
-    return _printed(out, facts, checks)
-
-
-@contextmanager
-def _explained_if_full(out: Path) -> Iterator[None]:
     try:
-        yield
+        with atomic_directory(out) as directory:
+            checks = _write_weights(directory, source.directory, model, facts) | _write_graphs(directory, model, facts)
+            write_atomic(directory / README, readme(facts).encode())
+            write_json(directory / RECORD, record(facts, checks))
+            names = sorted(file.name for file in directory.iterdir())
+            write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
             f"out: {out} cannot be written, for the disk is full; free some space, or name another disk (nothing is left there)"
         ) from None
+    where = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin}" if card.origin else ""
+    lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
+    return lines + [_printed(file, checks) for file in sorted(out.iterdir())]
 
 
 @torch.no_grad()
@@ -107,22 +101,9 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     whole, exported = modules
     expected = [whole(x) for x in inputs]
     example = next(x for x in inputs if len(x) == 2)  # of 1, a batch would be taken for a constant
-    checks: dict[str, Agreement] = {}
-    for graph in wanted:
-        path = directory / FILES[graph]
-        print(f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True)  # of a large model it takes minutes
-        write, read = TOOLS[graph]
-        write(exported, example, path, metadata=metadata(facts))
-        checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)
-    return checks
-
-
-def metadata(facts: Facts) -> dict[str, Any]:
-    """Inside a graph: what its user has to know."""
-    card = facts.card
-    return {
+    metadata = {  # what the user of a graph has to know
         "input": input_name(facts.settings),
-        "normalised_inside": facts.settings.with_preprocessing,
+        "normalised_inside": with_preprocessing,
         "image_size": card.image_size,
         "mean": list(card.channel_mean),
         "std": list(card.channel_std),
@@ -131,6 +112,14 @@ def metadata(facts: Facts) -> dict[str, Any]:
         "dataset": card.dataset,
         "weights_sha256": facts.weights_sha256,
     }
+    checks: dict[str, Agreement] = {}
+    for graph in wanted:
+        path = directory / FILES[graph]
+        print(f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True)  # of a large model it takes minutes
+        write, read = TOOLS[graph]
+        write(exported, example, path, metadata=metadata)
+        checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)
+    return checks
 
 
 def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
@@ -162,18 +151,11 @@ def _version(library: str) -> str:
         return "not installed"
 
 
-def _printed(out: Path, facts: Facts, checks: dict[str, Agreement]) -> list[str]:
-    card, run = facts.card, facts.run
-    where = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin}" if card.origin else ""
-    lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
-    for file in sorted(out.iterdir()):
-        graph = next((graph for graph, name in FILES.items() if name == file.name and graph in checks), None)
-        said = f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}"
-        if graph:
-            found = checks[graph]
-            said += (
-                f"  answers as the model: off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit "
-                f"(batches of {', '.join(map(str, graphs.BATCH_SIZES))})"
-            )
-        lines.append(said)
-    return lines
+def _printed(file: Path, checks: dict[str, Agreement]) -> str:
+    line = f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}"
+    found = next((found for graph, found in checks.items() if FILES[graph] == file.name), None)
+    if found is None:
+        return line
+    sizes = ", ".join(map(str, graphs.BATCH_SIZES))
+    off = f"off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit (batches of {sizes})"
+    return f"{line}  answers as the model: {off}"

@@ -76,14 +76,10 @@ def dense(model: ImageModel, *, label: str) -> ImageModel:
     copied = copy.deepcopy(model)
     for name, layer in layers.items():
         filled = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        weight = _whole(layer).detach()
-        filled.weight, filled.bias = nn.Parameter(weight.clone()), nn.Parameter(layer.bias.detach().clone())
+        weight = layer.dense_weight() if isinstance(layer, SparseLinear) else torch.where(layer.mask, layer.weight, 0.0)
+        filled.weight, filled.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
         copied.set_submodule(name, filled)
     return copied.eval()
-
-
-def _whole(layer: MaskedLinear | SparseLinear) -> Tensor:
-    return layer.dense_weight() if isinstance(layer, SparseLinear) else torch.where(layer.mask, layer.weight, 0.0)
 
 
 def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
@@ -109,10 +105,8 @@ def agreement(expected: list[Tensor], answers: Callable[[Tensor], Tensor], input
     for x, wanted_BK in zip(inputs, expected, strict=True):
         found_BK = answers(x)
         if found_BK.shape != wanted_BK.shape:
-            raise UserError(
-                f"{graph}: gives {tuple(found_BK.shape)} for a batch of {len(x)}, the model {tuple(wanted_BK.shape)}; "
-                "nothing is published"
-            )
+            shapes = f"{tuple(found_BK.shape)} for a batch of {len(x)}, the model {tuple(wanted_BK.shape)}"
+            raise UserError(f"{graph}: gives {shapes}; nothing is published")
         off, largest = float((found_BK - wanted_BK).abs().max()), float(wanted_BK.abs().max())
         relative = off / max(largest, 1e-6)
         if not relative <= TOLERANCE:  # so that NaN fails, too
@@ -125,7 +119,7 @@ def agreement(expected: list[Tensor], answers: Callable[[Tensor], Tensor], input
 
 
 def write_onnx(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[str, Any]) -> None:
-    with _quiet(), _refusing("onnx"):
+    with _quiet("onnx"):
         program = torch.onnx.export(
             module.eval(),
             (example,),
@@ -152,7 +146,7 @@ def answers_of_onnx(path: Path) -> Callable[[Tensor], Tensor]:
 
 
 def write_pt2(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[str, Any]) -> None:
-    with _quiet(), _refusing("torch"):
+    with _quiet("torch"):
         dynamic = ({0: torch.export.Dim("batch")},)
         program = torch.export.export(module.eval(), (example,), dynamic_shapes=dynamic, strict=False)
     stream = BytesIO()  # torch's own writer ends the process where the disk is full
@@ -161,19 +155,13 @@ def write_pt2(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[
 
 
 def answers_of_pt2(path: Path) -> Callable[[Tensor], Tensor]:
-    with _quiet():
-        loaded = torch.export.load(path).module()
-
-    def answers(x: Tensor) -> Tensor:
-        logits_BK: Tensor = loaded(x)
-        return logits_BK
-
-    return answers
+    with _quiet("torch"):
+        return torch.export.load(path).module()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what these exporters say to their own developers."""
+def _quiet(graph: str) -> Iterator[None]:
+    """Without what these exporters log for their own developers, and with one message where they fail."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     levels = [each.level for each in loggers]
     with warnings.catch_warnings():
@@ -183,20 +171,9 @@ def _quiet() -> Iterator[None]:
             each.setLevel(logging.ERROR)
         try:
             yield
+        except (RuntimeError, torch.onnx.OnnxExporterError) as error:
+            why = (str(error) or type(error).__name__).strip().splitlines()[0][:160]
+            raise UserError(f"{graph}: torch makes no graph of this model ({why}); leave {graph} out of --formats") from error
         finally:
             for each, level in zip(loggers, levels, strict=True):
                 each.setLevel(level)
-
-
-@contextmanager
-def _refusing(graph: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, torch.onnx.OnnxExporterError) as error:
-        raise UserError(
-            f"{graph}: torch makes no graph of this model ({_first_line(error)}); leave {graph} out of --formats"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:160]

@@ -50,9 +50,8 @@ def _knn(options: argparse.Namespace) -> int:
     def check(manifest: Manifest) -> None:
         num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
         if most > num_training:
-            raise DatasetError(
-                f"neighbours: {most} is more than the {num_training:,} samples of {settings.train_split!r}; leave it out"
-            )
+            split = f"the {num_training:,} samples of {settings.train_split!r}"
+            raise DatasetError(f"neighbours: {most} is more than {split}; leave it out")
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
         from finetune.probe.knn import knn
@@ -91,9 +90,8 @@ def _run(
         checkpoint = open_checkpoint(settings.pretrained, world)
         card = checkpoint.card
         if settings.image_size not in (None, card.image_size):
-            raise SettingsError(
-                f"image_size: {settings.image_size}, but {settings.pretrained} was trained at {card.image_size}; leave it out"
-            )
+            trained = f"{settings.pretrained} was trained at {card.image_size}"
+            raise SettingsError(f"image_size: {settings.image_size}, but {trained}; leave it out")
         warn_once(card.other_pixels(manifest, dataset=settings.dataset), world)
     check(manifest)
     if options.ranks:

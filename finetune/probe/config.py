@@ -59,11 +59,8 @@ class FeatureSettings(ShortRunSettings):
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
         """What is learned from, and what is judged."""
-        directory = Path(self.dataset)
-        return [
-            (Part(directory, manifest, self.train_split), "training"),
-            (Part(directory, manifest, self.test_split), "evaluation"),
-        ]
+        uses = {self.train_split: "training", self.test_split: "evaluation"}
+        return [(Part(Path(self.dataset), manifest, split), use) for split, use in uses.items()]
 
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureSettings":
@@ -130,10 +127,8 @@ class ProbeSettings(FeatureSettings):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}: {list(values)} will not do; name each value once")
         if self.optimizer == "lbfgs" and (len(self.lrs) > 1 or len(self.epochs) > 1):
-            raise ValueError(
-                "optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; leave them out (lrs=null), "
-                "and name several weight_decays"
-            )
+            advice = "leave them out (lrs=null), and name several weight_decays"
+            raise ValueError(f"optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; {advice}")
         return self
 
     @model_validator(mode="after")
@@ -142,15 +137,10 @@ class ProbeSettings(FeatureSettings):
             raise ValueError(f"views: {self.views} will not do without augment; say how views are made, or set views=0")
         if self.augment is not None and not self.views:
             raise ValueError("augment: has no effect without views; set views=10, for example, or leave augment out")
-        if self.augment is not None and self.augment.mixing:
-            way, field = next(iter(self.augment.mixing.items()))
-            raise ValueError(
-                f"augment.{field}: {way} will not do here, for kept features have one label each; set augment.{field}=0"
-            )
+        for way, field in (self.augment.mixing if self.augment else {}).items():
+            raise ValueError(f"augment.{field}: {way} will not do here: kept features have one label each; set augment.{field}=0")
         if self.views and self.optimizer == "lbfgs":
-            raise ValueError(
-                f"views: {self.views} will not do with lbfgs, which needs one fixed problem; use lion or sgd, or set views=0"
-            )
+            raise ValueError(f"views: {self.views} will not do with lbfgs, which needs one fixed problem; use sgd, or set views=0")
         return self
 
     @model_validator(mode="after")

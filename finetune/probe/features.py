@@ -17,8 +17,9 @@ How features come about, on any number of ranks and nodes that share the directo
    is the same, and stays.
 
 A kill before 3 leaves a temporary name, which the same command removes when it begins again; nothing reads it. An error of one
-rank is the end of all. Features are trusted when their files are what features.json says: ranks share the reading, which is what
-their first use would cost (the page cache keeps them). Every rank maps the whole table; none holds it.
+rank is the end of all. Features are trusted when their files are what features.json says. Ranks take the files in turn, and each
+file is read by one of them: what one rank has written is read by one, however many there are, before any other goes on. Every rank
+maps the whole table; none holds it.
 B batch, D features, N samples.
 
 Long because it is one noun: features from the pictures to the file that probes read.

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from data_prep.settings import UserError
 from finetune.probe.config import ProbeSettings
 from finetune.probe.heads import Candidate, Score, judge, train_heads
-from finetune.probe.lbfgs import End, minimise
+from finetune.probe.lbfgs import minimise
 from finetune.probe.rows import Rows
 from finetune.session import PatientGroup
 from pretrain.ranks.hangs import PROGRESS
@@ -42,8 +43,7 @@ def candidates_of(settings: ProbeSettings) -> list[Candidate]:
     return [Candidate(*values) for values in itertools.product(settings.lrs, settings.weight_decays, settings.epochs)]
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     weights_EK: Tensor
     num_steps: int
     """That it was trained for; passes over the features, of L-BFGS."""
@@ -55,21 +55,18 @@ def heads_of(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSett
         heads_GEK = train_heads(rows, candidates, settings=settings, num_classes=num_classes)
         num_batches = -(-rows.num_rows // settings.batch_size)
         return [Head(head, each.epochs * num_batches) for head, each in zip(heads_GEK, candidates, strict=True)]
-    heads_GEK, ends = minimise(rows, candidates, tolerance=settings.tolerance, num_classes=num_classes)
-    for each, end in zip(candidates, ends, strict=True):
-        if not end.has_converged:
-            print(f"lbfgs, weight decay {each.weight_decay:g}: {_how_it_ended(end, settings)}")
-    return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
-
-
-def _how_it_ended(end: End, settings: ProbeSettings) -> str:
-    where = f"the gradient is {end.steepest:.1e} after {end.num_passes} passes, not yet {settings.tolerance:g}"
-    if end.is_stuck:
-        return (
-            f"{where}, and single precision sees no way down any more; such a head is mostly as good, and a larger "
-            "tolerance or decay would end it sooner"
-        )
-    return f"{where}; more epochs, or a larger tolerance, or a larger decay would end it"
+    heads_GEK, ways = minimise(rows, candidates, tolerance=settings.tolerance, num_classes=num_classes)
+    for each, way in zip(candidates, ways, strict=True):
+        advice = "; more epochs, or a larger tolerance, or a larger decay would end it sooner"
+        if way.is_stuck:
+            advice = (
+                ", and single precision sees no way down any more; such a head is mostly as good, and a larger tolerance or decay"
+            )
+            advice += " would end it sooner"
+        if not way.has_converged:
+            where = f"the gradient is {way.steepest:.1e} after {way.num_passes} passes, not yet {settings.tolerance:g}"
+            print(f"lbfgs, weight decay {each.weight_decay:g}: {where}{advice}")
+    return [Head(head, way.num_passes) for head, way in zip(heads_GEK, ways, strict=True)]
 
 
 def judged_candidates(

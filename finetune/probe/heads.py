@@ -1,15 +1,13 @@
 """Many linear heads trained at once on the same batches: forward and backward are one matrix product each, for any number of heads.
 
 The gradient of the mean cross-entropy by the logits is (softmax - one hot) / B, so nothing is recorded for autograd. Heads begin
-at zero; the order of an epoch is a function of (seed, epoch). The optimizers are torch's own rules on one weight matrix, in which
-each column has a learning rate and a decay of its own; only the D feature rows decay.
+at zero; the order of an epoch is a function of (seed, epoch).
 B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of
 the first class, then of the next; so what is done over classes runs over candidates that lie side by side, which a CPU does faster.
 T steps of an epoch.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,85 +48,59 @@ def order_of(num_rows: int, *, seed: int, epoch: int) -> Ids:
     return permute(np.arange(num_rows), size=num_rows, key=int(hash64(_ORDER, seed, epoch)))
 
 
-class Update(ABC):
-    """Changes `weights_EC` in place; keeps one or two states of its shape."""
+class Update:
+    """The optimizers' own rules on one weight matrix, in place. Each column has a learning rate and a decay of its own; only the D
+    feature rows decay.
 
-    def __init__(self, weights_EC: Tensor, *, num_features: int, num_states: int):
-        self.weights_EC, self.num_features = weights_EC, num_features
-        self.states = [torch.zeros_like(weights_EC) for _ in range(num_states)]
+    lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
+    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; with Nesterov's momentum w -= lr (g + momentum m)
+    adamw   torch's, with betas of 0.9 and 0.999 and eps 1e-8
+    """
+
+    def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
+        self.weights_EC, self._settings, self._num_features, self._num_steps = weights_EC, settings, num_features, 0
+        num_states = {"lion": 1, "sgd": 1, "adamw": 2}[settings.optimizer]
+        self._states = [torch.zeros_like(weights_EC) for _ in range(num_states)]
         self._spare_EC = torch.empty_like(weights_EC)
-        self.num_steps = 0
-
-    @abstractmethod
-    def step(self, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
-        """`gradient_EC` may be overwritten."""
 
     def keep(self, columns: Tensor) -> None:
         """Goes on with these columns alone."""
         self.weights_EC = self.weights_EC[:, columns].contiguous()
-        self.states = [state[:, columns].contiguous() for state in self.states]
+        self._states = [state[:, columns].contiguous() for state in self._states]
         self._spare_EC = torch.empty_like(self.weights_EC)
 
-    def _decay(self, lr_C: Tensor, decay_C: Tensor) -> None:
-        self.weights_EC[: self.num_features].mul_(1 - lr_C * decay_C)
-
-
-class LionUpdate(Update):
-    """w -= lr (sign(b1 m + (1 - b1) g) + decay w), then m = b2 m + (1 - b2) g; sign(0) is 0."""
-
-    def __init__(self, weights_EC: Tensor, *, num_features: int, betas: tuple[float, float] = (0.9, 0.99)):
-        super().__init__(weights_EC, num_features=num_features, num_states=1)
-        self.betas = betas
-
     def step(self, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
-        self._decay(lr_C, decay_C)
-        (momentum_EC,), (beta1, beta2) = self.states, self.betas
-        torch.mul(momentum_EC, beta1, out=self._spare_EC)
-        self._spare_EC.add_(gradient_EC, alpha=1 - beta1).sign_()
-        self.weights_EC.addcmul_(self._spare_EC, -lr_C)
-        momentum_EC.mul_(beta2).add_(gradient_EC, alpha=1 - beta2)
-
-
-class SgdUpdate(Update):
-    """torch's: g += decay w, m = momentum m + g, w -= lr m; with Nesterov's momentum w -= lr (g + momentum m)."""
-
-    def __init__(self, weights_EC: Tensor, *, num_features: int, momentum: float, nesterov: bool):
-        super().__init__(weights_EC, num_features=num_features, num_states=1)
-        self.momentum, self.nesterov = momentum, nesterov
-
-    def step(self, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
-        decayed = slice(0, self.num_features)
-        gradient_EC[decayed].addcmul_(self.weights_EC[decayed], decay_C)
-        (velocity_EC,) = self.states
-        velocity_EC.mul_(self.momentum).add_(gradient_EC)
-        way = gradient_EC.add_(velocity_EC, alpha=self.momentum) if self.nesterov else velocity_EC
-        self.weights_EC.addcmul_(way, -lr_C)
-
-
-class AdamWUpdate(Update):
-    """torch's AdamW, with eps 1e-8 and betas of 0.9 and 0.999."""
-
-    def __init__(self, weights_EC: Tensor, *, num_features: int, betas: tuple[float, float] = (0.9, 0.999)):
-        super().__init__(weights_EC, num_features=num_features, num_states=2)
-        self.betas, self.eps = betas, 1e-8
-
-    def step(self, gradient_EC: Tensor, *, lr_C: Tensor, decay_C: Tensor) -> None:
-        self.num_steps += 1
-        self._decay(lr_C, decay_C)
-        (mean_EC, square_EC), (beta1, beta2) = self.states, self.betas
-        mean_EC.lerp_(gradient_EC, 1 - beta1)
-        square_EC.mul_(beta2).addcmul_(gradient_EC, gradient_EC, value=1 - beta2)
-        torch.sqrt(square_EC, out=self._spare_EC)
-        self._spare_EC.div_(math.sqrt(1 - beta2**self.num_steps)).add_(self.eps)
-        way_EC = torch.div(mean_EC, self._spare_EC, out=self._spare_EC)
-        self.weights_EC.addcmul_(way_EC, lr_C, value=-1 / (1 - beta1**self.num_steps))
+        """`gradient_EC` may be overwritten."""
+        self._num_steps += 1
+        settings, decaying = self._settings, slice(0, self._num_features)
+        mean_EC, spare_EC = self._states[0], self._spare_EC
+        if settings.optimizer == "sgd":
+            gradient_EC[decaying].addcmul_(self.weights_EC[decaying], decay_C)
+            mean_EC.mul_(settings.momentum).add_(gradient_EC)
+            way_EC = gradient_EC.add_(mean_EC, alpha=settings.momentum) if settings.nesterov else mean_EC
+            self.weights_EC.addcmul_(way_EC, -lr_C)
+            return
+        self.weights_EC[decaying].mul_(1 - lr_C * decay_C)
+        if settings.optimizer == "lion":
+            torch.mul(mean_EC, 0.9, out=spare_EC)
+            self.weights_EC.addcmul_(spare_EC.add_(gradient_EC, alpha=1 - 0.9).sign_(), -lr_C)
+            mean_EC.mul_(0.99).add_(gradient_EC, alpha=1 - 0.99)
+            return
+        square_EC = self._states[1]
+        mean_EC.lerp_(gradient_EC, 1 - 0.9)
+        square_EC.mul_(0.999).addcmul_(gradient_EC, gradient_EC, value=1 - 0.999)
+        torch.sqrt(square_EC, out=spare_EC)
+        spare_EC.div_(math.sqrt(1 - 0.999**self._num_steps)).add_(1e-8)
+        torch.div(mean_EC, spare_EC, out=spare_EC)
+        self.weights_EC.addcmul_(spare_EC, lr_C, value=-1 / (1 - 0.9**self._num_steps))
 
 
 def train_heads(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int) -> Tensor:
     """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the same as if trained alone."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     heads_GEK = torch.zeros(len(candidates), rows.width, num_classes, device=device)
-    active, update = list(range(len(candidates))), _update(rows, len(candidates) * num_classes, settings)
+    active, weights_EC = list(range(len(candidates))), torch.zeros(rows.width, len(candidates) * num_classes, device=device)
+    update = Update(weights_EC, settings, num_features=rows.num_features)
 
     def take_out() -> None:
         heads_GEK[torch.tensor(active, device=device)] = as_heads(update.weights_EC, num_classes=num_classes)
@@ -173,20 +145,6 @@ def losses_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tenso
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
     own_BG = logits_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B]
     return (torch.logsumexp(logits_BKG, dim=1) - own_BG).sum(dim=0, dtype=torch.float64)
-
-
-def _update(rows: Rows, num_columns: int, settings: ProbeSettings) -> Update:
-    weights_EC = torch.zeros(rows.width, num_columns, device=rows.device)
-    match settings.optimizer:
-        case "lion":
-            return LionUpdate(weights_EC, num_features=rows.num_features)
-        case "sgd":
-            nesterov = settings.nesterov and settings.momentum > 0
-            return SgdUpdate(weights_EC, num_features=rows.num_features, momentum=settings.momentum, nesterov=nesterov)
-        case "adamw":
-            return AdamWUpdate(weights_EC, num_features=rows.num_features)
-        case "lbfgs":
-            raise AssertionError("lbfgs.py trains these")
 
 
 def as_columns(heads_GEK: Tensor) -> Tensor:

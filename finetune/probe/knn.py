@@ -9,7 +9,6 @@ Q test rows, T training rows, t and q of a block, D features, M the largest numb
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,8 @@ def accuracies(
     """k -> top-1 on the whole test split."""
     counts, size, group = sorted(settings.neighbours), len(test), PatientGroup()
     first, end = (size * rank // world.num_ranks for rank in (world.rank, world.rank + 1))
-    blocks = BlockSizes.within(
-        settings.chunk_mb * 1_000_000, num_features=train.num_features, num_classes=num_classes, count=counts[-1]
-    )
+    room = settings.chunk_mb * 1_000_000
+    num_queries, num_training = block_sizes(room, num_features=train.num_features, num_classes=num_classes, count=counts[-1])
     placed_TD = None
     if device.type == "cuda":  # where it takes less than half of what is free; else it is copied chunk by chunk
         placed_TD = OnDevice(device, room=torch.cuda.mem_get_info(device)[0] // 2).of(train)
@@ -76,10 +74,10 @@ def accuracies(
     right = torch.zeros(len(counts), dtype=torch.float64, device=device)
     PROGRESS.mark("looking for neighbours")
     with progress("neighbours", total=end - first, unit="images", enabled=world.is_first) as line:
-        for start in range(first, end, blocks.num_queries):
-            mine = torch.arange(start, min(end, start + blocks.num_queries))
+        for start in range(first, end, num_queries):
+            mine = torch.arange(start, min(end, start + num_queries))
             (queries_QD,) = unit_rows([test.gather(mine)], device=device)
-            parts = train.chunks(blocks.num_training) if placed_TD is None else torch.split(placed_TD, blocks.num_training)
+            parts = train.chunks(num_training) if placed_TD is None else torch.split(placed_TD, num_training)
             similarities, places = neighbours_of(queries_QD, unit_rows(parts, device=device), count=counts[-1])
             found = answers(
                 similarities,
@@ -96,21 +94,13 @@ def accuracies(
     return dict(zip(counts, shares, strict=True))
 
 
-@dataclass(frozen=True)
-class BlockSizes:
-    """How many rows of both tables are looked at together."""
-
-    num_queries: int
-    num_training: int
-
-    @staticmethod
-    def within(num_bytes: int, *, num_features: int, num_classes: int, count: int) -> "BlockSizes":
-        """So that all that is made of them takes no more than that, or one row of each where that is too much."""
-        per_training = 20 * num_features  # as they are, and twice in double precision
-        num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
-        per_query = 20 * num_features + 24 * num_training + 56 * count + 8 * num_classes  # products, keys, their merging; votes
-        left = num_bytes - num_training * per_training
-        return BlockSizes(max(1, left // per_query), num_training)
+def block_sizes(num_bytes: int, *, num_features: int, num_classes: int, count: int) -> tuple[int, int]:
+    """How many test and training rows are looked at together, so that all that is made of them takes no more than that; or one row
+    of each where that is too much."""
+    per_training = 20 * num_features  # as they are, and twice in double precision
+    num_training = min(_MOST_TRAINING, max(1, num_bytes // 4 // per_training))
+    per_query = 20 * num_features + 24 * num_training + 56 * count + 8 * num_classes  # products, keys, their merging; votes
+    return max(1, (num_bytes - num_training * per_training) // per_query), num_training
 
 
 def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int) -> tuple[Tensor, Tensor]:

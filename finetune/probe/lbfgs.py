@@ -11,7 +11,6 @@ E rows of a head, G candidates, K classes, C = K G (heads.py).
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,22 +35,26 @@ class Descent:
         self.tolerance = tolerance
         self.point, self.trial = start, start.clone()
         self.is_done = self.has_converged = False
-        self._loss, self._gradient, self._way, self._step = 0.0, start, start, 0.0
-        self._slope = 0.0
+        self.num_passes = 0
+        """Over the features, until it was done."""
+        self._loss, self._gradient, self._way, self._step, self._slope = 0.0, start, start, 0.0, 0.0
         self._history: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=HISTORY)
         """(step, change of the gradient, 1 / their product)."""
-        self._has_begun = False
-        self._num_passes = 0
 
-    def end(self) -> "End":
-        is_stuck = self.is_done and not self.has_converged
-        return End(self._num_passes, self.has_converged, is_stuck, float(self._gradient.abs().max()))
+    @property
+    def is_stuck(self) -> bool:
+        """Single precision saw no way down any more: neither converged, nor would more passes help."""
+        return self.is_done and not self.has_converged
+
+    @property
+    def steepest(self) -> float:
+        """Largest entry of the gradient that is left."""
+        return float(self._gradient.abs().max())
 
     def take(self, loss: float, gradient: Tensor) -> None:
         """What was found at `trial`."""
-        self._num_passes += 1
-        if not self._has_begun:
-            self._has_begun = True
+        self.num_passes += 1
+        if self.num_passes == 1:
             self._accept(loss, gradient)
             return
         promised = ENOUGH * self._step * self._slope
@@ -68,7 +71,7 @@ class Descent:
 
     def _accept(self, loss: float, gradient: Tensor) -> None:
         self.point, self._loss, self._gradient = self.trial, loss, gradient
-        if float(gradient.abs().max()) <= self.tolerance:
+        if self.steepest <= self.tolerance:
             self.is_done = self.has_converged = True
             return
         self._way = self._direction()
@@ -98,20 +101,7 @@ class Descent:
         return way
 
 
-@dataclass(frozen=True)
-class End:
-    """Of one head's way."""
-
-    num_passes: int
-    """Over the features, until it was done."""
-    has_converged: bool
-    is_stuck: bool
-    """Single precision saw no way down any more: neither converged, nor would more passes help."""
-    steepest: float
-    """Largest entry of the gradient that is left."""
-
-
-def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[End]]:
+def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[Descent]]:
     """(G, E, K) on the rows' device, and how each has ended within its number of passes."""
     most = max(candidate.epochs for candidate in candidates)
     starts = torch.zeros(len(candidates), rows.width, num_classes, dtype=torch.float64, device=rows.device)
@@ -127,7 +117,7 @@ def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, n
             for number, loss, gradient in zip(active, losses, gradients_GEK, strict=True):
                 ways[number].take(loss, gradient)
             line.advance(note=f"{len(active)} not yet converged")
-    return torch.stack([way.point for way in ways]).float(), [way.end() for way in ways]
+    return torch.stack([way.point for way in ways]).float(), ways
 
 
 def objective(rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]) -> tuple[list[float], Tensor]:

@@ -7,9 +7,9 @@
 D features, E rows of a head (heads.py), K classes, B batch.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ _HOLDOUT = 0x686F6C64
 """Part of the key of the held-out share."""
 
 
-@dataclass(frozen=True)
-class Splits:
+class Splits(NamedTuple):
     """The tables of a probe."""
 
     train: list[Table]
@@ -46,27 +45,11 @@ class Splits:
     test: Table
 
 
-@dataclass(frozen=True)
-class Classifier:
-    """The chosen head, of plain features: standardisation is folded in."""
-
-    weight_KD: Tensor
-    bias_K: Tensor
-
-    @staticmethod
-    def of(head_EK: Tensor, standard: Standard) -> "Classifier":
-        num_features = len(standard.mean_D)
-        weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
-        scaled_DK = weight_DK / standard.std_D.double().unsqueeze(1)
-        bias_K = bias_K - standard.mean_D.double() @ scaled_DK
-        return Classifier(scaled_DK.T.float().contiguous(), bias_K.float())
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     judged: list[Judged]
     best: Judged
-    classifier: Classifier
+    classifier: tuple[Tensor, Tensor]
+    """(weight_KD, bias_K) of plain features: standardisation is folded in."""
     result: dict[str, Any]
 
 
@@ -120,11 +103,20 @@ def choose_and_test(
         if settings.refit:
             rows = Rows(train, standard=standard, **place)
         head = heads_of(rows, [best.candidate], settings=settings, num_classes=num_classes)[0]
-    classifier = Classifier.of(head.weights_EK, standard)
+    classifier = folded(head.weights_EK, standard)
     result = test_scores(classifier, Rows([splits.test], standard=none, **place))
     result |= {f"chosen_{name}": value for name, value in asdict(best.candidate).items()}
     result |= {"holdout_top1": best.score.top1, "steps": head.num_steps}
     return Outcome(judged, best, classifier, result | {"grid": [_as_json(each) for each in judged]})
+
+
+def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
+    """(weight_KD, bias_K): gives plain features the answers that the head gives standardised ones."""
+    num_features = len(standard.mean_D)
+    weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
+    scaled_DK = weight_DK / standard.std_D.double().unsqueeze(1)
+    bias_K = bias_K - standard.mean_D.double() @ scaled_DK
+    return scaled_DK.T.float().contiguous(), bias_K.float()
 
 
 def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
@@ -138,9 +130,9 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
 
 
 @torch.no_grad()
-def test_scores(classifier: Classifier, rows: Rows) -> dict[str, Any]:
+def test_scores(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]:
     """`rows` are not standardised. The mean over classes is of those that have samples."""
-    weight_DK, bias_K = classifier.weight_KD.T.to(rows.device), classifier.bias_K.to(rows.device)
+    weight_DK, bias_K = classifier[0].T.to(rows.device), classifier[1].to(rows.device)
     num_features, num_classes = weight_DK.shape
     right_K, number_K = (torch.zeros(num_classes, dtype=torch.float64, device=rows.device) for _ in range(2))
     right5 = torch.zeros((), dtype=torch.float64, device=rows.device)
@@ -187,7 +179,7 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
     identity = RunIdentity.of(run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri)
     backbone.model.reset_classifier(len(manifest.classes))
     tensors = {name: tensor.detach().cpu() for name, tensor in backbone.model.state_dict().items()}
-    tensors |= {"head.weight": outcome.classifier.weight_KD, "head.bias": outcome.classifier.bias_K}
+    tensors |= dict(zip(("head.weight", "head.bias"), outcome.classifier, strict=True))
     card = backbone.checkpoint.card.model_copy(
         update={
             "classes": manifest.classes,

@@ -62,7 +62,11 @@ class TuneSettings(Settings):
         check_batches(self.train, self.augment)
         check_schedule(self.schedule, self.optimizer)
         check_best(self.checkpoint, self.data)
-        check_repeats(self)
+        seeds = self.seeds
+        if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
+            raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
+        if self.folds and self.data.fold is not None:
+            raise ValueError(f"folds: true repeats on every fold, but data.fold is {self.data.fold}; leave one of them out")
         if self.train.ema_decay is not None:
             raise ValueError(f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving average, leave it out")
         return self
@@ -85,11 +89,3 @@ class TuneSettings(Settings):
             checkpoint=self.checkpoint,
             tracking=self.tracking,
         )
-
-
-def check_repeats(settings: TuneSettings) -> None:
-    seeds = settings.seeds
-    if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
-        raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
-    if settings.folds and settings.data.fold is not None:
-        raise ValueError(f"folds: true repeats on every fold, but data.fold is {settings.data.fold}; leave one of them out")

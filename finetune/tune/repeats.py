@@ -7,6 +7,7 @@ What is finished stays finished: the same command goes on with the one that was 
 """
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,19 @@ def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
     """The single runs; the settings themselves where nothing is repeated."""
     if settings.seeds is None and not settings.folds:
         return [settings]
-    return [_repeat(settings, seed=seed, fold=fold) for fold in _folds(settings) for seed in settings.seeds or (None,)]
-
-
-def _folds(settings: TuneSettings) -> range | tuple[None]:
-    if not settings.folds:
-        return (None,)
-    manifest, split = load_manifest(settings.data.dataset), settings.data.train_split
-    manifest.split(split, directory=settings.data.dataset)
-    count = num_folds(Part(Path(settings.data.dataset), manifest, split))
-    if not count:
-        raise ValueError(f"folds: split {split!r} of {settings.data.dataset} has none; leave it out")
-    return range(count)
+    folds: Sequence[int | None] = [None]
+    if settings.folds:
+        directory, split = settings.data.dataset, settings.data.train_split
+        manifest = load_manifest(directory)
+        manifest.split(split, directory=directory)
+        folds = range(num_folds(Part(Path(directory), manifest, split)))
+        if not folds:
+            raise ValueError(f"folds: split {split!r} of {directory} has none; leave it out")
+    return [_repeat(settings, seed=seed, fold=fold) for fold in folds for seed in settings.seeds or (None,)]
 
 
 def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> TuneSettings:
-    names = [f"fold-{fold}"] if fold is not None else []
-    names += [f"seed-{seed}"] if seed is not None else []
+    names = [f"{what}-{number}" for what, number in (("fold", fold), ("seed", seed)) if number is not None]
     train, data = settings.train, settings.data
     return settings.model_copy(
         update={
@@ -64,13 +61,12 @@ def check_kind(settings: TuneSettings) -> None:
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
     """Of repetitions any checkpoint or result is something to go on from."""
-    unfinished = [each for each in repeats if finished_result(Path(each.run_dir)) is None]
-    if settings.resume == "must" and any(
-        len(unfinished) < len(repeats) or list_checkpoints(Path(each.run_dir)) for each in repeats
-    ):
+    places = [Path(each.run_dir) for each in repeats]
+    unfinished = [place for place in places if finished_result(place) is None]
+    if settings.resume == "must" and (len(unfinished) < len(places) or any(map(list_checkpoints, places))):
         return
-    for each in unfinished:
-        check_resume(Path(each.run_dir), settings.resume)
+    for place in unfinished:
+        check_resume(place, settings.resume)
 
 
 def is_finished(settings: TuneSettings) -> bool:
@@ -85,10 +81,8 @@ def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
     found: dict[str, Any] = {"runs": results, "num_runs": len(results)}
     for name in SPREAD:
         values = [result[name] for result in results.values() if name in result]
-        if values:
-            found |= {name: statistics.fmean(values)}
-        if len(values) > 1:
-            found |= {f"{name}_std": statistics.stdev(values)}
+        found |= {name: statistics.fmean(values)} if values else {}
+        found |= {f"{name}_std": statistics.stdev(values)} if len(values) > 1 else {}
     return found
 
 

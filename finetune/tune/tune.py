@@ -40,9 +40,8 @@ class Tuning(Task):
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
-        more_memory = "take devices with more memory"
         recompute = "" if settings.engine.activation_checkpointing else "set engine.activation_checkpointing=true, or "
-        self.remedy = recompute + more_memory
+        self.remedy = f"{recompute}take devices with more memory"
         self._tuning, self._checkpoint, self._is_repeat = settings, checkpoint, group is not None
 
     def join_ranks(self, world: World) -> torch.device:
@@ -52,7 +51,12 @@ class Tuning(Task):
         return device
 
     def model(self) -> ImageModel:
-        return starting_model(self._tuning, self._checkpoint, num_classes=len(self.data.classes))
+        settings, card, num_classes = self._tuning, self._checkpoint.card, len(self.data.classes)
+        if settings.init == "scratch":
+            return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=settings.train.seed)
+        model = load_model(self._checkpoint)
+        model.reset_classifier(num_classes)
+        return model
 
     def engine(
         self,
@@ -121,13 +125,3 @@ REGISTERED = {"eval/top1": "tune/top1", "eval/top1_std": "tune/top1_std"}
 
 def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[str, float]:
     return {name: float(result[key]) for key, name in names.items() if key in result}
-
-
-def starting_model(settings: TuneSettings, checkpoint: Checkpoint, *, num_classes: int) -> ImageModel:
-    card = checkpoint.card
-    if settings.init == "scratch":
-        seed = settings.train.seed
-        return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=seed)
-    model = load_model(checkpoint)
-    model.reset_classifier(num_classes)
-    return model

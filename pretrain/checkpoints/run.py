@@ -85,13 +85,13 @@ def is_begun(
     """Whose directory it is: whether what is `wanted` was begun there. Its `record` (a file of YAML or JSON in it, or the value of
     `key` there) holds what makes two of them the same.
 
-    False: nothing is there yet, and something can be put there (`alone`: beside nothing else). An error where something else is,
-    which names what differs; `is_free` says where that is no matter. With a `schema`, what was begun before some of today's
-    settings existed had their defaults.
+    False: nothing is there yet, and something can be put there (`alone`: at once and whole, beside nothing else; or bit by bit, but
+    not into the run of another kind). An error where something else is, which names what differs; `is_free` says where that is no
+    matter. With a `schema`, what was begun before some of today's settings existed had their defaults.
     """
     path, advice = directory / record, f"name another {field}, or remove it"
     if not path.exists():
-        if alone and directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        if any(directory.glob("*" if alone else CONFIG_FILE)):
             raise SettingsError(f"{field}: {directory} exists and is not {what}; {advice}")
         check_place(directory, field=field)
         return False
@@ -112,6 +112,8 @@ def is_begun(
     ]
     if changes:
         raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}")
+    if not alone and finished_result(directory) is None:
+        check_place(directory, field=field)
     return True
 
 
@@ -153,15 +155,24 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def claim(
-    run_dir: Path, settings: Settings, *, is_first: bool, ranks: RanksSettings, stop: StopFlag | None = None
+    run_dir: Path,
+    settings: Settings,
+    *,
+    is_first: bool,
+    ranks: RanksSettings,
+    stop: StopFlag | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
-    another start and `stop` is raised."""
+    another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own."""
     if not is_first:
         yield
         return
     with started(run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop):  # the other ranks wait meanwhile
-        check_settings(run_dir, settings)
+        if begin is None:
+            check_settings(run_dir, settings)
+        else:
+            begin()
         write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield
 

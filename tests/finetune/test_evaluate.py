@@ -16,8 +16,8 @@ from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.cli import main
+from finetune.evaluate.config import Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.evaluate.identity import Evaluation
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import AugmentSettings

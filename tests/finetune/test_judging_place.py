@@ -16,8 +16,7 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError
 from finetune.cli import main
 from finetune.evaluate.command import print_result
-from finetune.evaluate.config import EvaluateSettings
-from finetune.evaluate.identity import Evaluation
+from finetune.evaluate.config import EvaluateSettings, Evaluation
 from pretrain.config import AugmentSettings
 from pretrain.tracking.tracker import Tracker
 from tests.data_prep.samples import change_manifest
@@ -60,7 +59,7 @@ def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
 
     with monkeypatch.context() as patches:
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr(f"finetune.evaluate.evaluate.{where}", interrupted)
+        patches.setattr(f"finetune.evaluate.report.{where}", interrupted)
         with pytest.raises(KeyboardInterrupt):
             judge(folder, shapes, tmp_path / "run")
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
@@ -90,14 +89,13 @@ def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
-            patches.setattr("finetune.evaluate.evaluate._report", Mock(side_effect=KeyboardInterrupt))
+            patches.setattr("finetune.evaluate.evaluate.report", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
         evaluation = Evaluation.of(evaluation_settings(pretrained, dataset, None, **changes))
         assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
         place = evaluation.run_dir.resolve()
     assert place is not None and place.parent == run / "evaluations"
-    assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # as it was begun
     other = Evaluation.of(evaluation_settings(run, shapes, place, views=3))
     with pytest.raises(
         SettingsError, match=r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 
-from finetune.evaluate.answers import Answers, moments_up_to
-from finetune.evaluate.files import write_confusion, write_per_class
-from finetune.evaluate.pictures import draw_calibration, draw_confusion, draw_views, save
-from finetune.evaluate.scoring import Confusion, Moment, PerClass, calibration, overall
+from finetune.evaluate.evaluate import moments_up_to
+from finetune.evaluate.report import draw_calibration, draw_confusion, draw_views, write_confusion, write_per_class
+from finetune.evaluate.scoring import Answers, Confusion, Moment, PerClass, calibration, scores_of
 
 NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 NUMBERS = (4, 0, 7, 2, 6, 1)
@@ -46,15 +45,15 @@ def random_case(size: int = 400) -> tuple[np.ndarray, np.ndarray]:
 
 def test_scores_are_those_of_scikit_learn() -> None:
     probabilities, labels = random_case()
-    found = overall(table(probabilities, labels))
+    found = scores_of(table(probabilities, labels))
     everything = list(range(9))
-    assert found.top1 == pytest.approx(sk.accuracy_score(labels, probabilities.argmax(axis=1)))
-    assert found.top5 == pytest.approx(sk.top_k_accuracy_score(labels, probabilities, k=5, labels=everything))
-    assert found.loss == pytest.approx(sk.log_loss(labels, probabilities, labels=everything))
+    assert found["top1"] == pytest.approx(sk.accuracy_score(labels, probabilities.argmax(axis=1)))
+    assert found["top5"] == pytest.approx(sk.top_k_accuracy_score(labels, probabilities, k=5, labels=everything))
+    assert found["loss"] == pytest.approx(sk.log_loss(labels, probabilities, labels=everything))
     truth = np.eye(9)[labels]
     by_confidence = calibration(probabilities.max(axis=1), probabilities.argmax(axis=1) == labels)
-    assert found.ece == pytest.approx(by_confidence.expected_error)
-    assert found.brier == pytest.approx(((probabilities - truth) ** 2).sum(axis=1).mean())
+    assert found["ece"] == pytest.approx(by_confidence.expected_error)
+    assert found["brier"] == pytest.approx(((probabilities - truth) ** 2).sum(axis=1).mean())
 
 
 def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn(tmp_path: Path) -> None:
@@ -126,8 +125,13 @@ def test_pictures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int
     answers = np.where(generator.random(len(labels)) < 0.5, labels, generator.integers(0, size + 1, len(labels)))
     names = tuple(f"class number {number:04d}" for number in range(size))
     confusion = Confusion(names, labels, answers, np.ones(len(labels), np.int64))
-    save(draw_confusion(confusion, title=f"{size} classes"), tmp_path / "confusion.png")
-    save(draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"), tmp_path / "views.png")
     bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    save(draw_calibration(bins, title="calibration"), tmp_path / "calibration.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("confusion", "views", "calibration"))
+    for number, figure in enumerate(
+        (
+            draw_confusion(confusion, title=f"{size} classes"),
+            draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"),
+            draw_calibration(bins, title="calibration"),
+        )
+    ):
+        figure.savefig(tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").stat().st_size > 5000

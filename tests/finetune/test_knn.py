@@ -10,13 +10,14 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
+from finetune.cli import main
 from finetune.probe import knn as knn_room
 from finetune.probe.config import KnnSettings
 from finetune.probe.features import Table
-from finetune.probe.knn import BlockSizes, accuracies, answers, neighbours_of, unit_rows, vote_weights
+from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows, vote_weights
 from pretrain.ranks.world import World
-from tests.conftest import Command
 from tests.finetune.tiny import ALONE, CPU, Largest
+from tests.training import Run, finish
 
 CLASSES, COUNTS = 4, (1, 5, 20, 60)
 KINDS: tuple[Any, ...] = ("softmax", "uniform", "distance")
@@ -66,7 +67,7 @@ def test_ranks_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     peer = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
     peer.fit(train.files[0].numpy(), train.labels_N.numpy())
     assert whole[20] == pytest.approx(peer.score(test.files[0].numpy(), test.labels_N.numpy()))
-    monkeypatch.setattr(knn_room, "BlockSizes", Mock(within=Mock(return_value=BlockSizes(10, 7))))
+    monkeypatch.setattr(knn_room, "block_sizes", Mock(return_value=(10, 7)))
     parts = [accuracies(train, test, world=World(rank, rank, 3), **shared) for rank in range(3)]  # type: ignore[arg-type]
     for count in COUNTS:
         assert sum(part[count] for part in parts) == pytest.approx(whole[count])
@@ -96,16 +97,15 @@ def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: 
     assert 50_000 < largest.num_bytes < 1_000_000
 
 
-def test_the_command_judges_and_refuses(command: Command, folder: Path, other_shapes: Path, tmp_path: Path) -> None:
-    (tmp_path / "knn.yaml").write_text(
-        f"pretrained: {folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n"
-    )
-    refused = command("finetune", "knn", "knn.yaml")
-    assert refused.returncode == 2
-    assert "neighbours: 200 is more than the 60 samples of 'train'; leave it out" in refused.stderr
-    done = command("finetune", "knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "runs" / "k" / "result.json").read_text())
+def test_the_command_judges_and_refuses(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("knn.yaml").write_text(f"pretrained: {folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n")
+    assert main(["knn", "knn.yaml"]) == 2
+    assert "neighbours: 200 is more than the 60 samples of 'train'; leave it out" in capsys.readouterr().err
+    output = finish(Run(["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"], ranks=1, program="finetune"))
+    result = json.loads(Path("runs/k/result.json").read_text())
     assert result["top1_k60"] == pytest.approx(0.2)  # everybody votes: twelve for each of five classes, of seven each
     assert result["test_top1"] == result["top1_k5"] and result["k"] == 5  # the first named, not the best on test
-    assert f"{result['top1_k5']:.1%} (k=5)" in done.stdout
+    assert f"{result['top1_k5']:.1%} (k=5)" in output

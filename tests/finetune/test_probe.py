@@ -12,9 +12,7 @@ from scipy.stats import binom
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.settings import SettingsError, UserError, validate
-from finetune.evaluate.config import EvaluateSettings
-from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.evaluate.identity import Evaluation
+from finetune.cli import main
 from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
@@ -23,9 +21,8 @@ from finetune.probe.heads import Candidate, Score
 from finetune.probe.probe import Splits, choose_and_test, held_out, probe
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.config import TrackingSettings
-from tests.conftest import Command
-from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, maker_of, opened, probe_settings
+from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
+from tests.training import Run, finish
 
 
 def noise(count: int, *, seed: int) -> Table:
@@ -44,8 +41,7 @@ def verdict_of(splits: Splits, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("optimizer", ["lion", "sgd", "adamw", "lbfgs"])
 def test_a_probe_learns_what_is_there_and_nothing_from_noise(optimizer: str) -> None:
     train, test = blobs(400, seed=1), blobs(300, seed=2)
-    more = {} if optimizer == "lbfgs" else {"epochs": (20,)}
-    settings: dict[str, Any] = {"optimizer": optimizer, "lrs": (1e-2,)} | more
+    settings: dict[str, Any] = {"optimizer": optimizer, "lrs": (1e-2,), "epochs": (20,)}
     if optimizer == "lbfgs":
         settings |= {"lrs": (1.0,), "epochs": (100,)}
     assert verdict_of(Splits([train], train, test), **settings)["test_top1"] > 0.95
@@ -130,6 +126,7 @@ def test_what_is_left_out_fits_the_optimizer() -> None:
     assert lbfgs.lrs == (1.0,) and lbfgs.weight_decays == (0.1,)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,10 +142,8 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     result = probe(settings, ALONE, opened(settings))
     assert were_finished == [False]  # a kill in between must not leave a run that is finished and of which nothing was told
     assert result is not None and len(result["grid"]) == 4 and "held-out top-1" in capsys.readouterr().out
-    silent = TrackingSettings(enabled=False)
-    asked = EvaluateSettings(pretrained=settings.run_dir, dataset=str(other_shapes), tracking=silent)
-    scores = evaluate_checkpoint(Evaluation.of(asked), ALONE)
-    assert scores is not None and scores["num_samples"] == 35
+    scores = judge(Path(settings.run_dir), other_shapes, None)
+    assert scores["num_samples"] == 35
     assert scores["eval/top1"] == pytest.approx(result["test_top1"], abs=1e-9)
     assert scores["eval/top5"] == pytest.approx(result["test_top5"], abs=1e-9) == 1.0
     card = Checkpoint.open(settings.run_dir).card
@@ -157,15 +152,14 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
 
 
 def test_the_command_goes_on_with_the_features_of_a_killed_probe(
-    command: Command, folder: Path, other_shapes: Path, tmp_path: Path
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]
-    (tmp_path / "probe.yaml").write_text(f"pretrained: {folder}\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["probe", "probe.yaml", "tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]
+    Path("probe.yaml").write_text(f"pretrained: {folder}\n")
     maker_of(feature_settings(other_shapes, tmp_path / "runs", folder)).tables("train", [None])  # as if killed then
-    done = command("finetune", "probe", "probe.yaml", *words)
-    assert done.returncode == 0, done.stderr
-    assert "train: features found in runs/features" in done.stdout and "val: features found" not in done.stdout
-    result = json.loads((tmp_path / "runs" / "p" / "result.json").read_text())
+    output = finish(Run(words, ranks=1, program="finetune"))
+    assert "train: features found in runs/features" in output and "val: features found" not in output
+    result = json.loads(Path("runs/p/result.json").read_text())
     assert len(result["grid"]) == 5 and result["chosen_weight_decay"] in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-    again = command("finetune", "probe", "probe.yaml", *words)
-    assert again.returncode == 0 and "finished before" in again.stdout
+    assert main(words) == 0 and "finished before" in capsys.readouterr().out

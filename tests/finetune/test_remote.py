@@ -15,7 +15,9 @@ from pretrain.cli import main as pretrain
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
 from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions, write_tuning
-from tests.training import Run, finish, start_tuning, write_config
+from tests.training import finish, start_tuning, write_config
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 OF_THE_PLACE = {"seconds", "images_per_s", "views_per_s", "run_dir"}
 
@@ -24,12 +26,10 @@ def elsewhere(dataset: Path, out: Path, address: str) -> Path:
     """The dataset, whose shards are at `address` and nowhere else."""
     shutil.copytree(dataset, out, ignore=shutil.ignore_patterns("*.tar"))
     manifest = load_manifest(dataset)
-    splits = {
-        name: split.model_copy(
-            update={"shards": tuple(each.model_copy(update={"file": f"{address}/{each.file}"}) for each in split.shards)}
-        )
-        for name, split in manifest.splits.items()
-    }
+    splits = {}
+    for name, split in manifest.splits.items():
+        shards = tuple(each.model_copy(update={"file": f"{address}/{each.file}"}) for each in split.shards)
+        splits[name] = split.model_copy(update={"shards": shards})
     save_manifest(out, manifest.model_copy(update={"splits": splits}))
     return out
 
@@ -84,11 +84,10 @@ def test_s3_takes_its_options_from_the_section_data_and_no_file_holds_them(
     shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_credentials(monkeypatch)
-    run_dir = tmp_path / "run"
     with s3_server(shapes) as storage:
         dataset = elsewhere(shapes, tmp_path / "far", "s3://pictures/some")
-        words = [str(folder), str(dataset), f"run_dir={run_dir}", f"data.storage={storage}"]
-        finish(Run(["evaluate", *words, f"data.cache_dir={tmp_path / 'cache'}"], ranks=2, program="finetune"))
-    ours = json.loads((run_dir / "result.json").read_text())
+        options = {"storage": json.loads(storage), "cache_dir": str(tmp_path / "cache")}
+        ours = judge(folder, dataset, tmp_path / "run", data=options)
     assert ours["eval/top1"] == judge(folder, shapes, tmp_path / "local")["eval/top1"]
-    assert not any(b"secret-word" in data for data in files_of(run_dir).values())
+    files = files_of(tmp_path / "run")
+    assert "config.yaml" in files and not any(b"secret-word" in data for data in files.values())

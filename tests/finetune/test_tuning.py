@@ -32,7 +32,6 @@ from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
 from pretrain.ranks.starts import started
 from pretrain.tracking.run_tags import summary
-from tests.conftest import Command
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import write_tuning
 from tests.training import final_state, finish, start, start_tuning, stop_while_it_waits, write_config
@@ -59,19 +58,16 @@ def folded(other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def result_of(run_dir: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads((run_dir / "result.json").read_text())
-    return found
+    return dict(json.loads((run_dir / "result.json").read_text()))
 
 
 def test_tuning_on_two_ranks_is_tuning_on_one_and_resumed_is_uninterrupted(
-    command: Command, pretrained: Path, other_shapes: Path, tmp_path: Path
+    pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    """On two ranks by the real command."""
     config, alone = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "alone"
     words = [UNTRACKED, "train.duration=24 steps", "train.local_batch_size=4", "train.eval_every=12 steps"]
     finish(start_tuning(config, alone, *words))
-    done = command("finetune", "tune", str(config), f"run_dir={tmp_path}/two", *words, "--ranks", "2")
-    assert done.returncode == 0, done.stderr
+    finish(start_tuning(config, tmp_path / "two", *words, ranks=2))
     one, two = final_state(alone), final_state(tmp_path / "two")
     (alone / "result.json").unlink()  # as if killed after the checkpoint before the last
     for file in list_checkpoints(alone)[-1].iterdir():
@@ -109,9 +105,9 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
 
 def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
-    output = finish(start_tuning(config, group, "seeds=[0,5]", ranks=2))
+    output = finish(start_tuning(config, group, "seeds=[0,5]"))
     alone = tmp_path / "alone"
-    finish(start_tuning(config, alone, "train.seed=5", UNTRACKED, ranks=2))
+    finish(start_tuning(config, alone, "train.seed=5", UNTRACKED))
     one, two, by_itself = (final_state(path) for path in (group / "seed-0", group / "seed-5", alone))
     assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
     assert not torch.equal(one["head.weight"], two["head.weight"])

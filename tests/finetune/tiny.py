@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.manifest import load_manifest
-from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.evaluate.identity import Evaluation
 from finetune.export.config import ExportSettings
 from finetune.export.export import export
 from finetune.probe.config import FeatureSettings, ProbeSettings

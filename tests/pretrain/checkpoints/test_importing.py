@@ -14,9 +14,8 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
-from finetune.evaluate.config import EvaluateSettings
+from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.evaluate.identity import Evaluation
 from finetune.probe.config import ProbeSettings
 from finetune.probe.probe import probe
 from pretrain.checkpoints.checkpoint import Checkpoint

@@ -68,7 +68,7 @@ def test_what_may_change_is_a_setting_of_some_command() -> None:
     assert [key for key in (*MAY_CHANGE, *PLACES) if not any(names(schema, key) for schema in schemas)] == []
 
 
-def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
+def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     for path in (out, tmp_path):  # not there yet, or empty
         assert not is_begun(path, {"a": 1}, record="made.json", key="of", field="out", alone=True)
@@ -84,3 +84,12 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path) -> None:
     (out / "made.json").write_text("{")
     with pytest.raises(SettingsError, match=r"made.json cannot be read"):
         is_begun(out, {}, record="made.json")
+    (out / "made.json").write_text("{}")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(SettingsError, match=r"out cannot be written to"):  # what is begun goes on there
+        is_begun(out, {}, record="made.json")
+    (out / "result.json").write_text("{}")
+    assert is_begun(out, {}, record="made.json")  # finished: it is only read
+    (out / CONFIG_FILE).touch()
+    with pytest.raises(SettingsError, match=r"out exists and is not an evaluation"):
+        is_begun(out, {}, record="evaluation.json", what="an evaluation")
