@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # The environment of a job: `. cluster/environment.sh SITE_ENV` reads that file. What was given before (sbatch --export=ALL,PREFLIGHT=0)
 # counts more than what it sets.
-export JOB_SETTINGS="PREFLIGHT PREFLIGHT_GPUS RANKS_PER_NODE MAX_IDLE_STARTS NODE_SCRATCH STAGE_DATA" JOB_SETTINGS_GIVEN=
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || { echo "bash 4.4 or newer is needed; this is $BASH_VERSION" >&2; exit 2; }
+export JOB_SETTINGS="PREFLIGHT PREFLIGHT_GPUS RANKS_PER_NODE MAX_IDLE_STARTS NODE_SCRATCH STAGE_DATA" JOB_SETTINGS_GIVEN=
+export PYTHONIOENCODING=:backslashreplace # no name and no rank's last words stop what only reports them, whatever the locale
 unset given && declare -A given
 for name in $JOB_SETTINGS; do
     [ -z "${!name+set}" ] || { given[$name]=${!name}; JOB_SETTINGS_GIVEN+=" $name"; }

@@ -13,6 +13,8 @@ gets so far, means that the config is wrong: whatever else goes wrong may be the
 jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, starts.jsonl and bad-nodes. Imports the standard library alone (Python
 3.9 or newer): it must also run where .venv does not, to name that node.
 
+An error of this file itself ends a start as a failure of a rank does: it is shown, and the job goes back into the queue.
+
 Long because it is one start of a job from its first line to its requeue, which a stranger reads in one piece.
 """
 
@@ -27,8 +29,9 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,9 +62,9 @@ class Job:
         self.array, self.task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
         self.label = f"{self.array}_{self.task}" if self.array else self.number
         self.directory, self.restarts = Path("jobs", self.label), int(environment.get("SLURM_RESTART_COUNT") or 0)
-        self.snapshot, self.node = (Path(environment["PYTHONPATH"]), environment.get("SLURMD_NODENAME") or socket.gethostname())
+        self.snapshot, self.node = Path(environment["PYTHONPATH"]), environment.get("SLURMD_NODENAME") or socket.gethostname()
         self.num_nodes = int(environment.get("SLURM_JOB_NUM_NODES") or 1)
-        self.stopped, self.began_s = bool(environment.pop("STOPPED", "")), time.monotonic()
+        self.has_begun, self.stopped, self.began_s = False, False, time.monotonic()
         self.step: subprocess.Popen[bytes] | None = None
         self.run_dir, self.reads = str(self.directory), list[str]()
         self.mark: Callable[[], str] = lambda: UNKNOWN
@@ -71,12 +74,8 @@ class Job:
             environment.pop(name, None)
         # Compiled kernels on the node itself (locks on NFS stall) and in our own directory only: they are loaded as code.
         self.cache = f"{environment.get('NODE_SCRATCH') or '/tmp'}/wide-mlps-{os.getuid()}"
-        for name, place in (
-            ("TRITON_CACHE_DIR", "triton"),
-            ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
-            ("TORCH_EXTENSIONS_DIR", "extensions"),
-        ):
-            environment[name] = f"{self.cache}/{place}"
+        environment["TRITON_CACHE_DIR"], environment["TORCHINDUCTOR_CACHE_DIR"] = f"{self.cache}/triton", f"{self.cache}/inductor"
+        environment["TORCH_EXTENSIONS_DIR"] = f"{self.cache}/extensions"
         self.python, self.container_options, self.python_here = python_words()
 
     def receive(self, number: int, _frame: object) -> None:
@@ -92,33 +91,21 @@ class Job:
 
     # ---- what this node can do ----------------------------------------------------------------------------------------
 
-    def kept(self, file: str) -> str:
-        """A file of the command line, as it was when the job was submitted."""
-        whole = os.path.normpath(Path.cwd() / file)
-        for copy in (self.snapshot / os.path.relpath(whole), Path(f"{self.snapshot}/given{whole}")):
-            if copy.is_file():
-                return str(copy)
-        if Path(file).is_file():
-            raise End(f"{file} was not kept at the submission; put it into configs/", BAD_INPUT)
-        return file
-
-    def ask(self, question: str, words: list[str]) -> dict[str, Any]:
+    def ask(self, words: list[str]) -> dict[str, Any]:
         """cluster.work's answer. Where its exit code is 2 the config is wrong, and where Python does not run this node is bad."""
-        was_good = self.directory / f"{question}-was-good"
-        code, answer = self.run_python("-m", "cluster.work", *words)
-        if code == 0:
-            was_good.touch()
-            return dict(json.loads(answer))
-        if self.stopped or was_stopped(code):
-            self.begin_start()
-            self.start_again("stopped")
+        was_good = self.directory / "config-was-good"
+        code, answer = self.run_python("-m", "cluster.work", "--starting", f"--kept={self.snapshot}", *words)
+        if code and (self.stopped or was_stopped(code)):
+            raise self.start_again("stopped")
         if code == BAD_INPUT and not was_good.exists():
             raise End("the config will not do; not started", BAD_INPUT)
-        if self.run_python("-c", "")[0] == 0:
+        if code and self.run_python("-c", "")[0] == 0:
             # a config that was good at a start before has not become bad: this node may see less, or the run is another's by now
-            self.bad_here(f"the check of the config failed there (exit code {code}, see above)")
-        self.this_node_is_bad(f"Python does not run there (exit code {code}, see above)")
-        raise AssertionError
+            raise self.bad_here(f"the check of the config failed there (exit code {code}, see above)")
+        if code:
+            raise self.this_node_is_bad(f"Python does not run there (exit code {code}, see above)")
+        was_good.touch()
+        return dict(json.loads(answer))
 
     def run_python(self, *words: str) -> tuple[int, bytes]:
         try:
@@ -128,19 +115,16 @@ class Job:
             return 127, b""
         return done.returncode, done.stdout
 
-    def bad_here(self, reason: str) -> None:
+    def bad_here(self, reason: str) -> End:
         """Of one node it is that node's fault; of two it is not."""
         others = [node for node, why in self.bad_nodes() if why == reason]
-        if others:
-            raise End(f"{reason}; on {','.join(others)} as well", BAD_INPUT)
-        self.this_node_is_bad(reason)
+        return End(f"{reason}; on {','.join(others)} as well", BAD_INPUT) if others else self.this_node_is_bad(reason)
 
-    def this_node_is_bad(self, reason: str) -> None:
+    def this_node_is_bad(self, reason: str) -> End:
         self.log(f"{self.node} is bad: {reason}")
         with open(self.directory / "bad-nodes", "a") as names:
             names.write(f"{self.node}\t{reason}\n")
-        self.begin_start()
-        self.start_again("bad-node")
+        return self.start_again("bad-node")
 
     def bad_nodes(self) -> list[tuple[str, str]]:
         try:
@@ -159,33 +143,33 @@ class Job:
         smallest = min(map(int, re.sub(r"\([^)]*\)", "", environment["SLURM_JOB_CPUS_PER_NODE"]).split(",")))
         self.cpus = max(1, smallest // self.ranks)
         environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
-        nodes = hosts(environment["SLURM_JOB_NODELIST"])
+        self.nodes = hosts(environment["SLURM_JOB_NODELIST"])
         lines: list[str] = []
         with suppress(SlurmError):  # a controller that fails over now ends no job: the names are used as they are
             lines = slurm("scontrol", "-o", "show", "node", environment["SLURM_JOB_NODELIST"], tries=3).splitlines()
-        self.nodes = nodes
-        self.refuse_gpus([int(found[1]) for found in (re.search(r"gres/gpu=(\d+)", line) for line in lines) if found])
+        self.refuse_gpus([int(count) for line in lines for count in re.findall(r"gres/gpu=(\d+)", line)[:1]])
+        if not (self.gpus or per_node or environment.get("RANKS_PER_NODE")):
+            self.warn_of_idle_gpus()
         # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
-        of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == nodes[0]), "")
+        of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == self.nodes[0]), "")
         own: list[str] = []
         with suppress(OSError):
             own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
-        environment["MASTER_ADDR"] = next((name for name in (nodes[0], of_slurm, *own[:1]) if name and resolves(name)), nodes[0])
+        names = (self.nodes[0], of_slurm, *own[:1])
+        environment["MASTER_ADDR"] = next((name for name in names if name and resolves(name)), names[0])
         # Below the ephemeral ports; another for each job and each start, whose ranks may linger; the next one if it is taken.
-        first = 10000 + (int(self.number) * 16 + 2 * self.restarts) % 20000
-        environment["MASTER_PORT"] = str(free_port(first))
+        environment["MASTER_PORT"] = str(free_port(10000 + (int(self.number) * 16 + 2 * self.restarts) % 20000))
 
     def refuse_gpus(self, of_nodes: list[int]) -> None:
-        """What cannot work, or would leave GPUs idle."""
         least = min(of_nodes, default=self.gpus)
         if least < self.gpus:
             text = f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
             raise End(text, BAD_INPUT)
-        if self.gpus or os.environ.get("RANKS_PER_NODE"):
-            return
+
+    def warn_of_idle_gpus(self) -> None:
         with suppress(OSError, subprocess.TimeoutExpired):
-            words = ["nvidia-smi", "-L"]
-            idle = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20).stdout.count("GPU ")
+            done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
+            idle = done.stdout.count("GPU ")
             if idle > 1:
                 self.log(
                     f"WARNING: {self.node} has {idle} GPUs, and the job has asked for none: one rank takes one of them. "
@@ -214,7 +198,7 @@ class Job:
             try:
                 self.step = subprocess.Popen(["srun", *options, *rank, *words])
             except OSError:
-                tail.kill()
+                tail.kill()  # or its `with` would wait for it
                 raise
             while True:  # again and again: what comes while they start is lost
                 if self.stopped:
@@ -245,25 +229,22 @@ class Job:
                 break
         else:
             each = found[0]
-        how = f", by signal {signal.Signals(each['code'] - 128).name}" if 128 < each["code"] < 160 else ""
-        how += ": out of memory?" if each["code"] == 137 else ""
-        place = f"{log}-{each['rank']:04}.log"
-        self.log(
-            f"rank {each['rank']} on {each['node']} failed first, with exit code {each['code']}{how}; the last lines of {place}:"
-        )
+        code, place = each["code"], f"{log}-{each['rank']:04}.log"
+        how = f", by signal {signal.Signals(code - 128).name}" if 128 < code < 160 else ""
+        how += ": out of memory?" if code == 137 else ""
+        self.log(f"rank {each['rank']} on {each['node']} failed first, with exit code {code}{how}; the last lines of {place}:")
         print("".join(f"    {line}\n" for line in words), end="", flush=True)
 
     def preflight(self) -> None:
         """Ends the start if a node is bad."""
         known, patience_s = len(self.bad_nodes()), float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60)
         words = [*self.python, "-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
-        for path in self.reads:
-            words += ["--read", path]
+        words += [f"--read={path}" for path in self.reads]
         # its first rank waits longer for those that do not come, to name them; without a cache it starts where that disk is bad
         code = self.run_step("preflight", words, wait_s=int(8 * (patience_s + 1)), cache="")
         os.environ["MASTER_PORT"] = str(free_port(int(os.environ["MASTER_PORT"]) + 1))
         if len(self.bad_nodes()) > known:
-            self.start_again("bad-node")
+            raise self.start_again("bad-node")
         self.stopped = self.stopped or was_stopped(code)
         if code and not self.stopped:
             self.log(f"WARNING: the pre-flight could not be made ({code}); going on without it")
@@ -291,15 +272,14 @@ class Job:
             first = json.loads((self.directory / f"ends/rank.{self.restarts}/0").read_text())
             if first["code"] == BUSY:
                 self.log(f"{self.run_dir} is held by another start (see above), which is no failure of this one")
-                self.start_again("busy")
+                raise self.start_again("busy")
         if code == BAD_INPUT and not has_trained(read_starts(self.directory / "starts.jsonl")[:-1]):
             self.end_start("refused")
             return BAD_INPUT
         self.stopped = self.stopped or code == 0 or was_stopped(code)  # ranks that were told to stop exit with 0, whoever told them
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{self.run_dir} is not finished: {why}srun ended with {code}")
-        self.start_again("stopped" if self.stopped else "failed")
-        raise AssertionError
+        raise self.start_again("stopped" if self.stopped else "failed")
 
     # ---- starts -------------------------------------------------------------------------------------------------------
 
@@ -315,6 +295,7 @@ class Job:
             raise End(f"cannot write {self.directory}/starts.jsonl ({error.strerror}); not started again") from None
 
     def begin_start(self) -> None:
+        self.has_begun = True
         self.record(event="begin", nodes=os.environ["SLURM_JOB_NODELIST"])
 
     def end_start(self, how: str) -> None:
@@ -344,8 +325,10 @@ class Job:
                 return "it was preempted"
         return "its ranks were told to stop"
 
-    def start_again(self, how: str) -> None:
-        """Back into the queue, or the end with the reason."""
+    def start_again(self, how: str) -> End:
+        """Puts the job back into the queue, or raises the reason why not. Returned, to be raised, is the end of this start."""
+        if not self.has_begun:
+            self.begin_start()  # each start counts, or one that fails early would be repeated for ever
         self.end_start(how)
         try:
             state = next((each.state for each in my_jobs(tries=PATIENCE) if each.label == self.label), "gone")
@@ -372,7 +355,7 @@ class Job:
             if self.stopped:
                 break
             time.sleep(0.1)
-        raise End("")
+        return End("")
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
         """A job whose nodes do not suffice would pend for ever: SLURM may neither leave a --nodelist's node out nor take it."""
@@ -478,12 +461,10 @@ def run_verb(job: Job, words: list[str]) -> int:
             raise End("overrides are written in the plan file; sbatch --array=... cluster/grid.slurm PLAN STAGE", BAD_INPUT)
         if job.task is None:
             raise End(f"which members? cluster/submit cluster/grid.slurm {words[1]} {words[2]}", BAD_INPUT)
-        question = ["grid", job.kept(words[1]), words[2], job.task]
-    else:
-        if job.task is not None:
-            raise End("an array of one run would fight over it; many runs are a plan: cluster/submit PLAN", BAD_INPUT)
-        question = [*words[:2], job.kept(words[2]), *words[3:]]
-    answer = job.ask("config", ["--starting", *question])
+        words = [*words, job.task]
+    elif job.task is not None:
+        raise End("an array of one run would fight over it; many runs are a plan: cluster/submit PLAN", BAD_INPUT)
+    answer = job.ask(words)
     if words[0] == "grid":
         job.log(f"member {job.task} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
     job.run_dir, job.reads = answer["writes"], answer["reads"]
@@ -491,33 +472,28 @@ def run_verb(job: Job, words: list[str]) -> int:
         job.log(f"{job.run_dir}: finished before; name another run_dir to do it anew")
         return 0
     if answer["state"] == "blind":
-        job.bad_here(f"{answer['about']} is not there")
+        raise job.bad_here(f"{answer['about']} is not there")
     if answer["state"] == "taken":
         raise End(f"{job.run_dir} is taken by {answer['about']}, which was started first; submit this again when it has ended")
-    job.mark = lambda: checksum(Path(job.run_dir).glob(pattern) for pattern in MARKS)
+    job.mark = lambda: checksum(Path(job.run_dir))
     job.settle_ranks()
     extra = [f"data.stage_dir={job.cache}/data"] if answer["can_stage"] and os.environ.get("STAGE_DATA", "0") != "0" else []
     command = answer["words"]
-    result = Path(job.run_dir, "result.json")
 
-    def is_finished(code: int) -> bool:
-        del code
-        if not result.exists():
+    def is_finished(_code: int) -> bool:
+        if not Path(job.run_dir, "result.json").exists():
             return False
         # with several seeds it is finished when all of them are
-        failed, found = job.run_python("-m", "cluster.work", *question)
+        failed, found = job.run_python("-m", "cluster.work", f"--kept={job.snapshot}", *words)
         return not failed and json.loads(found)["state"] == "finished"
 
     return job.live([*job.python, "-m", *command[:3], *extra, *command[3:]], is_finished=is_finished, with_preflight=True)
 
 
-MARKS = [f"{above}{file}" for above in ("", "*/", "*/*/") for file in ("checkpoints/latest", "result.json")]
-"""What changes whenever a start was of use."""
-
-
-def checksum(files: Iterable[Iterable[Path]]) -> str:
-    total = 0
-    for path in sorted(path for group in files for path in group):
+def checksum(run_dir: Path) -> str:
+    """Of what changes whenever a start was of use."""
+    total, files = 0, ("checkpoints/latest", "result.json")
+    for path in sorted(path for above in ("", "*/", "*/*/") for file in files for path in run_dir.glob(above + file)):
         with suppress(OSError):
             total = zlib.crc32(str(path).encode() + path.read_bytes(), total)
     return str(total)
@@ -528,7 +504,7 @@ def prepare(job: Job, words: list[str]) -> int:
     words = words[1:] if stage else words
     if not words:
         raise End("no config given; sbatch cluster/data_prep.slurm CONFIG [key=value ...]", BAD_INPUT)
-    answer = job.ask("config", ["data_prep", "build", job.kept(words[0]), *words[1:]])
+    answer = job.ask(["data_prep", "build", *words])
     out = answer["writes"]
     if stage != "--merge" and answer["state"] == "finished":
         job.log(f"{out} is built already")
@@ -544,26 +520,17 @@ def prepare(job: Job, words: list[str]) -> int:
     first, last, count = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}") or 0) for name in ("MIN", "MAX", "COUNT"))
     if job.task is None or last - first + 1 != count:
         raise End("give all tasks of an array, without gaps: --array=0-7", BAD_INPUT)
-    if not stage:
+    if not stage and int(job.task) == first:
         submit_merge(job, words)
     command = [*job.python, "-m", *answer["words"], "--task", f"{int(job.task) - first}/{count}"]
     return job.live(command, is_finished=is_done, with_preflight=False)
 
 
 def submit_merge(job: Job, words: list[str]) -> None:
-    """Once for the array: by whichever task comes first, at whichever start."""
-    claim = Path("jobs", str(job.array), "merge")
-    claim.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        claim.mkdir()
-    except FileExistsError:
-        # the task that was about to has been killed: once more, at most (two merges would go one after the other)
-        if (claim / "job").exists() or time.time() - claim.stat().st_mtime < 180:
-            return
-        try:
-            (claim / "again").mkdir()
-        except FileExistsError:
-            return
+    """By the array's first task, once: a start that is killed between the two lines does it twice, and the merges take turns."""
+    noted = Path("jobs", str(job.array), "merge")
+    if noted.exists():
+        return
     environment = os.environ
     options = [f"--dependency=afterok:{job.array}", "--kill-on-invalid-dep=yes", "--array=0"]
     options += [f"--partition={environment['SLURM_JOB_PARTITION']}", f"--account={environment.get('SLURM_JOB_ACCOUNT', '')}"]
@@ -572,27 +539,31 @@ def submit_merge(job: Job, words: list[str]) -> None:
     command = ["sbatch", "--parsable", *options, str(job.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
     done = subprocess.run(command, env=new_job(environment), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
-        (claim / "job").write_text(done.stdout)
-        return
-    shutil.rmtree(claim)
-    job.log(
-        "WARNING: the merge could not be submitted; when the parts are done: sbatch --array=0 cluster/data_prep.slurm --merge ..."
-    )
+        noted.write_text(done.stdout)
+    else:
+        script = "sbatch --array=0 cluster/data_prep.slurm --merge ..."
+        job.log(f"WARNING: the merge could not be submitted; when the parts are done: {script}")
 
 
 def main(words: list[str]) -> int:
     job = Job()
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, job.receive)
+    job.stopped = job.stopped or os.path.exists(os.environ.pop("STOPPED", ""))  # noqa: PTH110 (by a signal before: start.sh)
     try:
-        return prepare(job, words[1:]) if words[0] == "data_prep" else run_verb(job, words)
+        try:
+            return prepare(job, words[1:]) if words[0] == "data_prep" else run_verb(job, words)
+        except End:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever it is, the run can go on)
+            if not isinstance(error, SlurmError):
+                traceback.print_exc()
+            job.log(f"{type(error).__name__} in cluster/job.py itself: {error}")
+            raise job.start_again("failed") from None
     except End as end:
         if str(end):
             job.log(str(end))
         return end.code
-    except SlurmError as error:
-        job.log(str(error))
-        return 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ far each member has come, and what is wrong with the file.
 """
 
 import argparse
+import io
 import os
 import shlex
 import signal
@@ -25,12 +26,20 @@ from pretrain.cli import rank_count
 from pretrain.ranks.preemption import SIGNALS
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-UNVERIFIED = Path("jobs/unverified")
-"""A file for each dataset that was built here and not verified yet: a manifest alone is not enough then."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m cluster.plan", description="All runs of a plan file.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
+    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
+    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
+    for verb in (listing, run):
+        verb.add_argument("file", help="such as configs/plan/demo.yaml")
+    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
+    run.add_argument("--dry-run", action="store_true", help="only show the commands")
+    options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only reports it
     try:
         plan = load_checked(options.file)
         missing = plan.missing()
@@ -47,25 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cluster.plan", description="All runs of a plan file.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
-    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
-    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
-    for verb in (listing, run):
-        verb.add_argument("file", help="such as configs/plan/demo.yaml")
-    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
-    run.add_argument("--dry-run", action="store_true", help="only show the commands")
-    return parser
-
-
 def _list(plan: Plan, missing: list[str]) -> None:
     rows = []
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
         for member in stage.members:
-            name = f"{stage.name} {member.index}" if stage.entry.is_grid else stage.name
-            rows.append([name, member.work.state(), after, member.work.writes, " ".join(member.own)])
+            rows.append([stage.title(member), member.work.state(), after, member.work.writes, " ".join(member.own)])
     print_columns(["member", "state", "waits for", "writes", "overrides"], rows)
     print(f"{sum(row[1] == 'finished' for row in rows)} of {len(rows)} finished")
     for line in missing:
@@ -143,12 +139,12 @@ def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
     with Here().listening() as here:
         for number, stage in enumerate(plan.stages, start=1):
             for member in stage.members:
-                work = member.work
-                title = f"{stage.name} {member.index}" if stage.entry.is_grid else stage.name
-                outcome = "finished before" if work.is_finished() and not _doubt(work).exists() else ""
-                if not outcome and dry_run:
+                work, title, outcome = member.work, stage.title(member), ""
+                if work.is_finished() and not _doubt(work).exists():
+                    outcome = "finished before"
+                elif dry_run:
                     print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
-                elif not outcome and not here.stopped:
+                elif not here.stopped:
                     print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
                     code = _run_work(work, here, ranks=ranks)
                     is_done = code == 0 and work.is_finished()
@@ -161,15 +157,12 @@ def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
         return OK
     print()
     print_columns(["member", "outcome", "writes"], outcomes)
-    if failed:
-        left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
-        print(
-            f"cluster.plan: {'stopped' if here.stopped else 'not all of it went well'}; left out: {left}. What is finished is "
-            "kept, the same command goes on.",
-            file=sys.stderr,
-        )
-        return INTERRUPTED if here.stopped else FAILED
-    return OK
+    if not failed:
+        return OK
+    left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
+    why = "stopped" if here.stopped else "not all of it went well"
+    print(f"cluster.plan: {why}; left out: {left}. What is finished is kept, the same command goes on.", file=sys.stderr)
+    return INTERRUPTED if here.stopped else FAILED
 
 
 def _commands(work: Work, *, ranks: int) -> list[list[str]]:
@@ -180,7 +173,7 @@ def _commands(work: Work, *, ranks: int) -> list[list[str]]:
 
 def _run_work(work: Work, here: Here, *, ranks: int) -> int:
     if work.kind == "build":
-        UNVERIFIED.mkdir(parents=True, exist_ok=True)
+        _doubt(work).parent.mkdir(parents=True, exist_ok=True)
         _doubt(work).touch()
     for command in _commands(work, ranks=ranks):
         code = here.run(command)
@@ -191,7 +184,8 @@ def _run_work(work: Work, here: Here, *, ranks: int) -> int:
 
 
 def _doubt(work: Work) -> Path:
-    return UNVERIFIED / str(Path(work.writes).absolute()).replace("/", "%")
+    """A file for each dataset that was built here and not verified yet: a manifest alone is not enough then."""
+    return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 
 # ---- on SLURM ---------------------------------------------------------------------------------------------------------
@@ -215,7 +209,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     jobs: dict[str, tuple[str, ...]] = {}
     try:
         for stage in todo:
-            words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items()}, options)
+            words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items() if numbers}, options)
             print(f"$ cluster/submit {shlex.join([*words.options, words.script or '', *words.arguments])}")
             jobs[stage.name] = (f"<{stage.name}>",) if dry_run else submit(words)
     except BaseException as error:  # Ctrl-C too: half a plan in the queue helps nobody
@@ -228,17 +222,11 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
             print(f"{error}, nothing is submitted", file=sys.stderr)
             return OK
         raise
-    if todo and not dry_run:
-        rows = [
-            [
-                stage.name,
-                ", ".join(jobs[stage.name]),
-                ", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-",
-            ]
-            for stage in todo
-        ]
+    numbers = [job for each in jobs.values() for job in each]
+    if numbers and not dry_run:
+        after = [", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-" for stage in todo]
+        rows = [[stage.name, ", ".join(jobs[stage.name]), waits] for stage, waits in zip(todo, after, strict=True)]
         print_columns(["stage", "jobs", "waits for"], rows)
-        numbers = [job for each in jobs.values() for job in each]
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
         print("When a job fails, those that wait for it leave the queue; the same command then goes on.")
     for stage in plan.stages:
@@ -266,20 +254,17 @@ def submission(plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence
 
 
 def _refuse_twice(todo: list[Stage]) -> None:
-    writers = writers_of([member.work.writes for stage in todo for member in stage.undone()])
-    if not writers:
-        return
+    works = [(stage, member.work) for stage in todo for member in stage.undone()]
+    writers = writers_of([work.writes for _, work in works])
     lines = [
         f"{stage.name} is in the queue already: {writers[work.writes][0]} writes {work.writes}"
-        for stage in todo
-        for work in stage.works
+        for stage, work in works
         if work.writes in writers
     ]
-    jobs = jobs_of(writers.values())
-    raise UserError(
-        "\n".join(lines[:20])
-        + f"\nnothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)} makes room"
-    )
+    if lines:
+        jobs = jobs_of(writers.values())
+        lines[20:] = [f"nothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)} makes room"]
+        raise UserError("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.work import Kind, Work, in_file, place_of
+from cluster.work import Kind, Work, in_file, kept, place_of
 from data_prep.settings import Settings, SettingsError, apply_override, load_settings, nearest, validate
 
 MAX_MEMBERS = 1000
@@ -135,6 +135,10 @@ class Stage:
     def works(self) -> list[Work]:
         return [member.work for member in self.members]
 
+    def title(self, member: Member) -> str:
+        """As lists and messages call it."""
+        return f"{self.name} {member.index}" if self.entry.is_grid else self.name
+
     def undone(self) -> list[Member]:
         return [member for member in self.members if not member.work.is_finished()]
 
@@ -176,7 +180,8 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
 
-def load_plan(path: str) -> Plan:
+def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
+    """With a snapshot, its members read the configs that were kept at the submission."""
     try:
         settings = load_settings(PlanSettings, path=path, overrides=[])
         stages: list[Stage] = []
@@ -186,7 +191,9 @@ def load_plan(path: str) -> Plan:
             for number, entry in enumerate(entries, start=1):
                 name = section if len(entries) == 1 else f"{section}/{number}"
                 try:
-                    stages.append(Stage(name, entry, kind, tuple(_members(entry, kind, Path(path).stem, before))))
+                    configs = [kept(config, snapshot) for config in entry.config]
+                    members = _members(entry, kind, name=Path(path).stem, before=before, configs=configs)
+                    stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None
         return Plan(path, tuple(stages))
@@ -250,7 +257,7 @@ def _problems(plan: Plan) -> Iterable[str]:
 # ---- members of an entry ----------------------------------------------------------------------------------------------
 
 
-def _members(entry: Entry, kind: Kind, name: str, before: tuple[Stage, ...]) -> Iterable[Member]:
+def _members(entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]) -> Iterable[Member]:
     if kind == "build" and (entry.is_grid or entry.run_dir):
         raise SettingsError("grid, seeds and run_dir are for pretrain, probe and finetune; give each dataset an entry")
     axes = _axes(entry, kind, before)
@@ -258,7 +265,7 @@ def _members(entry: Entry, kind: Kind, name: str, before: tuple[Stage, ...]) -> 
         labels = {"name": name} | {axis: each.label for axis, each in zip(axes, choices, strict=True)}
         own = tuple(override for each in choices for override in each.overrides)
         place = () if entry.run_dir is None else (_override("run_dir", _filled(entry.run_dir, labels)),)
-        config = entry.config[[choice.label for choice in axes["config"]].index(choices[0].label)]
+        config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
         yield Member(index, Work(kind, config, (*entry.overrides, *own, *place)), own)
 
 

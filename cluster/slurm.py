@@ -111,9 +111,8 @@ class Submission:
 
 def new_job(environment: Mapping[str, str]) -> dict[str, str]:
     """What a job takes along. What site.env sets for jobs, the job reads itself, on its own node (cluster/environment.sh); which
-    job,
-    array and start this may be, is not the new job's business."""
-    ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONSAFEPATH"}
+    job, array and start this may be, is not the new job's business, and neither is where this one's code is."""
+    ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONPATH", "PYTHONSAFEPATH"}
     ours -= set(environment.get("JOB_SETTINGS_GIVEN", "").split())
     return {
         name: value

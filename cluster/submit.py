@@ -174,7 +174,7 @@ def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer
 
 def refuse_missing(submission: Submission, missing: list[str]) -> None:
     waits = any(submission.option(*names) is not None for names in (("--dependency", "-d"), ("--begin", "-b")))
-    if missing and not waits and not {"-H", "--hold"} & set(submission.options):
+    if missing and not waits and not {"-H", "--hold", "--test-only"} & set(submission.options):
         raise SettingsError("; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB")
 
 

@@ -1,23 +1,23 @@
 """One command of ours as a value: what it reads, what it writes, and how far it has come. No torch here.
 
-Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is told
+Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is reported
 before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
 from the settings that it has now: the same directory with other settings is a mistake, not a finished piece of work.
 
-    python -m cluster.work [--starting] PROGRAM VERB CONFIG [key=value ...]        or: [--starting] grid PLAN STAGE INDEX
+    python -m cluster.work [--starting] [--kept SNAPSHOT] PROGRAM VERB CONFIG [key=value ...]        or: ... grid PLAN STAGE INDEX
 
 is what a job asks (cluster/job.py). The answer is JSON: `words` after python -m; `state`: finished, unfinished, with --starting
 also taken (`about`: by which job) or blind (`about`: which path of another file system is not there: a job is sent to many
-nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data. A mistake
-in the config: exit code 2, and the command's own words.
+nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data. Every file,
+those that a plan names included, is the one that SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
 """
 
+import argparse
 import contextlib
 import copy
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -253,16 +253,37 @@ def built_at(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    is_starting = arguments[:1] == ["--starting"]
-    words = arguments[1:] if is_starting else arguments
+    parser = argparse.ArgumentParser(prog="python -m cluster.work")
+    parser.add_argument("--starting", action="store_true")
+    parser.add_argument("--kept", metavar="SNAPSHOT", type=Path)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    words, snapshot = options.words, options.kept
     try:
-        answer = _of_dataset(words[2:]) if words[:2] == ["data_prep", "build"] else _of_run(words, is_starting=is_starting)
+        if words[:2] == ["data_prep", "build"]:
+            answer = _of_dataset([kept(words[2], snapshot), *words[3:]])
+        else:
+            answer = _of_work(_asked(words, snapshot), is_starting=options.starting)
     except UserError as error:
-        config = words[1] if words[0] == "grid" else words[2]
-        print(f"{words[0]}: {as_submitted(str(error), config)}", file=sys.stderr)
+        own = str(error).replace(f"{snapshot}/given/", "/").replace(f"{snapshot}/", "")  # the user's path, not the copy's
+        print(f"{words[0]}: {own}", file=sys.stderr)
         return 2
     print(json.dumps(answer))
     return 0
+
+
+def kept(file: str, snapshot: Path | None) -> str:
+    """The copy of a file that cluster/snapshot made when the job was submitted; without a snapshot the file itself."""
+    if snapshot is None:
+        return file
+    whole, here = place_of(file), Path.cwd()
+    copies = [snapshot / whole.relative_to(here)] if whole.is_relative_to(here) else []
+    for copied in (*copies, Path(f"{snapshot}/given{whole}")):
+        if copied.is_file():
+            return str(copied)
+    if whole.is_file():
+        raise SettingsError(f"{file} was not kept at the submission; put it into configs/")
+    return file
 
 
 def _of_dataset(arguments: list[str]) -> dict[str, object]:
@@ -271,18 +292,20 @@ def _of_dataset(arguments: list[str]) -> dict[str, object]:
     return {"state": state, "writes": out, "words": ["data_prep", "build", *arguments]}
 
 
-def _of_run(words: list[str], *, is_starting: bool) -> dict[str, object]:
-    if words[0] == "grid":
-        from cluster.plan_file import load_plan  # it is made of works
-
-        members = load_plan(words[1]).stage(words[2]).members
-        if int(words[3]) >= len(members):
-            raise SettingsError(f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}")
-        work = members[int(words[3])].work
-    else:
+def _asked(words: list[str], snapshot: Path | None) -> Work:
+    if words[0] != "grid":
         refuse_options(words[3:])
         kind = next(kind for kind, command in COMMANDS.items() if list(command.words) == words[:2])
-        work = Work(kind, words[2], tuple(words[3:]))
+        return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
+    from cluster.plan_file import load_plan  # it is made of works
+
+    members = load_plan(kept(words[1], snapshot), snapshot=snapshot).stage(words[2]).members
+    if int(words[3]) >= len(members):
+        raise SettingsError(f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}")
+    return members[int(words[3])].work
+
+
+def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
     state, about = "finished" if work.is_finished() else "unfinished", ""
     if is_starting and state == "unfinished":
         unseen = [path for path in work.absent if _file_system(Path(path)) != _file_system(Path())]
@@ -299,12 +322,6 @@ def _file_system(path: Path) -> int:
     """Of the path, or of what is there of it."""
     whole = path.absolute()
     return next(parent.stat().st_dev for parent in (whole, *whole.parents) if parent.exists())
-
-
-def as_submitted(message: str, config: str) -> str:
-    """With the user's own path of the config, not that of the copy which the snapshot keeps of it."""
-    kept = re.match(r"(?:.*/)?jobs/snapshots/[^/]+/", config)
-    return message.replace(f"{kept[0]}given/", "/").replace(kept[0], "") if kept else message
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,34 +19,76 @@ from cluster import job as jobs
 from cluster.job import End, Job
 from cluster.slurm import slurm
 from cluster.starts import give_up_reason, has_trained, read_starts
-from tests.cluster.checkouts import run, stand_in, whole_checkout
+from tests.cluster.checkouts import run, stand_in
 
 # ---- the code that it runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["checkout", "a check out"])
-def test_a_job_that_was_put_back_before_its_first_line_finds_its_code(tmp_path: Path, folder: str) -> None:
-    """A failed prolog, a lost node, a preemption: the script's first start is then SLURM's second."""
-    (tmp_path / folder).mkdir()
-    root = whole_checkout(tmp_path / folder)
-    code = root / "jobs/snapshots/0123abc"
-    (code / "cluster").mkdir(parents=True)
-    (root / "jobs/77").mkdir()
+STUB = """
+import os, sys, time
+from pathlib import Path
+
+Path("starting").touch()
+for _ in range(6000):
+    if Path(os.environ["STOPPED"]).exists():
+        break
+    time.sleep(0.01)
+print("\u00e9", sys.argv[1:], os.environ["PYTHONPATH"], flush=True)
+sys.exit(7 if Path(os.environ["STOPPED"]).exists() else 1)
+"""
+"""As long as it sleeps it ignores signals, as cluster/job.py does before it can receive them."""
+
+
+def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
+    """Also where the script's first start is SLURM's second (a failed prolog, a lost node), the locale knows no \u00e9, and what is
+    live is broken by then."""
+    root = tmp_path / "a check out"
+    for floor in ("data_prep", "pretrain", "finetune", "analysis", "configs", "jobs/77"):
+        (root / floor).mkdir(parents=True)
     (root / "jobs/77/writes").write_text("-\tx\n")
-    said = f"JobId=77 Command={code}/cluster/pretrain.slurm SubmitTime=2026-01-01T10:00:00"
+    shutil.copytree(Path(jobs.__file__).parent, root / "cluster")
+    (root / "cluster/job.py").write_text(STUB)
+    (root / ".venv").symlink_to(sys.prefix)
+    said = "JobId=77 Command=x SubmitTime=2026-01-01T10:00:00"
     stand_in(root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2')
-    for restart in ("1", "2"):
-        done = run(
-            root, "cluster/snapshot", "--of-job", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77", SLURM_RESTART_COUNT=restart
-        )
-        assert (done.returncode, done.stdout) == (0, f"{code}\n"), done.stderr
+    plain = shutil.copy(root / "cluster/pretrain.slurm", tmp_path / "spooled")
+    kept = run(root, "cluster/snapshot").stdout.strip()
+    for name in ("start.sh", "snapshot", "job.py", "environment.sh"):
+        (root / "cluster" / name).write_text("exit 9\n")
+    environment = os.environ | {"PATH": f"{root}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for restart, script in (("1", f"{kept}/cluster/pretrain.slurm"), ("2", plain)):
+        words = ["bash", script, "mine.yaml"]
+        environment["SLURM_RESTART_COUNT"] = restart
+        with subprocess.Popen(words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as job:
+            while not (root / "starting").exists():
+                assert job.poll() is None
+                time.sleep(0.01)
+            job.send_signal(signal.SIGUSR2)
+            answer = job.communicate(timeout=120)[0]
+        assert (job.returncode, answer) == (7, f"\\xe9 ['pretrain', 'train', 'mine.yaml'] {kept}\n"), restart
+        (root / "starting").unlink()
+    assert sorted(path.name for path in (root / "jobs").iterdir()) == ["77", "snapshots"]
+
+
+def test_a_nodes_own_python_will_do_if_it_is_new_enough(root: Path) -> None:
+    (root / ".venv").unlink()
+    (root / "jobs/7").mkdir(parents=True)
+    (root / "jobs/7/snapshot").symlink_to(root)
+    for name in ("python3", *(f"python3.{minor}" for minor in range(9, 14))):
+        stand_in(root, name, "exit 1")
+    given = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    done = run(root, "bash", "cluster/pretrain.slurm", "x", **given)
+    assert done.returncode == 2 and "has no Python 3.9 or newer" in done.stderr
+    stand_in(root, "python3.10", '[ "$1" = -c ] || echo "$@"')
+    assert run(root, "bash", "cluster/pretrain.slurm", "x", **given).stdout == f"{root}/cluster/job.py pretrain train x\n"
 
 
 def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     """Plain sbatch keeps it at the first start: where the disk is full, for one."""
     stand_in(root, "scontrol", "echo 'JobId=77 Command=/x/cluster/pretrain.slurm SubmitTime=2199-01-01T10:00:00'")
     stand_in(root, "tar", 'case $1 in -x) echo "no space left" >&2; cat >/dev/null; exit 2 ;; esac; exec /bin/tar "$@"')
-    done = run(root, "cluster/snapshot", "--of-job", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77")
+    done = run(root, "cluster/snapshot", "--of-job", "", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77")
     assert done.returncode != 0 and done.stdout == "" and "no space left" in done.stderr
     assert not (root / "jobs/77/snapshot").is_symlink() and list((root / "jobs/snapshots").iterdir()) == []
 
@@ -190,16 +233,38 @@ def test_the_shape_of_a_step_suits_the_smallest_node(
     assert 10000 <= int(os.environ["MASTER_PORT"]) < 30100 and os.environ["MASTER_ADDR"]
 
 
-def test_a_file_of_the_command_line_is_the_one_that_was_kept(job: Job, tmp_path: Path) -> None:
-    outside = tmp_path.parent / "a user"
-    for place in (tmp_path / "kept/configs/a.yaml", Path(f"{tmp_path}/kept/given{outside}/b.yaml"), tmp_path / "new.yaml"):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.touch()
-    job.snapshot = tmp_path / "kept"
-    assert job.kept("configs/a.yaml") == f"{tmp_path}/kept/configs/a.yaml"
-    assert job.kept(f"{outside}/b.yaml") == f"{tmp_path}/kept/given{outside}/b.yaml" and job.kept("nowhere") == "nowhere"
-    with pytest.raises(End, match="was not kept at the submission"):
-        job.kept("new.yaml")
+def test_only_ranks_that_take_gpus_are_warned_of_idle_ones(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(Path(), "scontrol", "case $*_ in *hostnames*) echo n0 ;; esac")
+    stand_in(Path(), "nvidia-smi", "printf 'GPU 0\\nGPU 1\\n'")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.delenv("RANKS_PER_NODE", raising=False)
+    job.settle_ranks(per_node=1)
+    assert capsys.readouterr().out == ""
+    job.settle_ranks()
+    assert "has 2 GPUs, and the job has asked for none" in capsys.readouterr().out
+
+
+def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(Path(), "scontrol", "case $1 in -o) echo 'JobId=7 Restarts=0' ;; *) echo $* >>asked ;; esac")
+    (job.directory / "bad-nodes").unlink()
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(jobs, "run_verb", lambda job, words: {True: {}}[job.stopped]["words"])
+    try:
+        for restart in ("0", "1", "2"):
+            monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+            monkeypatch.setenv("STOPPED", str(job.directory))  # it is there: a signal came before
+            assert jobs.main(["pretrain", "train", "x"]) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr()
+    assert said.out.count("KeyError in cluster/job.py itself: 'words'") == said.err.count("Traceback") == 3
+    assert Path("asked").read_text() == "requeue 7\n" * 2 and "failed 3 times without a new checkpoint" in said.out
 
 
 def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(

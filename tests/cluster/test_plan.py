@@ -236,6 +236,16 @@ def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pyt
     assert "cancelled, for probe was not taken: 101, 102" in capsys.readouterr().err
 
 
+def test_a_trial_asks_slurm_about_each_job_and_queues_none(slurm: Path) -> None:
+    assert submit(["--test-only", DEMO]) == 0
+    assert [script for script, _ in submitted(slurm)] == ["data_prep.slurm"] * 2 + [
+        "pretrain.slurm",
+        "probe.slurm",
+        "finetune.slurm",
+    ]
+    assert all("--test-only" in words for _, words in submitted(slurm)) and not (slurm / "jobs").exists()
+
+
 def test_what_is_queued_is_not_queued_again(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit([DEMO]) == 0
     since = "2026-01-01T10:00:00"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.plan_file import load_plan
-from cluster.slurm import lines_of, read_submission
+from cluster.slurm import lines_of, new_job, read_submission
 from cluster.submit import NothingLeft, Order, examine, indices, main
 from cluster.work import Work
 from cluster.work import main as ask
@@ -140,6 +140,13 @@ def test_indices_of_an_array() -> None:
             indices(wrong)
 
 
+def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
+    here = {"PYTHONPATH": "x", "PYTHONSAFEPATH": "1", "JOB_SETTINGS": "PREFLIGHT STAGE_DATA", "JOB_SETTINGS_GIVEN": " STAGE_DATA"}
+    here |= {"PREFLIGHT": "0", "SLURM_JOB_ID": "7"}
+    taken = {"STAGE_DATA": "1", "SLURM_CONF": "c", "HOME": "h"}
+    assert new_job(here | taken) == taken
+
+
 def test_submit_asks_before_sbatch(root: Path) -> None:
     stand_in(root, "sbatch", "touch asked")
     done = run(root, "cluster/submit", "--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3")
@@ -147,14 +154,28 @@ def test_submit_asks_before_sbatch(root: Path) -> None:
     assert not (root / "asked").exists() and not (root / "jobs").exists()
 
 
-@pytest.mark.parametrize("where", ["configs", "given/home/a user/configs"])
-def test_a_job_names_the_users_own_file(checkout: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = checkout / "jobs/snapshots/0123abc" / where / "mine.yaml"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("modle: {}\n")
-    assert ask(["pretrain", "train", str(kept)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"pretrain: {where.removeprefix('given')}/mine.yaml: ") and "snapshots" not in said
+def test_a_job_reads_what_was_kept_and_names_the_users_own_file(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what a plan names: the configs of its members, and those of the runs that they read."""
+    snapshot, outside, mlp = checkout / "jobs/snapshots/0123abc", checkout.parent / "outside.yaml", Path(MLP).read_text()
+    plan = """
+        pretrain: [mine.yaml, {config: mine.yaml, seeds: [3], run_dir: 'runs/{seed}'}]
+        probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/of-{pretrained}'}
+    """
+    for place, text in (
+        (snapshot / "plan.yaml", plan), (checkout / "plan.yaml", "{}"),
+        (snapshot / "mine.yaml", mlp.replace("runs/demo", "runs/kept")), (checkout / "mine.yaml", mlp),
+        (Path(f"{snapshot}/given{outside}"), "modle: {}"), (outside, ""), (snapshot.parent / "outside.yaml", ""),
+        (checkout / "new.yaml", ""),
+    ):  # fmt: skip
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    (snapshot / "configs").symlink_to(checkout / "configs")
+    for stage, found in (("pretrain/2", f"{snapshot}/mine.yaml"), ("probe", "pretrained=runs/kept/pretrain-mlp")):
+        assert ask([f"--kept={snapshot}", "grid", "plan.yaml", stage, "0"]) == 0
+        assert found in json.loads(capsys.readouterr().out)["words"]
+    for config, said in (("../outside.yaml", f"{outside}: modle"), ("new.yaml", "new.yaml was not kept at the submission")):
+        assert ask([f"--kept={snapshot}", "pretrain", "train", config]) == 2
+        assert said in (complaint := capsys.readouterr().err) and "snapshots" not in complaint
 
 
 def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ def words(name: str) -> list[str]:
 
 def merge_of(slurm: Cluster, array: str) -> str:
     """The job that waits for it, which one of its tasks submits."""
-    deadline_s, noted = time.monotonic() + 120, slurm.root / f"jobs/{array}/merge/job"
+    deadline_s, noted = time.monotonic() + 120, slurm.root / f"jobs/{array}/merge"
     while not noted.exists() or not noted.read_text().endswith("\n"):
         assert time.monotonic() < deadline_s, slurm.log(f"{array}_0")
         time.sleep(0.05)

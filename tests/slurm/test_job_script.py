@@ -27,7 +27,9 @@ case $2 in
         exit 3 ;;
     cluster.work)
         [ "$3" != --starting ] || shift
-        config=$5
+        kept=${3#--kept=} config=$6
+        shift
+        for copy in "$kept/$config" "$kept/given$PWD/$config"; do [ ! -f "$copy" ] || config=$copy; done
         [ "$3" != grid ] || config=second-time-$6
         name=$(basename "$config") state=unfinished
         [ ! -e "runs/$name/result.json" ] || state=finished
