@@ -115,11 +115,8 @@ def walk(
 
 def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """The data of a member; cut short where the file is."""
-    data = os.pread(descriptor, num_bytes, offset)
-    while len(data) < num_bytes:
-        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
-        if not more:
-            break
+    data = b""
+    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
         data += more
     return data
 
@@ -183,10 +180,7 @@ def _announced(kind: bytes, body: bytes, name: str | None, size: int | None, *, 
 
 def _next_block(descriptor: int, offset: int, end: int) -> int | None:
     """Where from `offset` on the first block lies that is not all zeros."""
-    while offset < end:
-        data = os.pread(descriptor, min(_SKIPPED_BYTES, end - offset), offset)
-        if not data:
-            return None
+    while offset < end and (data := os.pread(descriptor, min(_SKIPPED_BYTES, end - offset), offset)):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
             return offset + zeros // BLOCK * BLOCK

@@ -195,8 +195,8 @@ class _Worker:
     def _start(self) -> "Connection[Any, Any]":
         self._pipe, theirs = _CONTEXT.Pipe()
         with theirs, _one_at_a_time:
-            is_deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
-            words = (theirs, self._slots, self._number, is_deaf)
+            ignores_interrupts = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
+            words = (theirs, self._slots, self._number, ignores_interrupts)
             self._process = _CONTEXT.Process(target=_work, args=words, daemon=True)
             self._process.start()
         return self._pipe
@@ -215,10 +215,10 @@ class _Worker:
         return f"{who} ended with exit code {code}", "read what it said"
 
 
-def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, is_deaf: bool) -> None:
+def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, ignores_interrupts: bool) -> None:
     """What a worker does until nobody holds the other end of its pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those at work; others hear of the end from the parent
-    # To the builder it is one, whose end need not be waited for; but what reads a source here may start processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those at work; others learn of the end from the parent
+    # To the builder it is a daemon, whose end need not be waited for; but what reads a source here may start processes.
     current_process().daemon = False
     Tally.connect(slots, number)
     threading.Thread(target=_watch_parent, daemon=True).start()
@@ -227,7 +227,7 @@ def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int
             function, args, kwargs = pipe.recv()
             outcome: tuple[bool, Any]
             try:
-                signal.signal(signal.SIGINT, signal.SIG_IGN if is_deaf else signal.default_int_handler)
+                signal.signal(signal.SIGINT, signal.SIG_IGN if ignores_interrupts else signal.default_int_handler)
                 outcome = True, function(*args, **kwargs)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             except BaseException as error:  # noqa: BLE001

@@ -82,7 +82,7 @@ def sort_out(place: Path) -> tuple[list[str], list[str]]:
     """The folders and the files right in `place`. What is neither may stand for a class or a split, and is refused, and so is a
     link to all of them (issue 17: `all -> .` was a class that held every picture again)."""
     above = _above(place)
-    kinds = {entry.name: _UPWARD if _leads_to(entry, above) else kind_of(entry) for entry in _visible(place)}
+    kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
     if odd:
         raise SourceError(
@@ -93,12 +93,14 @@ def sort_out(place: Path) -> tuple[list[str], list[str]]:
     return folders, files
 
 
-def kind_of(path: "Path | os.DirEntry[str]") -> str:
-    """folder, file, or what is wrong with it."""
+def kind_of(path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()) -> str:
+    """folder, file, or what is wrong with it; `above` are the folders that it lies in."""
     status = _status(path)
     if status is None:
         return _WHY[NOWHERE]
-    return "folder" if stat.S_ISDIR(status.st_mode) else "file" if stat.S_ISREG(status.st_mode) else _WHY[NOT_PLAIN]
+    if not stat.S_ISDIR(status.st_mode):
+        return "file" if stat.S_ISREG(status.st_mode) else _WHY[NOT_PLAIN]
+    return _UPWARD if _identity(status) in above else "folder"
 
 
 def _is_picture(path: Path) -> bool:
@@ -111,11 +113,6 @@ def _is_picture(path: Path) -> bool:
 def _above(folder: Path) -> frozenset[tuple[int, int]]:
     """The folder and all that it lies in, by the name that it has here and by where it is."""
     return frozenset(map(_identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})))
-
-
-def _leads_to(entry: "os.DirEntry[str]", folders: frozenset[tuple[int, int]]) -> bool:
-    status = _status(entry) if entry.is_symlink() else None
-    return status is not None and _identity(status) in folders
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from data_prep.archives.inventory import Entry
 from data_prep.settings import UserError
 
 _CHUNK_BYTES = 1 << 20
@@ -75,16 +74,6 @@ def check_unchanged(place: str, stamp: str, now: str) -> None:
             f"{place}: the source has changed since it was listed; wait until it is complete, remove the unfinished dataset and "
             "build again"
         )
-
-
-def check_size(entry: Entry, data: bytes) -> bytes:
-    """`data`, if it has the size that was listed."""
-    if len(data) != entry.num_bytes:
-        raise SourceError(
-            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed; the source changes while it is "
-            "read: wait until it is complete, remove the unfinished dataset and build again"
-        )
-    return data
 
 
 def check_md5(path: Path, published: str | Mapping[str, str]) -> None:

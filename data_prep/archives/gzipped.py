@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import indexed_gzip
 
-from data_prep.archives.guard import SourceError, check_unchanged, refusing, stamp_of
+from data_prep.archives.guard import SourceError, refusing, stamp_of
 from data_prep.tar import Member, walk
 
 MAX_BYTES = 1 << 28
@@ -40,9 +40,8 @@ def read_members(path: Path, wanted: Container[str]) -> dict[str, bytes]:
             stream.seek(offset)  # only ever forward
             return stream.read(num_bytes)
 
-        found = {}
-        for name, member in _by_last_name(path, walk(read, refuse_links=False), wanted):
-            found[name] = read(member.offset, member.num_bytes)
+        members = _by_last_name(path, walk(read, refuse_links=False), wanted)
+        found = {name: read(member.offset, member.num_bytes) for name, member in members}
         while read(stream.tell(), 1 << 20):  # the checksum of a gzip stream stands at its end
             pass
     return found
@@ -77,10 +76,9 @@ def spacing_for(num_bytes: int) -> int:
     return max(_MIN_SPACING, num_bytes * _POINT_BYTES // INDEX_BYTES + 1)
 
 
-def open_gzipped_tar(path: Path, stamp: str) -> GzippedTar:
-    """The archive of this process, unless it has changed since it had this stamp."""
-    check_unchanged(f"source.path: {path}", stamp, stamp_of([path]))
-    return _opened(path, stamp)
+def open_gzipped_tar(path: Path) -> GzippedTar:
+    """The archive of this process."""
+    return _opened(path, stamp_of([path]))
 
 
 @lru_cache(maxsize=1)

@@ -21,23 +21,12 @@ from pydantic import Field
 
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, read_picture, size_of
 from data_prep.images.jpeg import decode_plain_into
-from data_prep.images.rejection import Reason, Rejection, naming
+from data_prep.images.rejection import Rejection, naming
 from data_prep.images.webp import opencv
 from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import Settings
 
-__all__ = [
-    "MAX_PIXELS",
-    "PIXEL_BUDGET",
-    "EncodedImage",
-    "ImageSpec",
-    "Reason",
-    "Rejection",
-    "convert",
-    "decode",
-    "naming",
-    "size_of",
-]
+__all__ = ["MAX_PIXELS", "PIXEL_BUDGET", "EncodedImage", "ImageSpec", "Rejection", "convert", "decode", "naming", "size_of"]
 
 _PIL_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 

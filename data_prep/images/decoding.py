@@ -45,7 +45,6 @@ _TURNS = {
 }
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
 _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
-_REMEDY = "apt-get install libtiff-dev (or the like), then rm -rf .venv and make"
 
 
 def decoder_version() -> str:
@@ -175,8 +174,8 @@ def _open(data: bytes) -> Image.Image:
         except Image.UnidentifiedImageError:
             raise Rejection("not_an_image", f"no format that is read here begins with {data[:16]!r}") from None
         if any(tile[0] == "libtiff" for tile in getattr(image, "tile", ())) and not features.check("libtiff"):
-            detail = "PIL was built without what a compressed TIFF needs: " + _REMEDY
-            raise Rejection("missing_codec", detail)
+            remedy = "apt-get install libtiff-dev (or the like), then rm -rf .venv and make"
+            raise Rejection("missing_codec", f"PIL was built without what a compressed TIFF needs: {remedy}")
         return image
 
 

@@ -1,8 +1,8 @@
-"""JPEGs, straight to libjpeg-turbo, whose warnings are heard: one rule says which of them are damage.
+"""JPEGs, straight to libjpeg-turbo, whose warnings count: one rule says which of them are damage.
 
 Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python, and it swallows what libjpeg warns
-of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL computes with, PIL takes that memory as it is, and warnings are
-heard. Of 800 pictures with 20 bytes scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit
+of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL computes with, PIL takes that memory as it is, and warnings
+count. Of 800 pictures with 20 bytes scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit
 flipped 174 (9), of 800 that were cut all (all); of 4,800 with harmless changes none.
 
 Damage, whose detail is the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or

@@ -8,7 +8,7 @@ holds out for validation is drawn by a seed and the class's own name, so that it
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -85,26 +85,15 @@ def by_container(inventory: Inventory) -> Arrangement:
 
 
 def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int) -> Arrangement:
-    """Of every class of `train`, `count(images of the class)` seeded ones become `val`."""
+    """Of every class of `train`, `count(images of the class)` become `val`: drawn for each class by its own name, whatever the
+    other classes are."""
     train = arrangement.splits["train"]
-    held = np.zeros(len(train), np.bool_)
-    for label, places in places_by_label(inventory.labels[train]).items():
-        generator = class_generator(inventory.classes[label], seed=seed)
-        held[generator.permutation(places)[: count(len(places))]] = True
+    labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1])
+    for label, places in enumerate(by_class):
+        digest = hashlib.sha256(inventory.classes[label].encode("utf-8", "surrogateescape")).digest()
+        sequence = np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])
+        drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)
+        held[drawn[: count(len(places))]] = True
     splits = arrangement.splits | {"train": train[~held], "val": train[held]}
-    return Arrangement(splits=splits, labels=arrangement.labels, left_out=arrangement.left_out)
-
-
-def places_by_label(labels: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:
-    """Where each label stands, for labels >= 0."""
-    order = np.argsort(labels, kind="stable")
-    num_unlabelled = int(np.count_nonzero(labels < 0))
-    counts = np.bincount(labels[labels >= 0] if num_unlabelled else labels)
-    pieces = np.split(order[num_unlabelled:], np.cumsum(counts)[:-1])
-    return {label: places for label, places in enumerate(pieces) if len(places)}
-
-
-def class_generator(name: str, *, seed: int) -> np.random.Generator:
-    """Randomness for one class, the same whatever the other classes are."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])))
+    return replace(arrangement, splits=splits)

@@ -96,6 +96,7 @@ _VERSIONS = (
         labels={"fine": Labels("fine_label_names.txt", "", 1), "coarse": Labels("coarse_label_names.txt", "", 0)},
     ),
 )
+_GIVE = f"give the .tar.gz as downloaded ({', '.join(CIFAR_ARCHIVES)}), or the folder that it unpacks to"
 _ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
 
 
@@ -117,10 +118,7 @@ class CifarSource(RecordSource):
         if self.path.is_file():
             return (self.path,)
         if not self.path.is_dir():
-            raise SourceError(
-                f"source.path: {self.path} is not there; give the .tar.gz as downloaded "
-                f"({', '.join(CIFAR_ARCHIVES)}), or the folder that it unpacks to"
-            )
+            raise SourceError(f"source.path: {self.path} is not there; {_GIVE}")
         present = {name for name in _ALL_FILES if (self.path / name).is_file()}
         return tuple(self.path / name for name in self._version(present).files)
 
@@ -158,21 +156,17 @@ class CifarSource(RecordSource):
         version = max(_VERSIONS, key=lambda version: len(present & set(version.files)))
         missing = [name for name in version.files if name not in present]
         if len(missing) == len(version.files):
-            raise SourceError(
-                f"source.path: {self.path} holds none of the files of CIFAR-10 or CIFAR-100; give the .tar.gz as downloaded "
-                "or the folder that it unpacks to"
-            )
+            raise SourceError(f"source.path: {self.path} holds none of the files of CIFAR-10 or CIFAR-100; {_GIVE}")
         if missing:
-            raise SourceError(
-                f"source.path: {self.path} looks like {version.archive} but lacks {', '.join(missing[:3])}; download it again"
-            )
+            lacking = ", ".join(missing[:3])
+            raise SourceError(f"source.path: {self.path} looks like {version.archive} but lacks {lacking}; download it again")
         return version
 
 
 def _class_names(data: bytes, key: str) -> tuple[str, ...]:
     """From a pickle under `key`, or from lines."""
     if not key:
-        return tuple(line for line in data.decode("ascii").split() if line)
+        return tuple(data.decode("ascii").split())
     names = _fields(data)[key]
     if not (isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)):
         raise ValueError(f"{key} is no list of names")

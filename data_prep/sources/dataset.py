@@ -8,10 +8,10 @@ The same index must give the same picture every time, so transforms with randomn
 arguments decide the content, so they stand in the manifest, but for values that are paths of this machine.
 """
 
-import importlib
 import io
 import json
 import operator
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -134,17 +134,14 @@ class DatasetSource(Source):
 
 @lru_cache(maxsize=16)
 def _made(factory: str, split: str, arguments: str) -> Any:
-    module, _, name = factory.partition(":")
     try:
-        made: Any = importlib.import_module(module)
-        for part in name.split("."):
-            made = getattr(made, part)
+        make = pkgutil.resolve_name(factory)
     except (ImportError, AttributeError) as error:
         raise SourceError(
             f"source.factory: {factory} cannot be imported ({error}); write module:callable, with the module's folder on PYTHONPATH"
         ) from None
     with _calling(split, f"{factory} fails"):
-        return made(**json.loads(arguments))
+        return make(**json.loads(arguments))
 
 
 def _item(made: Any, split: str, place: int) -> tuple[Any, int]:

@@ -37,21 +37,20 @@ class FolderSource(Source):
         if not self.root.is_dir():
             raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds the classes")
         top = only_folders(self.root, of="class")
-        prefixes = {name: f"{name}/" for name in SPLIT_NAMES if name in top}
-        others = [name for name in top if name not in prefixes] if prefixes else []
-        if others:
+        splits = [name for name in SPLIT_NAMES if name in top]
+        others = [name for name in top if name not in splits]
+        if splits and others:
             raise SourceError(
-                f"source.path: {self.root} holds {' and '.join(prefixes)}, so it has split folders, but also {others[0]}/, which "
+                f"source.path: {self.root} holds {'/ and '.join(splits)}/, so it has split folders, but also {others[0]}/, which "
                 f"is none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
             )
-        prefixes = prefixes or {"train": ""}
+        prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {split: only_folders(self.root / prefix, of="class") for split, prefix in prefixes.items()}
-        for split, found in names.items():
-            if not found:
-                raise SourceError(
-                    f"source.path: {self.root / prefixes[split]} holds no class folders; "
-                    "the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
-                )
+        empty = [self.root / prefixes[split] for split, found in names.items() if not found]
+        if empty:
+            raise SourceError(
+                f"source.path: {empty[0]} holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+            )
         classes = tuple(sorted({name for found in names.values() for name in found}))
         labels = {name: label for label, name in enumerate(classes)}
         containers = [

@@ -102,10 +102,8 @@ class MnistSource(RecordSource):
             return parse_idx(read_all(file, max_bytes=MAX_BYTES), num_dimensions=num_dimensions)
 
     def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
-        known = self.settings.class_names or _CLASSES.get(self.settings.variant)
-        if known is not None:
-            return known
-        return tuple(str(label) for label in range(1 + max(int(batch.labels.max(initial=0)) for batch in batches.values())))
+        highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())
+        return self.settings.class_names or _CLASSES.get(self.settings.variant) or tuple(map(str, range(1 + highest)))
 
 
 def parse_idx(data: bytes, *, num_dimensions: int) -> NDArray[Any]:

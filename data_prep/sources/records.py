@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, stamp_of
+from data_prep.archives.guard import SourceError, changed_since, check_unchanged, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
 from data_prep.sources.base import Source
@@ -63,7 +63,7 @@ class RecordSource(Source):
 
     def read(self, entry: Entry) -> bytes:
         check_unchanged(entry.locator, entry.container.stamp, stamp_of(self.files()))
-        return check_size(entry, self._picture(entry.container, entry.offset))
+        return self._picture(entry.container, entry.offset)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
         return changed_since(self.files(), container.stamp)
@@ -83,22 +83,20 @@ def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
     records = source.load()
     if stamp_of(source.files()) != stamp:
         raise SourceError("source.path: the archive changes while it is read; wait until it is complete, then build again")
-    check_batches(records)
+    if len(set(records.classes)) < len(records.classes):
+        raise SourceError("source.path: a class name occurs twice; download the archive again")
+    for name, batch in records.batches.items():
+        check_labels(name, batch.labels, num_pictures=len(batch.pixels), num_classes=len(records.classes))
     return records
 
 
-def check_batches(records: Records) -> None:
+def check_labels(name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int) -> None:
     """As many labels as pictures, and every label one of the classes."""
-    for name, batch in records.batches.items():
-        if len(batch.pixels) != len(batch.labels) or not len(batch.labels):
-            raise SourceError(
-                f"source.path: {name} holds {len(batch.pixels):,} pictures and {len(batch.labels):,} labels; download it again"
-            )
-        wrong = np.flatnonzero((batch.labels < 0) | (batch.labels >= len(records.classes)))
-        if len(wrong):
-            raise SourceError(
-                f"source.path: {name}: record {wrong[0]} has the label {batch.labels[wrong[0]]}, but there are "
-                f"{len(records.classes)} classes; download it again"
-            )
-    if len(set(records.classes)) < len(records.classes):
-        raise SourceError("source.path: a class name occurs twice; download the archive again")
+    if num_pictures != len(labels) or not num_pictures:
+        raise SourceError(f"source.path: {name} holds {num_pictures:,} pictures and {len(labels):,} labels; download it again")
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(wrong):
+        raise SourceError(
+            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, but there are {num_classes} classes; "
+            "download it again"
+        )

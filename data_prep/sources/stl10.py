@@ -14,12 +14,13 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.guard import SourceError, changed_since, check_md5, check_size, check_unchanged, refusing, stamp_of
+from data_prep.archives.guard import SourceError, changed_since, check_md5, check_unchanged, refusing, stamp_of
 from data_prep.archives.gzipped import open_gzipped_tar
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import ppm
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Md5Policy, Source
+from data_prep.sources.records import check_labels
 from data_prep.tar import Member
 
 ARCHIVE: Final = "stl10_binary.tar.gz"
@@ -30,7 +31,6 @@ _LABELS: Final = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
 _SPLITS: Final = {"train_X.bin": "train", "test_X.bin": "test", "unlabeled_X.bin": "unlabelled"}
 _CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
 _NUM_FOLDS: Final = 10
-_MAX_SMALL_BYTES: Final = 1 << 24
 
 STL10_ARCHIVE = "91f7769df0f17e558f3565bffb0c7dfb"
 STL10_FILES = {
@@ -64,11 +64,10 @@ class Stl10Source(Source):
         self.needed = (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 
     def outline(self) -> Outline:
-        stamp = self._stamp()
+        stamp = stamp_of(self._paths())
         if self.settings.md5 == "published":
             self._check_sums()
-        files = self._files(stamp)
-        containers = []
+        files, classes, containers = self._files(), self._classes(), []
         for name, split in self.splits.items():
             _, offset, num_bytes = files[name]
             if num_bytes == 0 or num_bytes % _STRIDE:
@@ -77,24 +76,25 @@ class Stl10Source(Source):
                     "download it again"
                 )
             containers.append(Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp))
-        classes = self._classes(stamp)
         if len(set(classes)) != len(classes) or not classes:
             raise SourceError(f"source.path: {_CLASSES} names no classes, or one twice; download it again")
-        self._folds(stamp)  # refused now rather than after all pictures are packed
+        self._folds()  # refused now rather than after all pictures are packed
         return Outline(classes=classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         count = container.num_bytes // _STRIDE
-        labels = self._labels(container, count).tolist() if container.path in _LABELS else [UNLABELLED] * count
-        return Entries.of([(f"{number:06d}", number, _PPM_BYTES) for number in range(count)], label=labels)
+        labels = np.full(count, UNLABELLED)
+        if container.path in _LABELS:
+            labels = np.frombuffer(self._small(_LABELS[container.path]), np.uint8).astype(np.int64) - 1  # they count from 1
+            check_labels(container.path, labels, num_pictures=count, num_classes=len(self._classes()))
+        return Entries.of([(f"{number:06d}", number, _PPM_BYTES) for number in range(count)], label=labels.tolist())
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
-        check_unchanged(entry.locator, container.stamp, self._stamp())
-        data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE, container.stamp)
-        if len(data) == _STRIDE:
-            data = ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
-        return check_size(entry, data)
+        check_unchanged(entry.locator, container.stamp, stamp_of(self._paths()))
+        data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE)
+        with refusing(entry.locator):  # cut since that moment
+            return ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
         return changed_since(self._paths(), container.stamp)
@@ -104,31 +104,14 @@ class Stl10Source(Source):
 
     def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
         assert split == "train", split
-        bits = self._folds(self._stamp())
-        return {"folds": bits[[int(locator.rpartition("/")[2]) for locator in locators]]}
+        return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
-    def _labels(self, container: Container, count: int) -> NDArray[np.int64]:
-        name = _LABELS[container.path]
-        stored = np.frombuffer(self._small(name, container.stamp), np.uint8).astype(np.int64)
-        if len(stored) != count:
-            raise SourceError(
-                f"source.path: {name} holds {len(stored):,} labels, {container.path} {count:,} pictures; download it again"
-            )
-        num_classes = len(self._classes(container.stamp))
-        wrong = np.flatnonzero((stored < 1) | (stored > num_classes))
-        if len(wrong):
-            raise SourceError(
-                f"source.path: {name}: record {wrong[0]} has the label {stored[wrong[0]]}, which is not one of 1 to "
-                f"{num_classes}; download it again"
-            )
-        return stored - 1
-
-    def _folds(self, stamp: str) -> NDArray[np.bool_]:
+    def _folds(self) -> NDArray[np.bool_]:
         """(training pictures, 10): who belongs to which fold."""
-        count = self._files(stamp)["train_X.bin"].num_bytes // _STRIDE
+        count = self._files()["train_X.bin"].num_bytes // _STRIDE
         bits = np.zeros((count, _NUM_FOLDS), np.bool_)
         with refusing(_FOLDS):
-            folds = [[int(word) for word in line.split()] for line in self._small(_FOLDS, stamp).splitlines()]
+            folds = [[int(word) for word in line.split()] for line in self._small(_FOLDS).splitlines()]
             if len(folds) != _NUM_FOLDS or not all(folds):
                 raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
             for number, fold in enumerate(folds):
@@ -137,14 +120,11 @@ class Stl10Source(Source):
                 bits[fold, number] = True
         return bits
 
-    def _classes(self, stamp: str) -> tuple[str, ...]:
+    def _classes(self) -> tuple[str, ...]:
         with refusing(_CLASSES):
-            return tuple(self._small(_CLASSES, stamp).decode("ascii").split())
+            return tuple(self._small(_CLASSES).decode("ascii").split())
 
     # ---- the two forms of the archive ---------------------------------------------------------------------------
-
-    def _stamp(self) -> str:
-        return stamp_of(self._paths())
 
     def _paths(self) -> list[Path]:
         if self.path.is_dir():
@@ -161,27 +141,25 @@ class Stl10Source(Source):
             if md5 is not None:
                 _check_once(path, md5, stamp_of([path]))
 
-    def _files(self, stamp: str) -> dict[str, Member]:
+    def _files(self) -> dict[str, Member]:
         if self.path.is_dir():
             return {name: Member(name, 0, (self.path / name).stat().st_size) for name in self.needed}
-        files = open_gzipped_tar(self.path, stamp).files
+        files = open_gzipped_tar(self.path).files
         missing = [name for name in self.needed if name not in files]
         if missing:
             raise SourceError(f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as downloaded")
         return files
 
-    def _read(self, name: str, offset: int, num_bytes: int, stamp: str) -> bytes:
+    def _read(self, name: str, offset: int, num_bytes: int) -> bytes:
         if self.path.is_dir():
             with refusing(self.path / name), open(self.path / name, "rb", buffering=0) as file:
                 file.seek(offset)
                 return file.read(num_bytes) or b""
-        return open_gzipped_tar(self.path, stamp).read(offset, num_bytes)
+        return open_gzipped_tar(self.path).read(offset, num_bytes)
 
-    def _small(self, name: str, stamp: str) -> bytes:
-        _, offset, num_bytes = self._files(stamp)[name]
-        if num_bytes > _MAX_SMALL_BYTES:
-            raise SourceError(f"source.path: {name} has {num_bytes:,} bytes; download it again")
-        return self._read(name, offset, num_bytes, stamp)
+    def _small(self, name: str) -> bytes:
+        _, offset, num_bytes = self._files()[name]
+        return self._read(name, offset, num_bytes)
 
 
 @lru_cache(maxsize=16)

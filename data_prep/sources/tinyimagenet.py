@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_prep.archives.files import changed_in_folder, read_file
-from data_prep.archives.guard import SourceError, changed_since, check_size, check_unchanged, refusing, stamp_of
+from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.archives.trees import FolderTree, Tree, open_zip_tree
 from data_prep.settings import Settings
@@ -78,7 +78,7 @@ class TinyImageNetSource(Source):
         if self.path.is_dir():
             return read_file(self.path, entry)
         check_unchanged(entry.locator, entry.container.stamp, self._stamp)
-        return check_size(entry, self._tree().read(entry.locator))
+        return self._tree().read(entry.locator)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
         if self.path.is_dir():

@@ -4,8 +4,11 @@ import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -36,10 +39,31 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def png_chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
 def webp(image: Image.Image) -> bytes:
     """Lossless, whatever PIL was built with."""
     data = cv2.imencode(".webp", np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]], [cv2.IMWRITE_WEBP_QUALITY, 101])
     return bytes(data[1])
+
+
+def tar_of(
+    files: dict[str, bytes] | list[tuple[str, bytes]], *, kind: int = tarfile.GNU_FORMAT, folder: str = "", owner: str = ""
+) -> bytes:
+    """By tarfile, the folder first."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=kind, encoding="utf-8", errors="surrogateescape") as archive:
+        if folder:
+            info = tarfile.TarInfo(folder)
+            info.type = tarfile.DIRTYPE
+            archive.addfile(info)
+        for name, data in files.items() if isinstance(files, dict) else files:
+            info = tarfile.TarInfo(name)
+            info.size, info.uname = len(data), owner
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 def write_files(root: Path, files: dict[str, bytes]) -> Path:

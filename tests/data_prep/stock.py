@@ -20,7 +20,7 @@ from PIL import Image
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from pretrain.data.reader import open_split
-from tests.data_prep.samples import encoded, picture
+from tests.data_prep.samples import encoded, picture, tar_of
 
 Members = dict[str, bytes]
 
@@ -41,11 +41,7 @@ def write_stock(path: Path, samples: list[dict[str, Any]]) -> Path:
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    path.write_bytes(tar_of(members, kind=tarfile.PAX_FORMAT))
     return path
 
 

@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,27 +16,18 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from data_prep.images import PIXEL_BUDGET, ImageSpec, Rejection, convert, decode, decode_square, encode_ppm, resize
-from tests.data_prep.samples import encoded, picture, webp, write_files
+from data_prep.images import ImageSpec, Rejection, convert, decode, decode_square, encode_ppm, resize
+from tests.data_prep.samples import encoded, picture, png_chunk, webp, write_files
 
 Pixels = NDArray[np.uint8]
 
 
 def spec(**changes: object) -> ImageSpec:
-    fields = {"image_size": 16, "crop": "center", "interpolation": "bicubic", "encoding": "raw", "jpeg_quality": 95}
-    fields |= {"draft": False, "max_pixels": PIXEL_BUDGET}
-    return ImageSpec.model_validate(fields | changes)
+    return ImageSpec.model_validate({"image_size": 16, "draft": False} | changes)
 
 
 def pixels_of(data: bytes) -> Pixels:
     return np.asarray(decode(data)[0])
-
-
-def reason_of(data: bytes) -> str:
-    with pytest.raises(Rejection) as caught:
-        decode(data)
-    assert caught.value.detail
-    return caught.value.reason
 
 
 # ---- orientation ------------------------------------------------------------------------------------------------
@@ -93,13 +83,6 @@ def test_other_modes_become_rgb_with_transparency_over_white(
 ) -> None:
     stored = encoded(Image.new(mode, (4, 3), colour), "PNG")
     np.testing.assert_array_equal(pixels_of(stored), np.full((3, 4, 3), expected, np.uint8))
-
-
-def test_a_transparent_colour_of_a_png_is_white() -> None:
-    halves = Image.new("RGB", (4, 2), (10, 20, 30))
-    halves.paste((200, 0, 0), (2, 0, 4, 2))
-    pixels = pixels_of(encoded(halves, "PNG", transparency=(10, 20, 30)))
-    np.testing.assert_array_equal(pixels[0], [(255, 255, 255)] * 2 + [(200, 0, 0)] * 2)
 
 
 # ---- size -------------------------------------------------------------------------------------------------------
@@ -231,19 +214,15 @@ def test_ppm_headers_of_one_size_are_of_one_length() -> None:
 
 def png_header(width: int, height: int) -> bytes:
     """A well-formed PNG that claims any size and has no pixels."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "empty"),
-        (b"<html>404</html>", "not_an_image"),
+        (b"<html>404 Not Found</html>", "not_an_image: no format that is read here begins with b'<html>404 Not Fo'"),
         (bytes(1000), "not_an_image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not_an_image"),  # Pillow would start a program
         (encoded(picture(seed=1), "TGA"), "not_an_image"),  # a format without a signature
@@ -254,7 +233,9 @@ def png_header(width: int, height: int) -> bytes:
     ],
 )
 def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: str) -> None:
-    assert reason_of(data) == reason
+    with pytest.raises(Rejection) as caught:
+        decode(data)
+    assert caught.value.detail and str(caught.value).startswith(reason)
 
 
 def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +248,8 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     with pytest.raises(Rejection, match=r"too_many_pixels: 11 x 10; make it smaller, or raise max_pixels \(100\)"):
         decode(more, max_pixels=100)
     monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
-    assert reason_of(more) == "too_many_pixels"
+    with pytest.raises(Rejection, match="too_many_pixels: 11 x 10; 100 pixels are the most"):
+        decode(more)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +276,7 @@ for path in sys.argv[1:]:
     data = open(path, "rb").read()
     decode(data)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    for extra in range(0, 100, 10):
+    for extra in range(0, 50, 5):
         resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), -1))
         try:
             decode(data)
@@ -307,7 +289,7 @@ for path in sys.argv[1:]:
 
 def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> None:
     """Of each decoder, wherever it was: in a process that has less than a picture needs, then more."""
-    image = Image.new("RGB", (2000, 2000), (9, 200, 3))
+    image = Image.new("RGB", (1400, 1400), (9, 200, 3))
     files = {"jpeg": encoded(image, progressive=True), "png": encoded(image, "PNG"), "webp": webp(image)}
     write_files(tmp_path, files)
     words = [sys.executable, "-c", WITHOUT_MEMORY, *(str(tmp_path / name) for name in files)]

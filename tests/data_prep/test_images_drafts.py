@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_prep.build.config import BuildSettings
-from data_prep.images import PIXEL_BUDGET, ImageSpec, convert
+from data_prep.images import ImageSpec, convert
 from data_prep.images.decoding import read_picture
 from data_prep.images.jpeg import plain_frame
 from tests.data_prep.samples import encoded, picture
@@ -50,10 +50,7 @@ def differences(data: bytes, *, size: int, crop: str) -> Pixels:
     """What a draft changes of the written picture."""
 
     def pixels(draft: bool) -> Pixels:
-        spec = ImageSpec.model_validate(
-            {"image_size": size, "crop": crop, "encoding": "raw", "jpeg_quality": 95, "draft": draft}
-            | {"interpolation": "bicubic", "max_pixels": PIXEL_BUDGET}
-        )
+        spec = ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft})
         return np.asarray(convert(data, spec).pixels, np.int64)
 
     return np.abs(pixels(draft=True) - pixels(draft=False))
@@ -63,15 +60,13 @@ SIDES = [(64, 256), (64, 300), (32, 200), (32, 511), (16, 256), (16, 300), (16, 
 """(size, shorter side): every scale at its very margin, and above it."""
 
 
-@pytest.mark.parametrize("crop", ["center", "squash"])
 @pytest.mark.parametrize(("size", "side"), SIDES)
-def test_on_photographs_a_draft_is_less_than_a_level_off(size: int, side: int, crop: str) -> None:
-    for seed in range(3):
+def test_on_photographs_a_draft_is_less_than_a_level_off(size: int, side: int) -> None:
+    for seed, crop in enumerate(("center", "squash", "center")):
         photograph = like_a_photograph(seed, width=side + 37 * seed, height=side + 11 * (2 - seed))
         options = {"quality": (75, 90, 98)[seed], "subsampling": (2, 1, 0)[seed], "progressive": seed == 1}
         found = differences(encoded(Image.fromarray(photograph), **options), size=size, crop=crop)
-        assert 0 < found.mean() <= 1, (seed, found.mean())
-        assert found.max() <= 6, (seed, found.max())
+        assert 0 < found.mean() <= 1 and found.max() <= 6, (seed, found.mean(), found.max())
 
 
 @pytest.mark.parametrize(("size", "side"), SIDES)
@@ -115,7 +110,7 @@ def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
 
 @pytest.mark.parametrize("scale", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}])
+@pytest.mark.parametrize("options", [{"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}])
 def test_jpegs_are_what_pillow_makes_of_them(mode: str, options: dict[str, int], scale: int) -> None:
     """Which has libjpeg-turbo, too. It drafts no CMYK."""
     data = encoded(picture(seed=1, width=141, height=99).convert(mode), comment=b"\xff\xda", icc_profile=b"x" * 70_000, **options)

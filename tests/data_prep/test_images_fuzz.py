@@ -17,7 +17,7 @@ from tests.data_prep.samples import encoded, picture, webp
 from tests.soak import soaked
 
 SIZE = 8
-NUM_PER_SEED = 130
+NUM_PER_SEED = 45
 SPEC = ImageSpec(
     image_size=SIZE, crop="center", interpolation="bicubic", encoding="raw", jpeg_quality=95, draft=True, max_pixels=300_000
 )
@@ -107,11 +107,8 @@ def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(mutation: M
                 assert found[1].strip(), found
                 assert " at 0x" not in found[1], found
                 outcomes[found[0]] += 1
-    assert outcomes.total() == NUM_PER_SEED * len(seeds()) > 2000
-    assert outcomes["not_an_image"] > 50
-    assert outcomes["truncated"] > 50
-    assert outcomes["damaged"] > 0
-    assert outcomes["a picture"] > 50
+    assert outcomes.total() == NUM_PER_SEED * len(seeds()) > 700
+    assert min(outcomes[kind] for kind in ("not_an_image", "truncated", "a picture")) > 15 and outcomes["damaged"]
 
 
 def test_every_undamaged_seed_is_a_picture_but_those_that_cannot_be() -> None:

@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
 import tarfile
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from data_prep.settings import UserError, printable
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
-from tests.data_prep.sources.archives import FIRST
+from tests.data_prep.samples import build, encoded, files_of, picture, tar_of, write_classes, write_files
+from tests.data_prep.sources.layouts import SYNSETS
 from tests.data_prep.stock import index, read, rejects
 
 CAFE, NAIVE, BAD = (os.fsdecode(name) for name in (b"caf\xe9", b"na\xefve.jpg", b"b\xe4d.jpg"))
@@ -85,42 +84,32 @@ def test_lists_of_classes_and_of_exclusions_find_them(tmp_path: Path, source: Pa
     assert len(single) == len(doubled) - 1
 
 
-def write_tar(path: Path, files: dict[str, bytes], kind: int) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w", format=kind, encoding="utf-8", errors="surrogateescape") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, BytesIO(data))
-    return path
-
-
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_of_tars(tmp_path: Path, kind: int) -> None:
     files = {NAIVE: encoded(picture(seed=1)), BAD: b"no picture", "é.jpg": encoded(picture(seed=2))}
-    synset = write_tar(tmp_path / "synsets" / f"{FIRST[0]}.tar", files, kind)
-    words = [f"source.path={synset.parent}", "source.processing=raw", "image_size=16", "num_workers=1", *CUT]
+    synsets = write_files(tmp_path / "synsets", {f"{SYNSETS[0]}.tar": tar_of(files, kind=kind)})
+    words = [f"source.path={synsets}", "source.processing=raw", "image_size=16", "num_workers=1", *CUT]
     assert main(["build", "--source", "imagenet21k", "--out", str(tmp_path / "built"), *words]) == 0
     found = [*paths_of(tmp_path / "built"), *rejects(tmp_path / "built")]
-    assert {had_back(path) for path in found} == {f"{FIRST[0]}.tar/{name}" for name in files}
+    assert {had_back(path) for path in found} == {f"{SYNSETS[0]}.tar/{name}" for name in files}
 
     stock = {name.replace(".jpg", ending): data for name, data in files.items() for ending in (".jpg", ".cls")}
     stock = {name: b"0" if name.endswith("cls") else data for name, data in stock.items()}
-    shard = write_tar(tmp_path / "stock.tar", stock, kind)
-    assert index(tmp_path / "indexed", shard, "max_reject_share=0.5") == 0
+    (tmp_path / "stock.tar").write_bytes(tar_of(stock, kind=kind))
+    assert index(tmp_path / "indexed", tmp_path / "stock.tar", "max_reject_share=0.5") == 0
     found = [*paths_of(tmp_path / "indexed"), *rejects(tmp_path / "indexed")]
     assert {had_back(path) for path in found} == {f"stock.tar/{name.removesuffix('.jpg')}" for name in files}
 
 
-def test_a_terminal_that_cannot_show_a_name_stops_nothing(tmp_path: Path, source: Path) -> None:
+def test_a_terminal_that_cannot_show_a_name_stops_nothing(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(source, tmp_path / "out", *CUT) == 0
     named = (tmp_path / "out").rename(tmp_path / CAFE)
     for verb, encoding in (("verify", "utf-8"), ("stats", "ascii")):
-        command = [sys.executable, "-m", "data_prep", verb, str(named)]
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
-        ended = subprocess.run(command, env=environment, capture_output=True, check=False)
-        assert ended.returncode == 0, ended
-        assert b"caf\\udce9" in ended.stdout
+        terminal = TextIOWrapper(BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main([verb, str(named)]) == 0
+        terminal.seek(0)
+        assert b"caf\\udce9" in terminal.buffer.read()
 
 
 def test_messages_spell_them_and_a_shard_whose_name_a_manifest_cannot_hold_is_refused(
@@ -129,7 +118,7 @@ def test_messages_spell_them_and_a_shard_whose_name_a_manifest_cannot_hold_is_re
     assert str(UserError(f"no {CAFE}, {chr(0xD800)}")) == f"no caf\\xe9, {chr(0xD800)}"
     (source / os.fsdecode(b"\xe9t\xe9")).mkdir()
     refused(build(source, tmp_path / "out"), "hold no pictures (\\xe9t\\xe9); remove them")
-    write_tar(tmp_path / f"{CAFE}.tar", {"a.cls": b"0"}, tarfile.PAX_FORMAT)
+    write_files(tmp_path, {f"{CAFE}.tar": tar_of({"a.cls": b"0"})})
     refused(index(tmp_path / "out", tmp_path / "caf*.tar"), "caf\\xe9.tar is not named in UTF-8; rename it")
     (tmp_path / "wide").write_text("ant\n", encoding="utf-16")
     assert build(source, tmp_path / "out", f"classes_file={tmp_path / 'wide'}") == 2

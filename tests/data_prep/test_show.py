@@ -34,14 +34,13 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(flags: Path, encoding: str) -> None:
     sheet = np.asarray(contact_sheet(flags / encoding, count=12))
     assert CELL == 112  # seven times the 16 pixels of a picture
+    black, white = ~sheet.any(axis=2), (sheet == 255).all(axis=2)
     seen = []
-    for top in range(sheet.shape[0] - CELL):
-        for left in range(sheet.shape[1] - CELL):
-            if not sheet[top, left].any() and (sheet[top - 1, left] == 255).all() and (sheet[top, left - 1] == 255).all():
-                cell = sheet[top : top + CELL, left : left + CELL]
-                small = cell[::7, ::7]
-                if (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all() and not small[:, 0].any():
-                    seen.append(tuple(small[8, 14].tolist()))
+    for top, left in 1 + np.argwhere(black[1:, 1:] & white[:-1, 1:] & white[1:, :-1]):
+        cell = sheet[top : top + CELL, left : left + CELL]
+        small = cell[::7, ::7]
+        if cell.shape[:2] == (CELL, CELL) and not small[:, 0].any() and (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all():
+            seen.append(tuple(small[8, 14].tolist()))
     assert seen == [COLOURS["blue"]] * 4 + [COLOURS["green"]] * 4 + [COLOURS["red"]] * 4
 
 

@@ -3,25 +3,19 @@
 import hashlib
 import io
 import tarfile
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from data_prep import tar
 from data_prep.tar import BLOCK, MAX_MEMBER_BYTES, TarWriter, header
+from tests.data_prep.samples import tar_of
 
-Members = Sequence[tuple[str, bytes]]
+Members = list[tuple[str, bytes]]
 
 
 def by_tarfile(members: Members) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+    return tar_of(members, kind=tarfile.USTAR_FORMAT)
 
 
 def by_us(members: Members) -> tuple[bytes, TarWriter, list[int]]:
@@ -48,10 +42,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-@pytest.mark.parametrize("num_bytes", [0, 1, 511, 512, 513, 10_000])
-def test_one_member_is_as_tarfile_writes_it(name: str, num_bytes: int) -> None:
-    members = [(name, bytes(range(256)) * (num_bytes // 256) + b"x" * (num_bytes % 256))]
-    assert by_us(members)[0] == by_tarfile(members)
+def test_one_member_is_as_tarfile_writes_it(name: str) -> None:
+    for num_bytes in (0, 1, 511, 512, 513, 10_000):
+        members = [(name, bytes(range(256)) * (num_bytes // 256) + b"x" * (num_bytes % 256))]
+        assert by_us(members)[0] == by_tarfile(members)
 
 
 def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,28 @@
 """Writes archives byte for byte in their published layouts, and reads back what `data_prep build` made of them.
 
-Nothing here uses the package's own readers: records, idx headers and Python-2 pickles are put together from their specifications.
+Nothing here uses the package's own readers: records and idx headers are put together from their specifications.
 """
 
 import gzip
 import io
+import pickle
 import random
 import struct
-import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
+from scipy.io import savemat
 
 from data_prep.archives.inventory import Entries, Entry, Outline
 from data_prep.cli import main
 from data_prep.manifest import load_index, load_manifest, load_paths
 from data_prep.sources import Source, SourceError, SourceSettings, open_source
+from tests.data_prep.samples import encoded, picture, tar_of, write_files
 from tests.soak import FACTOR, FIRST
 
 Pixels = NDArray[np.uint8]
@@ -34,86 +37,31 @@ def ppm_of(picture_HWC: Pixels) -> bytes:
     return f"P6\n{width} {height}\n255\n".encode() + picture_HWC.tobytes()
 
 
-def tar_of(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        folder = tarfile.TarInfo(next(iter(files)).split("/", 1)[0])
-        folder.type = tarfile.DIRTYPE
-        archive.addfile(folder)
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
 def tar_gz_of(files: dict[str, bytes]) -> bytes:
-    return gzip.compress(tar_of(files), mtime=0)
+    return gzip.compress(tar_of(files, folder=next(iter(files)).split("/")[0]), mtime=0)
 
 
 def idx_of(array: Pixels) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
+class _Python2(pickle._Pickler):
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def save_text(self, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self.write(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
+        self.write(data)
+        self.memoize(value)
+
+    dispatch[str] = dispatch[bytes] = save_text
+
+
 def python2_pickle(value: Any) -> bytes:
     """What `cPickle.dump(value, file, 2)` of Python 2.7 wrote: strings are `str`, arrays go through numpy's old module."""
-    parts: list[bytes] = []
-    puts = iter(range(1, 1 << 30))
-
-    def put() -> None:
-        number = next(puts)
-        parts.append(b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number))
-
-    def write(item: Any) -> None:
-        match item:
-            case None:
-                parts.append(b"N")
-            case bool():
-                parts.append(b"\x88" if item else b"\x89")
-            case int():
-                small = b"K" + bytes([item]) if 0 <= item < 256 else None
-                parts.append(small or (b"M" + struct.pack("<H", item) if 0 <= item < 65536 else b"J" + struct.pack("<i", item)))
-            case str() | bytes():
-                data = item.encode() if isinstance(item, str) else item
-                parts.append(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
-                parts.append(data)
-                put()
-            case list() | dict():
-                parts.append(b"]" if isinstance(item, list) else b"}")
-                put()
-                parts.append(b"(")
-                for member in item if isinstance(item, list) else [x for pair in item.items() for x in pair]:
-                    write(member)
-                parts.append(b"e" if isinstance(item, list) else b"u")
-            case tuple():
-                parts.append(b"(")
-                for member in item:
-                    write(member)
-                parts.append(b"t")
-                put()
-            case np.ndarray():
-                parts.append(b"cnumpy.core.multiarray\n_reconstruct\n")
-                put()
-                parts.append(b"cnumpy\nndarray\n")
-                put()
-                parts.append(b"K\x00\x85U\x01b\x87R")
-                put()
-                parts.append(b"(K\x01")
-                write(item.shape)
-                parts.append(b"cnumpy\ndtype\n")
-                put()
-                write(item.dtype.str[1:])
-                parts.append(b"K\x00K\x01\x87R")
-                put()
-                parts.append(b"(K\x03U\x01" + item.dtype.str[:1].encode() + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb")
-                parts.append(b"\x89")
-                write(item.tobytes())
-                parts.append(b"tb")
-            case _:
-                raise AssertionError(item)
-
-    write(value)
-    return b"\x80\x02" + b"".join(parts) + b"."
+    file = io.BytesIO()
+    _Python2(file, 2).dump(value)
+    return file.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
 
 
 def build(kind: str, out: Path, *overrides: str) -> int:
@@ -138,11 +86,17 @@ def written(out: Path, split: str) -> dict[str, Written]:
     return found
 
 
-def opened(kind: str, path: Path) -> Source:
-    """Without its published sums."""
-    words = {"kind": kind, "path": str(path)} | ({} if kind == "tinyimagenet" else {"md5": "off"})
+def opened(kind: str, path: Path, **fields: object) -> Source:
+    """Without its published sums, unless asked for."""
+    words = {"kind": kind, "path": str(path)} | ({} if kind in ("tinyimagenet", "imagenet21k") else {"md5": "off"}) | fields
     settings: TypeAdapter[SourceSettings] = TypeAdapter(SourceSettings)
     return open_source(settings.validate_python(words), num_workers=1)
+
+
+def refused_in_one_line(source: Source, message: str) -> None:
+    with pytest.raises(SourceError, match=message) as raised:
+        listed(source)
+    assert str(raised.value).startswith("source.path: ") and "\n" not in str(raised.value)
 
 
 def listed(source: Source) -> list[Entry]:
@@ -195,3 +149,62 @@ def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
         except SourceError as error:
             assert "\n" not in str(error)
     return len(entries), ""
+
+
+# ---- ImageNet ------------------------------------------------------------------------------------------------------
+
+SYNSETS = ("n01440764", "n01443537", "n02119789")
+"""Synsets of these tests; the first two are real classes of ImageNet-1k, too."""
+
+
+def jpeg(seed: int) -> bytes:
+    return encoded(picture(seed=seed), quality=90)
+
+
+def synset_files(wnid: str, count: int) -> dict[str, bytes]:
+    """The files of a synset as ImageNet names them; numbers are not consecutive there, either."""
+    return {f"{wnid}_{7 * number + 3}.JPEG": jpeg(int(wnid[1:]) + number) for number in range(count)}
+
+
+def write_synset_folders(root: Path, counts: dict[str, int]) -> Path:
+    for wnid, count in counts.items():
+        write_files(root / wnid, synset_files(wnid, count))
+    return root
+
+
+def write_synset_tars(root: Path, counts: dict[str, int]) -> Path:
+    return write_files(root, {f"{wnid}.tar": tar_of(synset_files(wnid, count)) for wnid, count in counts.items()})
+
+
+def write_whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "") -> Path:
+    """A tar of synset tars, in no particular order."""
+    inner = {f"{prefix}{wnid}.tar": tar_of(synset_files(wnid, counts[wnid])) for wnid in reversed(list(counts))}
+    write_files(path.parent, {path.name: tar_of(inner, folder=prefix.rstrip("/"))})
+    return path
+
+
+def devkit_files(numbers: dict[int, str], truth: list[int], *, parents: int = 2) -> dict[str, bytes]:
+    """meta.mat with the classes in any order and their ancestors, as in the real one, and the ground truth."""
+    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images")
+    synsets = np.zeros((len(numbers) + parents, 1), dtype=[(name, object) for name in fields])
+    for row, (number, wnid) in enumerate(numbers.items()):
+        synsets[row, 0] = (number, wnid, f"words of {wnid}", "a gloss", 0, np.zeros(0), 0, 1300)
+    for row in range(len(numbers), len(synsets)):
+        children = np.array(list(numbers)[:2], np.float64)
+        synsets[row, 0] = (row + 1, f"n9999999{row % 10}", "an ancestor", "a gloss", 2, children, 1, 0)
+    buffer = io.BytesIO()
+    savemat(buffer, {"synsets": synsets})
+    folder = "ILSVRC2012_devkit_t12"
+    return {
+        f"{folder}/COPYING": b"as it is",
+        f"{folder}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{number}\n" for number in truth).encode(),
+        f"{folder}/data/meta.mat": buffer.getvalue(),
+    }
+
+
+def write_devkit(root: Path, files: dict[str, bytes]) -> Path:
+    return write_files(root, {"ILSVRC2012_devkit_t12.tar.gz": tar_gz_of(files)}) / "ILSVRC2012_devkit_t12.tar.gz"
+
+
+def val_files(count: int) -> dict[str, bytes]:
+    return {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(900 + number) for number in range(1, count + 1)}

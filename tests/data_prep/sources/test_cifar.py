@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 
 from data_prep.manifest import load_manifest
-from data_prep.sources import SourceError, cifar
-from data_prep.sources.cifar import CifarSettings, CifarSource
+from data_prep.sources import Source, SourceError, cifar
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import build, listed, pixels, ppm_of, python2_pickle, tar_gz_of, written
+from tests.data_prep.sources.layouts import (
+    build,
+    listed,
+    opened,
+    pixels,
+    ppm_of,
+    python2_pickle,
+    refused_in_one_line,
+    tar_gz_of,
+    written,
+)
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 FINE = [f"fine_{number:02d}" for number in range(100)]
@@ -31,26 +40,23 @@ FINE_LABELS = {"train": [99, 0, 50, 7], "test": [3, 98, 3, 1]}
 COARSE_LABELS = {"train": [19, 0, 5, 7], "test": [3, 18, 3, 1]}
 
 
+def lines(names: list[str]) -> bytes:
+    return "".join(f"{name}\n" for name in names).encode()
+
+
 def ten_python() -> dict[str, bytes]:
     folder = "cifar-10-batches-py"
-    files = {
-        f"{folder}/{name}": python2_pickle(
-            {
-                "batch_label": f"batch {name}",
-                "labels": TEN_LABELS[name],
-                "data": TEN_PIXELS[name].reshape(NUM, 3072),
-                "filenames": [f"{name}_{row}.png" for row in range(NUM)],
-            }
-        )
-        for name in BATCHES
-    }
     meta = {"num_cases_per_batch": 10000, "label_names": TEN, "num_vis": 3072}
-    return files | {f"{folder}/readme.html": b"<meta>", f"{folder}/batches.meta": python2_pickle(meta)}
+    files = {f"{folder}/readme.html": b"<meta>", f"{folder}/batches.meta": python2_pickle(meta)}
+    for name in BATCHES:
+        fields = {"batch_label": f"batch {name}", "labels": TEN_LABELS[name], "data": TEN_PIXELS[name].reshape(NUM, 3072)}
+        files[f"{folder}/{name}"] = python2_pickle(fields | {"filenames": [f"{name}_{row}.png" for row in range(NUM)]})
+    return files
 
 
 def ten_binary() -> dict[str, bytes]:
     folder = "cifar-10-batches-bin"
-    files = {f"{folder}/batches.meta.txt": "".join(f"{name}\n" for name in [*TEN, ""]).encode()}
+    files = {f"{folder}/batches.meta.txt": lines([*TEN, ""])}
     for name in BATCHES:
         rows = zip(TEN_LABELS[name], TEN_PIXELS[name], strict=True)
         files[f"{folder}/{name}.bin"] = b"".join(bytes([label]) + picture.tobytes() for label, picture in rows)
@@ -61,23 +67,15 @@ def hundred_python() -> dict[str, bytes]:
     folder = "cifar-100-python"
     files = {f"{folder}/file.txt~": b"", f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE})}
     for name in ("test", "train"):
-        fields = {
-            "filenames": [f"{name}_{row}.png" for row in range(NUM)],
-            "batch_label": f"{name}ing batch 1 of 1",
-            "fine_labels": FINE_LABELS[name],
-            "coarse_labels": COARSE_LABELS[name],
-            "data": HUNDRED_PIXELS[name].reshape(NUM, 3072),
-        }
-        files[f"{folder}/{name}"] = python2_pickle(fields)
+        fields = {"filenames": [f"{name}_{row}.png" for row in range(NUM)], "batch_label": f"{name}ing batch 1 of 1"}
+        fields |= {"fine_labels": FINE_LABELS[name], "coarse_labels": COARSE_LABELS[name]}
+        files[f"{folder}/{name}"] = python2_pickle(fields | {"data": HUNDRED_PIXELS[name].reshape(NUM, 3072)})
     return files
 
 
 def hundred_binary() -> dict[str, bytes]:
     folder = "cifar-100-binary"
-    files = {
-        f"{folder}/coarse_label_names.txt": "".join(f"{name}\n" for name in COARSE).encode(),
-        f"{folder}/fine_label_names.txt": "".join(f"{name}\n" for name in FINE).encode(),
-    }
+    files = {f"{folder}/coarse_label_names.txt": lines(COARSE), f"{folder}/fine_label_names.txt": lines(FINE)}
     for name in ("train", "test"):
         rows = zip(COARSE_LABELS[name], FINE_LABELS[name], HUNDRED_PIXELS[name], strict=True)
         files[f"{folder}/{name}.bin"] = b"".join(bytes([c, f]) + picture.tobytes() for c, f, picture in rows)
@@ -101,8 +99,8 @@ def archive(tmp_path: Path, version: str, *, unpacked: bool = False) -> Path:
     return path
 
 
-def source_of(path: Path, **fields: object) -> CifarSource:
-    return CifarSource(CifarSettings.model_validate({"kind": "cifar", "path": str(path), "md5": "off", **fields}))
+def source_of(path: Path, **fields: object) -> Source:
+    return opened("cifar", path, **fields)
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
@@ -127,11 +125,10 @@ def test_every_version_gives_the_pictures_and_labels_as_they_were(tmp_path: Path
         assert len(data) == entry.num_bytes
 
 
-@pytest.mark.parametrize("encoding", ["raw", "keep"])
-def test_a_build_of_either_version_holds_the_pictures_as_published(tmp_path: Path, encoding: str) -> None:
+def test_a_build_of_either_version_holds_the_pictures_as_published(tmp_path: Path) -> None:
     outs = {}
-    for version, unpacked in (("cifar-10-python", False), ("cifar-10-binary", True)):
-        path, outs[version] = archive(tmp_path, version, unpacked=unpacked), tmp_path / "out" / version
+    for version, encoding in (("cifar-10-python", "keep"), ("cifar-10-binary", "raw")):
+        path, outs[version] = archive(tmp_path, version, unpacked=encoding == "raw"), tmp_path / "out" / version
         words = [f"source.path={path}", "source.md5=off", "image_size=32", f"encoding={encoding}"]
         assert build("cifar", outs[version], *words) == 0
     python, binary = outs.values()
@@ -159,10 +156,9 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
     """Those of an archive, and those of the files that the python versions unpack to."""
     path, folder = archive(tmp_path, "cifar-10-python"), archive(tmp_path, "cifar-100-python", unpacked=True)
     found = hashlib.md5(path.read_bytes()).hexdigest()
-    with pytest.raises(SourceError, match=f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"):
-        source_of(path, md5="published").outline()
-    with pytest.raises(SourceError, match="published is 16019d7e3df5f24257cddd939b257f8d"):
-        source_of(folder, md5="published").outline()
+    message = f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
+    refused_in_one_line(source_of(path, md5="published"), message)
+    refused_in_one_line(source_of(folder, md5="published"), "published is 16019d7e3df5f24257cddd939b257f8d")
     monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
     sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("train", "test", "meta")}
     monkeypatch.setattr(cifar, "CIFAR_FILES", sums)
@@ -171,11 +167,9 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
 
 
 def test_an_archive_with_another_sum_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "renamed.tgz"
-    path.write_bytes(b"whatever it is")
+    path = write_files(tmp_path, {"renamed.tgz": b"whatever it is"}) / "renamed.tgz"
     monkeypatch.setattr(cifar, "read_members", None)
-    with pytest.raises(SourceError, match=r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off"):
-        source_of(path, md5="published").outline()
+    refused_in_one_line(source_of(path, md5="published"), r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off")
 
 
 # ---- mistakes ---------------------------------------------------------------------------------------------------
@@ -198,12 +192,7 @@ def a_batch(**fields: object) -> bytes:
         ("cifar-10-python", "data_batch_3", None, "looks like cifar-10-python.tar.gz but lacks data_batch_3"),
         ("cifar-10-binary", "batches.meta.txt", None, "looks like cifar-10-binary.tar.gz but lacks batches.meta.txt"),
         ("cifar-100-binary", "test.bin", b"x" * 3075, "3,075 bytes are not a whole number of records of 3,074"),
-        (
-            "cifar-10-binary",
-            "test_batch.bin",
-            b"\x0a" + b"x" * 3072,
-            "test_batch.bin: record 0 has the label 10, but there are 10 c",
-        ),
+        ("cifar-10-binary", "test_batch.bin", b"\x0a" + b"x" * 3072, "test_batch.bin: record 0 has the label 10, but there are 10"),
         ("cifar-10-binary", "test_batch.bin", b"", "test_batch.bin holds 0 pictures and 0 labels"),
         ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, 2]), "data_batch_1 holds 4 pictures and 3 labels"),
         ("cifar-10-python", "data_batch_1", a_batch(labels=[0, 1, -2, 3]), "record 2 has the label -2"),
@@ -217,49 +206,35 @@ def a_batch(**fields: object) -> bytes:
         ("cifar-10-python", "batches.meta", b"", "batches.meta is cut or damaged"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("unpacked", [False, True])
-def test_a_wrong_file_is_one_clear_line(
-    tmp_path: Path, version: str, name: str, data: bytes | None, message: str, unpacked: bool
-) -> None:
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, version: str, name: str, data: bytes | None, message: str) -> None:
     files = replaced(VERSIONS[version](), name, data)
-    if unpacked:
-        path = write_files(tmp_path, files) / next(iter(files)).split("/")[0]
-    else:
-        path = tmp_path / "archive.tar.gz"
-        path.write_bytes(tar_gz_of(files))
-    with pytest.raises(SourceError, match=message) as raised:
-        source_of(path).outline()
-    assert str(raised.value).startswith("source.path: ")
-    assert "\n" not in str(raised.value)
+    write_files(tmp_path, files | {"archive.tar.gz": tar_gz_of(files)})
+    for place in (next(iter(files)).split("/")[0], "archive.tar.gz"):
+        refused_in_one_line(source_of(tmp_path / place), message)
 
 
 def test_what_is_not_cifar_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"is not there; give the \.tar\.gz as downloaded"):
-        source_of(tmp_path / "nothing").outline()
-    with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
-        source_of(tmp_path).outline()
-    (tmp_path / "other.tar.gz").write_bytes(tar_gz_of({"folder/file": b""}))
-    with pytest.raises(SourceError, match="holds none of the files of CIFAR-10 or CIFAR-100"):
-        source_of(tmp_path / "other.tar.gz").outline()
-    with pytest.raises(SourceError, match=r"source\.labels: .* has no coarse labels"):
+    write_files(tmp_path, {"other.tar.gz": tar_gz_of({"folder/file": b""})})
+    refused_in_one_line(source_of(tmp_path / "nothing"), r"is not there; give the \.tar\.gz as downloaded")
+    for place in (tmp_path, tmp_path / "other.tar.gz"):
+        refused_in_one_line(source_of(place), "holds none of the files of CIFAR-10 or CIFAR-100")
+    with pytest.raises(SourceError, match=r"^source\.labels: .* has no coarse labels"):
         source_of(archive(tmp_path, "cifar-10-binary"), labels="coarse").outline()
 
 
 def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    whole = archive(tmp_path, "cifar-10-binary").read_bytes()
-    for length in range(0, len(whole), len(whole) // 23):
-        path = tmp_path / "cut.tar.gz"
+    path = archive(tmp_path, "cifar-10-binary")
+    whole = path.read_bytes()
+    for length in range(0, len(whole), len(whole) // 12):
         path.write_bytes(whole[:length])
-        with pytest.raises(SourceError, match="download it again"):
-            source_of(path).outline()
+        refused_in_one_line(source_of(path), "download it again")
 
 
 def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "home" / "cifar.tar.gz"
     files = ten_binary()
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../../data_batch_1.bin": b""})})
-    with pytest.raises(SourceError, match=r"holds data_batch_1\.bin twice"):
-        source_of(path).outline()
+    refused_in_one_line(source_of(path), r"holds data_batch_1\.bin twice")
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})})
     assert len(listed(source_of(path))) == 6 * NUM
     assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
@@ -289,8 +264,7 @@ def test_nothing_in_a_pickle_is_ever_run_nor_memory_reserved_for_a_length_that_i
     folder = archive(tmp_path, "cifar-10-python", unpacked=True)
     (folder / "test_batch").write_bytes(HOSTILE[hostile].replace(b"{place}", str(place).encode()))
     tracemalloc.start()
-    with pytest.raises(SourceError, match="test_batch is cut or damaged"):
-        source_of(folder).outline()
+    refused_in_one_line(source_of(folder), "test_batch is cut or damaged")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert not place.exists()
@@ -305,12 +279,12 @@ def test_the_global_that_a_pickle_asks_for_is_named(tmp_path: Path, refused: Ref
     )
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
-def test_pickles_of_later_pythons_are_read_too(tmp_path: Path, protocol: int) -> None:
-    folder = archive(tmp_path, "cifar-10-python", unpacked=True)
-    rows = np.asfortranarray(TEN_PIXELS["test_batch"].reshape(NUM, 3072))
+def test_pickles_of_later_pythons_are_read_too(tmp_path: Path) -> None:
+    folder, pictures = archive(tmp_path, "cifar-10-python", unpacked=True), TEN_PIXELS["test_batch"]
+    rows = np.asfortranarray(pictures.reshape(NUM, 3072))
     fields = {"labels": TEN_LABELS["test_batch"], "data": rows, "long": 1 << 70, "float": 0.5, "é": (None, True)}
-    (folder / "test_batch").write_bytes(pickle.dumps(fields, protocol=protocol))
-    source = source_of(folder)
-    entries = [entry for entry in listed(source) if entry.container.split == "test"]
-    assert [source.read(entry) for entry in entries] == [ppm_of(picture.transpose(1, 2, 0)) for picture in TEN_PIXELS["test_batch"]]
+    for protocol in range(5):
+        (folder / "test_batch").write_bytes(pickle.dumps(fields, protocol=protocol))
+        source = source_of(folder)
+        entries = [entry for entry in listed(source) if entry.container.split == "test"]
+        assert [source.read(entry) for entry in entries] == [ppm_of(picture.transpose(1, 2, 0)) for picture in pictures], protocol

@@ -12,8 +12,8 @@ from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_manifest, load_paths
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.archives import (
-    FIRST,
+from tests.data_prep.sources.layouts import (
+    SYNSETS,
     devkit_files,
     tar_of,
     val_files,
@@ -21,15 +21,15 @@ from tests.data_prep.sources.archives import (
     write_synset_folders,
     write_synset_tars,
     write_whole_tar,
+    written,
 )
-from tests.data_prep.sources.layouts import written
 
-NUMBERS = {1: FIRST[2], 2: FIRST[0], 3: FIRST[1]}
+NUMBERS = {1: SYNSETS[2], 2: SYNSETS[0], 3: SYNSETS[1]}
 """The devkit's numbers are not in the order of the wnids."""
 TRUTH = [3, 1, 2, 2, 1]
 WANTED = [1, 2, 0, 0, 2]
 """The places of the sorted wnids that TRUTH means."""
-COUNTS = dict.fromkeys(FIRST, 4)
+COUNTS = dict.fromkeys(SYNSETS, 4)
 
 
 def downloaded(root: Path) -> Path:
@@ -52,7 +52,7 @@ def sorted_by_hand(root: Path) -> Path:
     """What the usual shell script makes: val in synset folders; no development kit needed."""
     write_synset_tars(root / "train", COUNTS)
     for (name, data), label in zip(val_files(5).items(), WANTED, strict=True):
-        write_files(root / "val" / FIRST[label], {name: data})
+        write_files(root / "val" / SYNSETS[label], {name: data})
     return root
 
 
@@ -73,11 +73,11 @@ def samples_of(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
 def test_every_form_gives_the_published_pictures_their_labels(tmp_path: Path, form: str) -> None:
     out = tmp_path / "out"
     assert build(FORMS[form](tmp_path / "in"), out, "encoding=keep") == 0
-    assert load_manifest(out).classes == FIRST
+    assert load_manifest(out).classes == SYNSETS
     assert samples_of(out, "val") == {name: (data, label) for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)}
     train = samples_of(out, "train")
     assert len(train) == 12
-    assert all(FIRST[label] == name.split("_")[0] for name, (_, label) in train.items())
+    assert all(SYNSETS[label] == name.split("_")[0] for name, (_, label) in train.items())
 
 
 def test_real_labels_follow_their_pictures(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_splits_may_be_asked_for_alone(tmp_path: Path) -> None:
     (source / "ILSVRC2012_img_train.tar").unlink()
     assert build(source, tmp_path / "val", "source.splits=[val]") == 0
     assert list(load_manifest(tmp_path / "val").splits) == ["val"]
-    assert load_manifest(tmp_path / "val").classes == FIRST
+    assert load_manifest(tmp_path / "val").classes == SYNSETS
 
 
 KIT, VAL, GONE, DANGLING = "ILSVRC2012_devkit_t12.tar.gz", "ILSVRC2012_img_val.tar", None, "a link"
@@ -135,8 +135,8 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
         (lambda root: harmed(root, KIT, DANGLING), f"{KIT} is a link to nowhere; mend or remove it"),
         (lambda root: harmed(root, VAL, tar_of({"picture.JPEG": b"x"})), "is not named like a validation picture"),
         (lambda root: harmed(root, KIT, b"\x1f\x8b\x08" + bytes(99)), f"{KIT} is cut or damaged"),
-        (lambda root: write_whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {FIRST[0]: 2, FIRST[1]: 2}).parent,
-            f"train has 2 synsets, the development kit 3 (for example {FIRST[2]} is in one only)"),
+        (lambda root: write_whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {SYNSETS[0]: 2, SYNSETS[1]: 2}).parent,
+            f"train has 2 synsets, the development kit 3 (for example {SYNSETS[2]} is in one only)"),
         (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground_truth.txt is cut or"),
         (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "meta.mat cannot be read"),
     ],
@@ -149,17 +149,17 @@ def test_what_is_missing_or_damaged_is_one_clear_line(
 
 def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(tmp_path: Path, refused: Refused) -> None:
     source = sorted_by_hand(tmp_path / "in")
-    (source / "val" / FIRST[1] / "ILSVRC2012_val_00000001.JPEG").unlink()
+    (source / "val" / SYNSETS[1] / "ILSVRC2012_val_00000001.JPEG").unlink()
     (tmp_path / "real.json").write_text(json.dumps([[0]] * 5))
     for words in ([f"source.real={tmp_path / 'real.json'}"], []):
         if not words:
             write_files(source, devkit_files(NUMBERS, TRUTH))
         refused(build(source, tmp_path / "out", *words), "val has 4 pictures, but labels are known of 5; complete the archive")
-    shutil.rmtree(source / "val" / FIRST[2])
-    (source / "val" / FIRST[2]).symlink_to("elsewhere")
-    refused(build(source, tmp_path / "out"), f"neither folders nor files of its own ({FIRST[2]}: a link to nowhere)")
-    (source / "val" / FIRST[2]).unlink()
-    refused(build(source, tmp_path / "out"), f"val has 2 synsets, train 3 (for example {FIRST[2]} is in one only)")
+    shutil.rmtree(source / "val" / SYNSETS[2])
+    (source / "val" / SYNSETS[2]).symlink_to("elsewhere")
+    refused(build(source, tmp_path / "out"), f"neither folders nor files of its own ({SYNSETS[2]}: a link to nowhere)")
+    (source / "val" / SYNSETS[2]).unlink()
+    refused(build(source, tmp_path / "out"), f"val has 2 synsets, train 3 (for example {SYNSETS[2]} is in one only)")
 
 
 def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, refused: Refused) -> None:
@@ -190,7 +190,7 @@ def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, refused: Refused, 
 
 def test_real_labels_are_renumbered_with_the_classes_that_are_kept(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text(json.dumps([[1], [2], [0, 1], [0], [2, 1]]))
-    out, kept = tmp_path / "out", f"classes=[{FIRST[1]}, {FIRST[2]}]"
+    out, kept = tmp_path / "out", f"classes=[{SYNSETS[1]}, {SYNSETS[2]}]"
     assert build(downloaded(tmp_path / "in"), out, f"source.real={tmp_path / 'real.json'}", kept) == 0
     split = load_manifest(out).split("val")
     bits = load_annotation(out, split, "real")

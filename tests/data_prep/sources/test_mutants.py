@@ -1,4 +1,4 @@
-"""Thousands of damaged archives and files of every published kind: each is read or refused in one line, and nothing else ever."""
+"""Hundreds of damaged archives and files of every published kind: each is read or refused in one line, and nothing else ever."""
 
 import gzip
 import pickle
@@ -38,15 +38,15 @@ CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
 }
 
 
-def damaged(data: bytes, seed: int) -> Iterator[bytes]:
+def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
     """Most bytes are pixels: those before and after them matter most."""
-    yield from mutants(data, count=60, seed=seed)
-    yield from (head + data[400:] for head in mutants(data[:400], count=60, seed=seed + 1))
+    yield from mutants(data, count=count, seed=seed)
+    yield from (head + data[400:] for head in mutants(data[:400], count=count, seed=seed + 1))
     for length in (22, 200, 2000):
-        yield from (data[:-length] + tail for tail in mutants(data[-length:], count=30, seed=seed + length))
+        yield from (data[:-length] + tail for tail in mutants(data[-length:], count=count // 2, seed=seed + length))
     if data.startswith(b"\x1f\x8b"):  # with right checksums around them
         plain = gzip.decompress(data)
-        yield from (gzip.compress(head + plain[1536:], 1) for head in mutants(plain[:1536], count=60, seed=seed + 2))
+        yield from (gzip.compress(head + plain[1536:], 1) for head in mutants(plain[:1536], count=count, seed=seed + 2))
 
 
 @pytest.mark.soak
@@ -58,10 +58,10 @@ def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(tmp_path: Pa
     files = [path] if path.is_file() else sorted(path.iterdir())[:4]  # the others are like these
     for number, file in enumerate(files):
         original = file.read_bytes()
-        for mutant in damaged(original, seed=10_000 * number):
+        for mutant in damaged(original, count=16 if path.is_dir() else 40, seed=10_000 * number):
             file.write_bytes(mutant)
             num_inputs, _ = survey(lambda: opened(kind, path))
             num_read, num_refused = num_read + bool(num_inputs), num_refused + (not num_inputs)
         file.write_bytes(original)
-    assert num_refused > 100 and num_read > (10 if "." not in name else 0), (num_read, num_refused)
+    assert num_refused > 30 and num_read > (5 if "." not in name else 0), (num_read, num_refused)
     assert files_of(tmp_path) == before

@@ -1,14 +1,19 @@
 """The header walker sees what Python's `tarfile` sees in every valid tar, and says where a tar is cut or damaged."""
 
+import gzip
 import io
 import shutil
 import subprocess
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from data_prep.archives import gzipped
+from data_prep.sources import SourceError
 from data_prep.tar import Member, TarError, members, read_member
+from tests.data_prep.samples import tar_of
 
 BLOCK = 512
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -18,16 +23,7 @@ LONGER = {"x/" * 150 + "end.jpg": b"6" * 20, "ü" * 200: b"7", "\udcff\udcfe.jpg
 
 
 def packed(files: dict[str, bytes], kind: str) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=FORMATS[kind]) as archive:
-        folder = tarfile.TarInfo("a folder")
-        folder.type = tarfile.DIRTYPE
-        archive.addfile(folder)
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.uname = len(data), "größer"
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+    return tar_of(files, kind=FORMATS[kind], folder="a folder", owner="größer")
 
 
 def header(name: str, size: int, kind: bytes, **facts: str) -> bytes:
@@ -179,3 +175,19 @@ def test_a_global_header_that_says_nothing_of_members_is_passed_over(tmp_path: P
     """`git archive` writes one."""
     content = header("g", 14, b"g") + filled(b"14 comment=ab\n") + header("a", 1, b"0") + filled(b"x") + bytes(BLOCK)
     assert list(members(written(tmp_path / "t.tar", content))) == [Member("a", 3 * BLOCK, 1)]
+
+
+# ---- compressed ones ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
+def test_what_a_header_claims_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes) -> None:
+    """Decompressed up to a limit and not a byte further: a pax record, a long name, a file of 32 MiB."""
+    path = written(tmp_path / "bomb.tar.gz", gzip.compress(header("header", 1 << 25, kind) + bytes(1 << 25), 1))
+    assert path.stat().st_size < 1 << 18 and 200_000_000 < gzipped.MAX_BYTES <= 1 << 28  # above what is published
+    monkeypatch.setattr(gzipped, "MAX_BYTES", 1 << 20)
+    tracemalloc.start()
+    with pytest.raises(SourceError, match=r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*33,554,432)"):
+        gzipped.read_members(path, {"header"})
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Thousands of damaged tars: the walker says TarError, or sees exactly the members that `tarfile` sees; nothing else, ever.
+"""Hundreds of damaged tars: the walker says TarError, or sees exactly the members that `tarfile` sees; nothing else, ever.
 
 Half of the damaged headers get a right checksum again, so that the damage reaches what lies behind it.
 """
@@ -27,7 +27,7 @@ VALUES = [
     b"77777777777", b"1_0", b"0x10", b" 12 ", b"12\0 9",
 ]  # fmt: skip
 TYPES = [b"0", b"\0", b"1", b"2", b"5", b"7", b"L", b"K", b"x", b"g", b"X", b"S", b"M", b"Z", b"\xff"]
-NUM_EACH = 1000
+NUM_EACH = 300
 
 
 def damaged(content: bytes, numbers: random.Random) -> bytes:
@@ -101,7 +101,7 @@ def tarfile_stops_before(content: bytes, member: Member) -> bool:
 @soaked
 def test_noise_is_an_error_that_costs_no_memory(tmp_path: Path, salt: int) -> None:
     numbers, path = random.Random(3 + salt), tmp_path / "t.tar"
-    for _ in range(200):
+    for _ in range(80):
         huge = with_checksum(numbers.randbytes(124) + b"\x80" + numbers.randbytes(11) + numbers.randbytes(376))
         tracemalloc.start()
         with pytest.raises(TarError):
