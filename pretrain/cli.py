@@ -8,8 +8,9 @@ import errno
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.publish import Busy
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
@@ -39,31 +40,26 @@ def guarded(program: str, options: argparse.Namespace) -> int:
         return int(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Busy as error:
-        return _complain(program, str(error), alone=True, code=BUSY)
-    except ValueError as error:
-        if getattr(options, "started", False):
-            if not isinstance(error, UserError):
-                raise
-            return _complain(program, str(error), alone=not error.of_all_ranks, code=FAILED)
-        return _complain(program, str(error), alone=False, code=BAD_INPUT)
-    except OSError as error:
-        if error.errno not in _MENDABLE:
+    except (ValueError, OSError) as error:
+        message, is_started = str(error), getattr(options, "started", False)
+        # before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error
+        if isinstance(error, Busy):
+            code, alone = BUSY, True
+        elif isinstance(error, UserError) and is_started:
+            code, alone = FAILED, not error.of_all_ranks
+        elif isinstance(error, ValueError) and not is_started:
+            code, alone = BAD_INPUT, False
+        elif isinstance(error, OSError) and error.errno in _MENDABLE:
+            code, alone, message = FAILED, True, f"{error}; mend that, and the same command goes on"
+        else:
             raise
-        return _complain(program, f"{error}; mend that, and the same command goes on", alone=True, code=FAILED)
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
+    if rank == "0" or alone:
+        print(f"{program}: {message}" if rank == "0" else f"{program}, rank {rank}: {message}", file=sys.stderr)
+    return code
 
 
 _MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-def _complain(program: str, message: str, *, alone: bool, code: int) -> int:
-    """Before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
-    if rank == "0":
-        print(f"{program}: {message}", file=sys.stderr)
-    elif alone:
-        print(f"{program}, rank {rank}: {message}", file=sys.stderr)
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,22 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    train = verbs.add_parser("train", help="run a config, or go on with it where it stopped")
-    train.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
-    train.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
+    train = _add_config(verbs, "train", _train, help="run a config, or go on with it where it stopped")
     train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
-    train.set_defaults(run=_train)
-    preview = verbs.add_parser("preview", help="draw the pictures that a config feeds to the model")
-    preview.add_argument("config")
-    preview.add_argument("overrides", nargs="*")
+    preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
     preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
     preview.add_argument("--count", type=int, default=64, help="how many pictures (default: 64)")
     preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
-    preview.set_defaults(run=_preview)
-    show = verbs.add_parser("show", help="print the resolved config")
-    show.add_argument("config")
-    show.add_argument("overrides", nargs="*")
-    show.set_defaults(run=_show)
+    _add_config(verbs, "show", _show, help="print the resolved config")
     models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
     models.add_argument("--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)")
     models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
@@ -104,6 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("run_dir", type=Path)
     sync.set_defaults(run=_sync)
     return parser
+
+
+def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
+    verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
+    verb.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
+    verb.set_defaults(run=run)
+    return verb
 
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
@@ -127,12 +122,8 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
     verb.add_argument("--activation", help="weights do not hold it (default: of the config beside the file, or gelu)")
-    verb.add_argument(
-        "--weights",
-        choices=("ema", "raw"),
-        default="ema",
-        help="of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)",
-    )
+    both = "of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)"
+    verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
     for name in ("mean", "std"):
         verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
     verb.set_defaults(run=_import)
@@ -169,8 +160,10 @@ def _train(options: argparse.Namespace) -> int:
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
-    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
-        _announce(settings, num_ranks=world.num_ranks)
+    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
+        engine, ranks = settings.engine, f"{world.num_ranks} rank{'s' * (world.num_ranks > 1)}"
+        what = f"{settings.model.label} on {ranks}, ZeRO {engine.zero_stage}, {engine.precision}"
+        print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)
@@ -180,31 +173,17 @@ def _train(options: argparse.Namespace) -> int:
     return leave(train(Pretraining(settings, data), world).finished, run_dir=run_dir, is_first=world.is_first)
 
 
-def _announce(settings: PretrainSettings, *, num_ranks: int) -> None:
-    """Before the long imports, so that nobody wonders what is going on."""
-    engine = settings.engine
-    ranks = f"{num_ranks} rank" + ("s" if num_ranks > 1 else "")
-    print(
-        f"{settings.run_dir}: starting {settings.model.label} on {ranks}, ZeRO {engine.zero_stage}, {engine.precision}; loading "
-        "DeepSpeed takes some seconds",
-        flush=True,
-    )
-
-
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
     """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would notice a death. A stopped run exits with 0,
     too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
-        print(f"{run_dir}: {'finished' if finished else _stopped(run_dir)}")
+        stopped = "stopped with a checkpoint; the same command goes on from there"
+        if not list_checkpoints(run_dir):
+            stopped = "stopped before its first checkpoint; the same command begins anew"
+        print(f"{run_dir}: {'finished' if finished else stopped}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
-
-
-def _stopped(run_dir: Path) -> str:
-    if not list_checkpoints(run_dir):
-        return "stopped before its first checkpoint; the same command begins anew"
-    return "stopped with a checkpoint; the same command goes on from there"
 
 
 def _preview(options: argparse.Namespace) -> int:
@@ -236,8 +215,7 @@ def console() -> "Console":
 def _models(options: argparse.Namespace) -> int:
     from pretrain.models.listing import list_models, print_models
 
-    listing = list_models(match=options.match, num_classes=options.classes, image_size=options.image_size)
-    print_models(listing, console())
+    print_models(list_models(match=options.match, num_classes=options.classes, image_size=options.image_size), console())
     return OK
 
 
@@ -274,27 +252,16 @@ def _plan(options: argparse.Namespace) -> int:
     )
     wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
     if wrong:
-        raise ValueError(
-            f"--batch: {plan.global_batch_size} does not split over {wrong[0]} x {plan.gpus_per_node} GPUs; choose another, "
-            "or other --nodes"
-        )
+        gpus = f"{wrong[0]} x {plan.gpus_per_node} GPUs"
+        raise ValueError(f"--batch: {plan.global_batch_size} does not split over {gpus}; choose another, or other --nodes")
     print_plan(plan, console())
     return OK
 
 
 def _import(options: argparse.Namespace) -> int:
-    from pretrain.checkpoints.importing import Wishes, import_weights
+    from pretrain.checkpoints.importing import import_weights
 
-    wishes = Wishes(
-        classes=options.classes,
-        name=options.name,
-        flattening=options.flattening,
-        activation=options.activation,
-        kind=options.weights,
-        mean=tuple(options.mean) if options.mean else None,
-        std=tuple(options.std) if options.std else None,
-    )
-    print("\n".join(import_weights(options.file, out=options.out, wishes=wishes)))
+    print("\n".join(import_weights(options)))
     return OK
 
 

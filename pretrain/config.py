@@ -2,7 +2,6 @@
 
 What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `load_training_data`
 and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
-Long because every setting is in one place, beside what it means.
 """
 
 import re
@@ -33,22 +32,16 @@ class Length(NamedTuple):
 
     def steps(self, *, global_batch_size: int, num_samples: int) -> int:
         """Enough steps for the whole length: the last one may reach over its end."""
-        match self.unit:
-            case "steps":
-                return int(self.amount)
-            case "samples":
-                return -int(-self.amount // global_batch_size)
-            case "epochs":
-                return -int(-self.amount * num_samples // global_batch_size)
+        if self.unit == "steps":
+            return int(self.amount)
+        return -int(-self.amount * (num_samples if self.unit == "epochs" else 1) // global_batch_size)
 
 
 def parse_length(text: str) -> Length:
     form = _FORM.fullmatch(text)
     unit = (form.group(2).rstrip("s") + "s") if form else ""
     if form is None or unit not in get_args(Unit):
-        raise ValueError(
-            f"{text!r} is not a length; write a number and a unit, such as '90 epochs', '5000 steps' or '1_000_000 samples'"
-        )
+        raise ValueError(f"{text!r} is not a length; write a number and a unit: '90 epochs', '5000 steps' or '1_000_000 samples'")
     count = float(form.group(1))
     if unit == "steps" and count != int(count):
         raise ValueError(f"{text!r} is not a whole number of steps")
@@ -61,18 +54,13 @@ def _with_unit(value: object) -> object:
     return value
 
 
-def _checked(text: str) -> str:
-    parse_length(text)
-    return text
-
-
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
         raise ValueError(f"{text!r} is never; write how often, or a length beyond the end of training")
     return text
 
 
-Duration = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_checked)]
+Duration = Annotated[str, BeforeValidator(_with_unit), AfterValidator(lambda text: parse_length(text) and text)]
 Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero)]
 
 
@@ -136,9 +124,8 @@ class DataSettings(CacheSettings):
         if self.also and self.fold is not None:
             raise ValueError(f"data.fold: {self.fold} will not do with data.also; train on one dataset's fold alone")
         if self.also and self.last_batch != "carry":
-            raise ValueError(
-                f"data.last_batch: {self.last_batch!r} will not do with data.also, whose datasets end at different times"
-            )
+            fault = f"{self.last_batch!r} will not do with data.also"
+            raise ValueError(f"data.last_batch: {fault}, whose datasets end at different times; leave it at carry")
         return self
 
 
@@ -175,19 +162,15 @@ class AugmentSettings(Settings):
     """Of CutMix rather than MixUp, where both are on."""
 
     @model_validator(mode="after")
-    def _ranges_are_ranges(self) -> "AugmentSettings":
+    def _parts_fit(self) -> "AugmentSettings":
         for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
             if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
                 raise ValueError(f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "AugmentSettings":
         if self.crop_padding and self.crop_scale is not None:
-            raise ValueError(
-                f"augment.crop_padding: {self.crop_padding} will not do with crop_scale {list(self.crop_scale)}, which crops "
-                "too; set crop_padding=0 or crop_scale=null"
+            crops_too = (
+                f"will not do with crop_scale {list(self.crop_scale)}, which crops too; set crop_padding=0 or crop_scale=null"
             )
+            raise ValueError(f"augment.crop_padding: {self.crop_padding} {crops_too}")
         if self.auto_augment is not None:
             parse_policy(self.auto_augment)
         return self
@@ -236,9 +219,8 @@ class OptimizerSettings(Settings):
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]")
         if self.name != "sgd" and self.momentum != 0.9:
-            raise ValueError(
-                f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; set optimizer.betas, or leave it at 0.9"
-            )
+            remedy = "set optimizer.betas, or leave it at 0.9"
+            raise ValueError(f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; {remedy}")
         return self
 
 
@@ -295,10 +277,9 @@ class EngineSettings(RanksSettings):
     def _stage_can_offload(self) -> "EngineSettings":
         least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
         if self.zero_stage < least:
-            raise ValueError(
-                f"engine.offload: {self.offload!r} needs engine.zero_stage {least} or more, not {self.zero_stage}; raise it, or "
-                f"set offload to {'optimizer' if self.offload == 'all' and self.zero_stage else 'none'}"
-            )
+            less = "optimizer" if self.offload == "all" and self.zero_stage else "none"
+            needed = f"engine.zero_stage {least} or more, not {self.zero_stage}"
+            raise ValueError(f"engine.offload: {self.offload!r} needs {needed}; raise it, or set offload to {less}")
         return self
 
 
@@ -347,20 +328,16 @@ class PretrainSettings(Settings):
         check_best(self.checkpoint, self.data)
         if self.engine.compile and self.engine.zero_stage == 3:
             raise ValueError(
-                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; set one of them otherwise"
+                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; change one of them"
             )
         return self
 
 
 def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
-    whole, local = train.global_batch_size, train.local_batch_size
-    if local == "auto":
-        local = None
+    whole, local = train.global_batch_size, None if train.local_batch_size == "auto" else train.local_batch_size
     if local is not None and whole % local:
-        near = nearest_divisor(whole, local)
-        raise ValueError(
-            f"train.local_batch_size: {local} does not divide global_batch_size {whole}; the nearest that does is {near}"
-        )
+        fault = f"{local} does not divide global_batch_size {whole}"
+        raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(whole, local)}")
     if augment.mixing and (local or whole) % 2:
         field = "local_batch_size" if local else "global_batch_size"
         off = " ".join(f"augment.{alpha}=0" for alpha in augment.mixing.values())
@@ -368,32 +345,21 @@ def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
 
 
 def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> None:
-    if schedule.final_lr > optimizer.lr:
-        raise ValueError(
-            f"schedule.final_lr: {schedule.final_lr} is above optimizer.lr {optimizer.lr}; {schedule.name} falls, so set it lower"
-        )
-    if schedule.name == "constant" and schedule.final_lr:
-        raise ValueError(
-            f"schedule.final_lr: {schedule.final_lr} changes nothing with constant; leave it out, or choose cosine or linear"
-        )
-    if schedule.warmup_from is None:
-        return
-    if schedule.warmup_from > optimizer.lr:
-        raise ValueError(
-            f"schedule.warmup_from: {schedule.warmup_from} is above optimizer.lr {optimizer.lr}; a warm-up rises, so set it lower"
-        )
-    if parse_length(schedule.warmup).amount == 0:
-        raise ValueError(
-            f"schedule.warmup_from: {schedule.warmup_from} changes nothing without a warm-up; set schedule.warmup='5 epochs'"
-        )
+    lr, first_lr, final_lr = optimizer.lr, schedule.warmup_from, schedule.final_lr
+    if final_lr > lr:
+        raise ValueError(f"schedule.final_lr: {final_lr} is above optimizer.lr {lr}; {schedule.name} falls, so set it lower")
+    if schedule.name == "constant" and final_lr:
+        raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose cosine or linear")
+    if first_lr is not None and first_lr > lr:
+        raise ValueError(f"schedule.warmup_from: {first_lr} is above optimizer.lr {lr}; a warm-up rises, so set it lower")
+    if first_lr is not None and parse_length(schedule.warmup).amount == 0:
+        raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
 
 
 def check_best(checkpoint: CheckpointSettings, data: DataSettings) -> None:
     if checkpoint.keep_best and data.eval_split is None:
-        raise ValueError(
-            "checkpoint.keep_best: true will not do with data.eval_split null, for nothing says which is best; name a split, or "
-            "set keep_best=false"
-        )
+        remedy = "name a split, or set keep_best=false"
+        raise ValueError(f"checkpoint.keep_best: true will not do with data.eval_split null: nothing says which is best; {remedy}")
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
@@ -406,11 +372,8 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
-        nearest = nearest_divisor(share, local)
-        raise ValueError(
-            f"train.local_batch_size: {local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} "
-            f"ranks); the nearest that does is {nearest}"
-        )
+        fault = f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} ranks)"
+        raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(share, local)}")
     if augment.mixing and local % 2:
         raise ValueError(f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even")
     return local

@@ -36,7 +36,6 @@ class Layout:
     family: Family
     spec: AnySpec
     image_size: int
-    head: str
     names: Mapping[str, str]
     """Our name for each of theirs."""
 
@@ -58,7 +57,8 @@ def convert(
     # a head that the public finetune.py put in is a module with a Linear in it
     renamed = {name.replace("linear_out.linear.", "linear_out."): tensor for name, tensor in weights.items()}
     layout = recognise(shapes(renamed), source=source, activation=activation)
-    num_classes, _ = _sizes(shapes(renamed), layout.head, "outputs", "inputs")
+    head = "head.weight" if layout.family == "timm" else "linear_out.weight"
+    num_classes, _ = _sizes(shapes(renamed), head, "outputs", "inputs")
     if layout.family == "timm":
         renamed["stem.proj.weight"] = renamed["stem.proj.weight"].flatten(1)
     with torch.device("meta"):
@@ -76,24 +76,19 @@ def convert(
             "undo the quantisation before they are saved"
         )
     check_finite(renamed, source=source)
-    ours = {ours: _own(renamed[theirs]) for theirs, ours in layout.names.items()}
+    floats = {ours: renamed[theirs].detach() for theirs, ours in layout.names.items()}
+    ours = {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone() for name, tensor in floats.items()
+    }
     if layout.family == "scaling_mlps" and flattening == "hwc":
         side = layout.image_size
         ours["stem.weight"] = ours["stem.weight"].view(-1, side, side, 3).permute(0, 3, 1, 2).flatten(1).contiguous()
     return Foreign(layout.family, layout.spec, layout.image_size, num_classes, ours)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Safetensors refuses tensors that share memory, such as tied weights."""
-    plain = tensor.detach().to(torch.float32) if tensor.is_floating_point() else tensor.detach()
-    return plain.contiguous().clone()
-
-
 def recognise(found: Shapes, *, source: object, activation: Activation) -> Layout:
-    if "linear_in.weight" in found and any(name.startswith("blocks.0.block.") for name in found):
-        return _bottleneck(found, activation)
-    if "linear_in.weight" in found and any(name.startswith("layers.") for name in found):
-        return _standard(found, activation)
+    if "linear_in.weight" in found and any(name.startswith(("blocks.0.block.", "layers.")) for name in found):
+        return _scaling_mlp(found, activation)
     if "stem.proj.weight" in found and any(name.startswith("blocks.0.mlp_tokens.") for name in found):
         return _mixer(found, activation)
     if "stem.weight" in found and "head.weight" in found:
@@ -122,38 +117,28 @@ def _pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) 
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in parts}
 
 
-def _first_layer(found: Shapes) -> tuple[int, int]:
-    """(width, image size)"""
+def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     width, num_inputs = _sizes(found, "linear_in.weight", "width", "inputs")
-    side = math.isqrt(num_inputs // 3)
+    side, depth = math.isqrt(num_inputs // 3), _num("blocks", found)
     if 3 * side * side != num_inputs:
         raise UserError(f"linear_in.weight: {num_inputs} columns are not the pixels of a square RGB image")
-    return width, side
-
-
-def _bottleneck(found: Shapes, activation: Activation) -> Layout:
-    width, side = _first_layer(found)
-    hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
-    parts: tuple[str, ...] = ("weight", "bias") if _num("layernorms", found) else ()
-    norm: Literal["layer", "batch", "none"] = "layer" if parts else "none"
-    if "layernorms.0.running_mean" in found:
-        norm, parts = "batch", (*parts, "running_mean", "running_var", "num_batches_tracked")
-    depth, names = _num("blocks", found), _pairs("linear_in", "stem")
-    for i in range(depth):
-        names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
-        names |= _pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand")
-        names |= _pairs(f"blocks.{i}.block.2", f"blocks.{i}.contract")
-    spec = MlpSpec(kind="mlp", depth=depth, width=width, expansion=hidden / width, norm=norm, activation=activation)
-    return Layout("scaling_mlps", spec, side, "linear_out.weight", names | _pairs("linear_out", "head"))
-
-
-def _standard(found: Shapes, activation: Activation) -> Layout:
-    width, side = _first_layer(found)
-    depth, names = _num("layers", found), _pairs("linear_in", "stem")
-    for i in range(depth):
-        names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(f"layers.{i}", f"blocks.{i}.linear")
-    spec = MlpSpec(kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=activation)
-    return Layout("scaling_mlps", spec, side, "linear_out.weight", names | _pairs("linear_out", "head"))
+    names = _pairs("linear_in", "stem")
+    if depth:
+        hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
+        parts: tuple[str, ...] = ("weight", "bias") if _num("layernorms", found) else ()
+        norm: Literal["layer", "batch", "none"] = "layer" if parts else "none"
+        if "layernorms.0.running_mean" in found:
+            norm, parts = "batch", (*parts, "running_mean", "running_var", "num_batches_tracked")
+        for i in range(depth):
+            names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
+            names |= _pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand") | _pairs(f"blocks.{i}.block.2", f"blocks.{i}.contract")
+        spec = MlpSpec(kind="mlp", depth=depth, width=width, expansion=hidden / width, norm=norm, activation=activation)
+    else:
+        depth = _num("layers", found)
+        for i in range(depth):
+            names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(f"layers.{i}", f"blocks.{i}.linear")
+        spec = MlpSpec(kind="mlp", depth=depth, width=width, bottleneck="none", activation_first=True, activation=activation)
+    return Layout("scaling_mlps", spec, side, names | _pairs("linear_out", "head"))
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
@@ -177,7 +162,7 @@ def _mixer(found: Shapes, activation: Activation) -> Layout:
         activation=activation,
         norm_eps=TIMM_NORM_EPS,
     )
-    return Layout("timm", spec, patch * side, "head.weight", mixer_names(spec.depth))
+    return Layout("timm", spec, patch * side, mixer_names(spec.depth))
 
 
 def mixer_names(depth: int) -> dict[str, str]:

@@ -4,8 +4,9 @@ Beside names and shapes (foreign.py) it needs what neither holds: normalisation,
 command line; else from the config that stands beside the file; else from a word in the file's name; else they are the family's.
 """
 
+import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,7 +19,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.foreign import Family, Flattening, Foreign, convert
+from pretrain.checkpoints.foreign import Family, Foreign, convert
 from pretrain.checkpoints.run import is_begun
 from pretrain.checkpoints.weights import Kind, read_weights
 from pretrain.models.build import build_model
@@ -41,55 +42,43 @@ TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
 """What timm says of how pictures become squares; its mixers' are bicubic (miil's bilinear), of which 0.875 is cropped."""
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The command line's."""
-
-    classes: str | None = None
-    """A text file with a name per line, a dataset whose classes they are, or their number."""
-    name: str | None = None
-    flattening: Flattening = "chw"
-    activation: Activation | None = None
-    kind: Kind = "ema"
-    mean: tuple[float, float, float] | None = None
-    std: tuple[float, float, float] | None = None
-
-
-def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
-    """Writes the folder, once; the lines say what was found."""
-    if (wishes.mean is None) != (wishes.std is None):
+def import_weights(given: argparse.Namespace) -> list[str]:
+    """Writes the folder, once; the lines say what was found. `given`: the command line's `file`, `out`, `classes`, `name`,
+    `flattening`, `activation`, `weights`, `mean` and `std`."""
+    file: Path = given.file
+    if (given.mean is None) != (given.std is None):
         raise UserError("--mean and --std: one is given without the other; give both")
-    for name, values in (("mean", wishes.mean), ("std", wishes.std)):
+    for name, values in (("mean", given.mean), ("std", given.std)):
         if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
             raise UserError(f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255")
-    stored, beside = read_weights(file, kind=wishes.kind), config_beside(file)
-    activation, learned_from = _activation(wishes, beside)
-    foreign = convert(stored.weights, source=file, flattening=wishes.flattening, activation=activation)
-    normalisation, reason = _normalisation(wishes, beside, foreign, file)
+    stored, beside = read_weights(file, kind=given.weights), config_beside(file)
+    activation, learned_from = _activation(given.activation, beside)
+    foreign = convert(stored.weights, source=file, flattening=given.flattening, activation=activation)
+    normalisation, reason = _normalisation(given, beside, foreign)
     transform, transform_of = _transform(beside, foreign, file)
     fed = {"fed_interpolation": "bicubic"} if transform.get("interpolation") == "bicubic" else {}
-    names, naming = _classes(wishes, beside, foreign)
+    names, naming = _classes(given.classes, beside, foreign)
     card = ModelCard(
         model=foreign.spec,
         image_size=foreign.image_size,
         classes=names,
         channel_mean=normalisation.mean,
         channel_std=normalisation.std,
-        dataset=wishes.name or file.stem,
+        dataset=given.name or file.stem,
         origin=f"{foreign.family}: {file.name}, sha256 {sha256_of(file)}, "
-        + (f"{_AVERAGE[wishes.kind]}, " if stored.average else "")
-        + f"read as {wishes.flattening}",
+        + (f"{_AVERAGE[given.weights]}, " if stored.average else "")
+        + f"read as {given.flattening}",
         timm_transform=transform,
         **(SQUARES if foreign.family == "scaling_mlps" else fed),
     )
-    if is_begun(out, config_of(card), record=CONFIG, what="these weights", field="out", alone=True):
-        Checkpoint.open(out)  # the same command, typed again
+    if is_begun(given.out, config_of(card), record=CONFIG, what="these weights", field="out", alone=True):
+        Checkpoint.open(given.out)  # the same command, typed again
     else:
-        save_folder(out, card=card, weights=foreign.weights)
+        save_folder(given.out, card=card, weights=foreign.weights)
     with torch.device("meta"):
         count = num_parameters(build_model(card.model, num_classes=len(names), image_size=card.image_size))
     lines = [
-        f"{out}: {card.model.label} of {foreign.family}, {card.image_size} px, {len(names):,} classes, {count:,} parameters",
+        f"{given.out}: {card.model.label} of {foreign.family}, {card.image_size} px, {len(names):,} classes, {count:,} parameters",
         f"  activation: {activation} ({learned_from})",
         f"  normalisation: mean {_row(card.channel_mean)}, std {_row(card.channel_std)} ({reason})",
         f"  classes: {names[0]} ... {names[-1]} ({naming})",
@@ -101,9 +90,9 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
             f"datasets are built alike with crop={crop} interpolation={interpolation}"
         )
     if stored.average:
-        other: Kind = "raw" if wishes.kind == "ema" else "ema"
+        other: Kind = "raw" if given.weights == "ema" else "ema"
         lines.append(
-            f"  weights: {_AVERAGE[wishes.kind]} (the file holds both, the average as {stored.average}; --weights {other} takes "
+            f"  weights: {_AVERAGE[given.weights]} (the file holds both, the average as {stored.average}; --weights {other} takes "
             f"{_AVERAGE[other]})"
         )
     if transform:
@@ -113,7 +102,8 @@ def import_weights(file: Path, *, out: Path, wishes: Wishes) -> list[str]:
 
 
 def config_beside(file: Path) -> dict[str, Any]:
-    """timm's config.json, or scaling_mlps' NAME_config beside NAME_weights or config.txt; {} where there is none."""
+    """timm's config.json (with its pretrained_cfg at the top, too), or scaling_mlps' NAME_config beside NAME_weights or config.txt;
+    {} where there is none."""
     named = file.with_name(file.name.removesuffix("_weights") + "_config")
     for path in (named, file.with_name("config.txt"), file.with_name("config.json")):
         try:
@@ -121,40 +111,37 @@ def config_beside(file: Path) -> dict[str, Any]:
         except (OSError, ValueError):
             continue
         if isinstance(tree, dict) and "architecture" in tree:
-            return tree
+            inner = tree.get("pretrained_cfg")
+            return tree | inner if isinstance(inner, dict) else tree
     return {}
 
 
 _AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the weights as trained"}
 
 
-def _activation(wishes: Wishes, beside: dict[str, Any]) -> tuple[Activation, str]:
-    given = wishes.activation or beside.get("act", "gelu")
-    if given not in get_args(Activation):
-        raise UserError(f"activation: {given!r} is not one of {', '.join(get_args(Activation))}")
+def _activation(given: str | None, beside: dict[str, Any]) -> tuple[Activation, str]:
+    found = given or beside.get("act", "gelu")
+    if found not in get_args(Activation):
+        raise UserError(f"activation: {found!r} is not one of {', '.join(get_args(Activation))}")
     guess = "the usual; weights do not tell, and with a wrong one the answers are wrong: --activation names another"
-    reason = "as given" if wishes.activation else "of the config beside the file" if "act" in beside else guess
-    return cast(Activation, given), reason
+    return cast(Activation, found), "as given" if given else "of the config beside the file" if "act" in beside else guess
 
 
 def _transform(beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[dict[str, str | float], str]:
     if foreign.family != "timm":
         return {}, ""
-    timms = beside.get("pretrained_cfg", beside)
-    found = {key: timms[key] for key in TRANSFORM if key in timms} if isinstance(timms, dict) else {}
+    found = {key: beside[key] for key in TRANSFORM if key in beside}
     if found:
         return found, "of the config beside the file"
     return {"interpolation": "bilinear" if "miil" in file.name.lower() else "bicubic", "crop_pct": 0.875}, "the usual of timm"
 
 
-def _normalisation(wishes: Wishes, beside: dict[str, Any], foreign: Foreign, file: Path) -> tuple[Normalisation, str]:
-    if wishes.mean and wishes.std:
-        return Normalisation(wishes.mean, wishes.std), "as given"
-    timms = beside.get("pretrained_cfg", beside)
-    if foreign.family == "timm" and isinstance(timms, dict) and "mean" in timms and "std" in timms:
-        return Normalisation(_three(timms["mean"]), _three(timms["std"])), "of the config beside the file"
-    known = NORMALISATIONS[foreign.family]
-    text = file.name.lower()
+def _normalisation(given: argparse.Namespace, beside: dict[str, Any], foreign: Foreign) -> tuple[Normalisation, str]:
+    if given.mean and given.std:
+        return Normalisation(tuple(given.mean), tuple(given.std)), "as given"
+    if foreign.family == "timm" and "mean" in beside and "std" in beside:
+        return Normalisation(_three(beside["mean"]), _three(beside["std"])), "of the config beside the file"
+    known, text = NORMALISATIONS[foreign.family], given.file.name.lower()
     words = [word for word in known if word and word in text]
     if not words and foreign.family == "scaling_mlps":
         words = [word for word in known if word and word in str(beside.get("dataset", ""))]
@@ -169,9 +156,8 @@ def _three(values: object) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _classes(wishes: Wishes, beside: dict[str, Any], foreign: Foreign) -> tuple[tuple[str, ...], str]:
-    count, given = foreign.num_classes, wishes.classes
-    labels = (beside.get("pretrained_cfg") or {}).get("label_names") if foreign.family == "timm" else None
+def _classes(given: str | None, beside: dict[str, Any], foreign: Foreign) -> tuple[tuple[str, ...], str]:
+    count, labels = foreign.num_classes, beside.get("label_names") if foreign.family == "timm" else None
     if given is None and isinstance(labels, list) and len(labels) == len(set(labels)) == count:
         return tuple(map(str, labels)), "of the config beside the file"
     if given is None or given.isdigit():
@@ -182,11 +168,11 @@ def _classes(wishes: Wishes, beside: dict[str, Any], foreign: Foreign) -> tuple[
     names = load_manifest(given).classes if Path(given).is_dir() else tuple(read_lines("--classes", given))
     if len(names) != count:
         raise UserError(f"--classes: {given} names {len(names)}, but the last layer has {count}")
-    doubled = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < count else None
-    if doubled is not None:
+    if len(set(names)) < count:
+        doubled = next(name for name in names if names.count(name) > 1)
         raise UserError(f"--classes: {given} names {doubled!r} twice; every class needs a name of its own")
     return names, f"of {given}"
 
 
-def _row(values: tuple[float, float, float]) -> str:
+def _row(values: Sequence[float]) -> str:
     return " ".join(f"{value:.4g}" for value in values)

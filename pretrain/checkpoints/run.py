@@ -63,7 +63,7 @@ def stacks_dir(run_dir: Path | str) -> Path:
 
 def finished_result(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / RESULT
-    return json.loads(path.read_text()) if path.exists() else None  # type: ignore[no-any-return]
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:

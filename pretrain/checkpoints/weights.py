@@ -27,7 +27,7 @@ AVERAGES = ("state_dict_ema", "model_ema")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 NUM_SHOWN = 3
-TORCH_FAULTS = (
+_FAULTS = (
     pickle.UnpicklingError,
     struct.error,
     RuntimeError,
@@ -39,9 +39,7 @@ TORCH_FAULTS = (
     AttributeError,
 )
 """What torch's reader raises at bytes that are no checkpoint, depending on where it stumbles."""
-
-SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
-
+_SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
 
 Kind = Literal["ema", "raw"]
 
@@ -84,9 +82,9 @@ def _read_torch(path: Path, *, is_pickle: bool) -> object:
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore", UserWarning)  # of a pickle protocol that torch does not expect
             return torch.load(path, map_location="cpu", weights_only=True)
-    except TORCH_FAULTS as error:
+    except _FAULTS as error:
         text = str(error)
-        if any(sign in text for sign in SIGNS_OF_CODE) or (is_pickle and "Unsupported operand" in text):
+        if any(sign in text for sign in _SIGNS_OF_CODE) or (is_pickle and "Unsupported operand" in text):
             raise UserError(
                 f"{path}: holds pickled code beside weights, and none is run here; save the weights alone where you trust the "
                 f"file: torch.save(model.state_dict(), ...)"
@@ -96,17 +94,13 @@ def _read_torch(path: Path, *, is_pickle: bool) -> object:
 
 def _no_weights(error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-    detail = f" ({reason})"
-    if isinstance(error, pickle.UnpicklingError):  # torch's advice there is to run the pickle
-        detail = ""
+    # torch's advice on what cannot be unpickled is to run the pickle
+    detail = "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
     return f"is not a whole file of weights (safetensors or torch); download or copy it again{detail}"
 
 
 def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
-    while isinstance(stored, Mapping):
-        inner = [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]
-        if not inner:
-            break
+    while isinstance(stored, Mapping) and (inner := [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]):
         stored = inner[0]
     if not isinstance(stored, Mapping):
         raise UserError(f"{path}: holds a {type(stored).__name__}, not tensors by name; save model.state_dict()")
@@ -121,10 +115,7 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """DistributedDataParallel, torch.compile and wrapping modules put a word before every name."""
     weights = {name.replace("._orig_mod.", "."): tensor for name, tensor in weights.items()}
-    while weights:
-        found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]
-        if not found:
-            break
+    while weights and (found := [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]):
         weights = {name.removeprefix(found[0]): tensor for name, tensor in weights.items()}
     return weights
 
@@ -156,17 +147,15 @@ def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
     for name, layer in model.named_modules():
         if not isinstance(layer, MaskedLinear | SparseLinear):
             continue
-        matrix = (layer.out_features, layer.in_features)
-        count = (math.prod(given.get(f"{name}.columns", ())),)
+        matrix, count = (layer.out_features, layer.in_features), (math.prod(given.get(f"{name}.columns", ())),)
         forms: dict[str, Shapes] = {
             "mask": {"weight": matrix, "mask": matrix},
             "columns": {"values": count, "row_starts": (layer.out_features + 1,), "columns": count},
         }
-        stored = [form for mark, form in forms.items() if f"{name}.{mark}" in given]
-        if stored:
-            for entry in ("weight", "mask", "values", "row_starts", "columns"):
-                needed.pop(f"{name}.{entry}", None)
-            needed |= {f"{name}.{entry}": shape for entry, shape in stored[0].items()}
+        stored = next((form for mark, form in forms.items() if f"{name}.{mark}" in given), None)
+        if stored is not None:
+            needed = {key: shape for key, shape in needed.items() if key.rpartition(".")[0] != name or key.endswith(".bias")}
+            needed |= {f"{name}.{entry}": shape for entry, shape in stored.items()}
     return needed
 
 

@@ -102,7 +102,9 @@ class Saver:
             self._forget(step)
             return
         PROGRESS.mark("making a checkpoint", step=step)
-        while self._is_late():
+        while any_rank(
+            self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s), device=self._engine.device
+        ):
             what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
             self._warn(
                 f"the checkpoint before is still being written after {self._longest_wait_s:,.0f} s; {what}, or use a faster file "
@@ -135,10 +137,6 @@ class Saver:
     def _forget(self, step: int) -> None:
         """There is no checkpoint of this step, and there will be none."""
         self._judged = [each for each in self._judged if each.step != step]
-
-    def _is_late(self) -> bool:
-        mine = self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s)
-        return any_rank(mine, device=self._engine.device)
 
     def _replace_failed(self, step: int) -> None:
         """The checkpoint before, if it could not be written, will never be."""

@@ -60,33 +60,25 @@ def find_peak(device: torch.device, *, precision: str, given: float | None) -> P
 
 def listed_teraflops(name: str, *, precision: str) -> float | None:
     short = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
-    for pattern, rates in SHEETS:
-        if re.fullmatch(pattern, short):
-            return rates.get(precision)
-    return None
+    return next((rates.get(precision) for pattern, rates in SHEETS if re.fullmatch(pattern, short)), None)
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """On a CPU in fp32: many take seconds for such a product in bf16 or fp16. A meter that sees a higher rate takes that."""
+    """The quickest of some products, after one that warms up. On a CPU in fp32: many take seconds for such a product in bf16 or
+    fp16. A meter that sees a higher rate takes that."""
     on_gpu = device.type == "cuda"
     side = 8192 if on_gpu else 1024
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32) if on_gpu else torch.float32
-    best_s = _product_s(side, device=device, dtype=dtype)
-    return Peak(2 * side**3 / best_s / 1e12, f"measured, product of {side} x {side}")
-
-
-def _product_s(side: int, *, device: torch.device, dtype: torch.dtype) -> float:
-    """The quickest of some, after one that warms up."""
     left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
     torch.mm(left, right, out=out)
     best_s, deadline_s = float("inf"), time.monotonic() + MEASURE_S
     while best_s == float("inf") or time.monotonic() < deadline_s:
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         start_s = time.perf_counter()
         torch.mm(left, right, out=out)
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s
+    return Peak(2 * side**3 / best_s / 1e12, f"measured, product of {side} x {side}")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from data_prep.settings import UserError
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import training_batches
@@ -23,17 +23,7 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
     """The first `count` pictures of an epoch."""
     if count < 2 or count % 2:
         raise UserError(f"count: {count}; choose an even number, because MixUp takes pictures in pairs")
-    normalisation = Normalisation(*data.channel_statistics)
-    prepared = _fed(settings, data, normalisation, count=count, epoch=epoch, num_threads=num_threads)
-    facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {recipe(settings.augment)}"
-    title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
-    return fed_sheet(prepared, normalisation=normalisation, classes=data.classes, title=title, facts=facts)
-
-
-def _fed(
-    settings: PretrainSettings, data: TrainingData, normalisation: Normalisation, *, count: int, epoch: int, num_threads: int
-) -> Prepared:
-    batch_size, seed = settings.train.global_batch_size, settings.train.seed
+    batch_size, seed, normalisation = settings.train.global_batch_size, settings.train.seed, Normalisation(*data.channel_statistics)
     augmentation = Augmentation(
         settings.augment,
         seed=seed,
@@ -43,9 +33,8 @@ def _fed(
         dtype=torch.float32,
     )
     start = epoch * data.epoch_size(global_batch_size=batch_size)
-    parts = reading(data.parts, settings.data, image_size=data.image_size)
     with (
-        parts as reader,
+        reading(data.parts, settings.data, image_size=data.image_size) as reader,
         training_batches(
             reader,
             data.order(seed=seed, global_batch_size=batch_size),
@@ -59,6 +48,9 @@ def _fed(
         ) as batches,
     ):
         try:
-            return next(batches)
+            fed = next(batches)
         finally:
             reader.end_waits()  # before the batches, whose end would last as long as a download
+    facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {recipe(settings.augment)}"
+    title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
+    return fed_sheet(fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts)

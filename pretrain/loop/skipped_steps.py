@@ -49,33 +49,29 @@ class SkippedSteps:
         if applied:
             self.in_a_row, self._are_named = 0, False
             return
-        self.total += 1
-        self.in_a_row += 1
-        if not np.isfinite(agreed.loss):
-            self._write(step, agreed.own_loss, mine=not np.isfinite(agreed.own_loss))
-        elif not self._scales_loss:
-            self._write(step, agreed.own_loss, mine=True)
-        self._are_named = self._are_named or not np.isfinite(agreed.loss) or not self._scales_loss
-        if self.in_a_row >= self._max_in_a_row:
-            raise TooManySkippedSteps(
-                f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
-                f"{agreed.loss}), as many as train.max_skipped_steps allows; {self._remedy()}"
-            )
-
-    def _remedy(self) -> str:
-        if self._are_named:
-            return (
-                f"their samples are in {self._log.parent}. Lower optimizer.lr or set engine.gradient_clip_norm=1, in another "
-                "run_dir, or look at those samples"
-            )
-        return (
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        has_loss = bool(np.isfinite(agreed.loss))
+        if not has_loss or not self._scales_loss:
+            self._are_named = True
+            if (has_loss or not np.isfinite(agreed.own_loss)) and self._num_written < MAX_WRITTEN:
+                self._write(step, agreed.own_loss)
+        if self.in_a_row < self._max_in_a_row:
+            return
+        remedy = (
             "the gradients overflow in fp16 though the loss scale was lowered on the way, and no sample is to blame. Set "
             "engine.precision=bf16, which has the range of fp32 (or fp32 itself), or lower optimizer.lr, in another run_dir"
         )
+        if self._are_named:
+            remedy = (
+                f"their samples are in {self._log.parent}. Lower optimizer.lr or set engine.gradient_clip_norm=1, in another "
+                "run_dir, or look at those samples"
+            )
+        raise TooManySkippedSteps(
+            f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
+            f"{agreed.loss}), as many as train.max_skipped_steps allows; {remedy}"
+        )
 
-    def _write(self, step: int, loss: float, *, mine: bool) -> None:
-        if not mine or self._num_written >= MAX_WRITTEN:
-            return
+    def _write(self, step: int, loss: float) -> None:
         self._num_written += 1
         samples = self._samples_of(step - 1)
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ reads the newest whole checkpoint itself. 5. The loop (trainer.py). 6. The statu
 checkpoint is on disk and result.json says so.
 """
 
+import logging
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -30,7 +31,6 @@ from pretrain.data.reader import ShardReader, open_store
 from pretrain.data.store.staging import staged
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
-from pretrain.loop.logs import log_to
 from pretrain.loop.peak import find_peak
 from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.models.build import build_model
@@ -144,6 +144,18 @@ def train(task: Task, world: World) -> Outcome:
                 writer.wait(LAST_WRITE_S)
                 tracker.close("FAILED")
                 raise
+
+
+def log_to(path: Path) -> None:
+    """From now on what these libraries and Python warn of is kept in this file: the console shows the run alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("DeepSpeed", "py.warnings", "torch.utils.cpp_extension"):  # the last warns when something is compiled
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
 
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:

@@ -243,38 +243,32 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Not if the run is to stop: then the evaluation is owed, and the next start makes up for it."""
-        self.owes_evaluation = True
+        self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
         self._show_filters()
+        if self.eval_reader is None:
+            return
         PROGRESS.mark("before its evaluation", step=self.step)
         try:
-            scores = self._scores()
+            with self.engine.averaged():
+                scores = evaluate(
+                    self.engine.logits,
+                    self.eval_reader,
+                    self.augmentation,
+                    local_batch_size=self.plan.local_batch_size,
+                    num_threads=self._num_threads,
+                    world=self.world,
+                    stop=self.stop,
+                )
         except Interrupted:
             self.stopping = True
             return
-        self.owes_evaluation = False
-        if scores is None:
-            return
-        self.scores = scores
+        self.scores, self.owes_evaluation = scores, False
         self.saver.judge(self.step, top1=scores.top1)
         self.tracker.metrics(scores.metrics("eval"), step=self.step)
         self.line.note = in_words(self.reading, scores)
         self.line.tell()  # new scores have a line of their own in a log
-
-    def _scores(self) -> Scores | None:
-        if self.eval_reader is None:
-            return None
-        with self.engine.averaged():
-            return evaluate(
-                self.engine.logits,
-                self.eval_reader,
-                self.augmentation,
-                local_batch_size=self.plan.local_batch_size,
-                num_threads=self._num_threads,
-                world=self.world,
-                stop=self.stop,
-            )
 
     def _state(self) -> TrainerState:
         """All that a resume needs besides weights."""
@@ -288,8 +282,7 @@ class Trainer:
         )
 
     def _log_saving(self) -> None:
-        news = self.saver.writer.news()
-        if news:
+        if news := self.saver.writer.news():
             self.tracker.metrics(news, step=self.step)
 
     def _steps(self, length: str) -> int:

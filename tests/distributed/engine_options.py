@@ -215,7 +215,7 @@ def tuned(world: World) -> dict[str, Any]:
 
 def noise(world: World, folder: str) -> dict[str, str]:
     """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
-    from pretrain.loop.logs import log_to
+    from pretrain.loop.train import log_to
 
     log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))
     log_to(log)

@@ -55,24 +55,22 @@ def save(run_dir: Path, step: int, *, keep_last: int = 2, best: Best | None = No
     return snapshot.place(run_dir)
 
 
-@dataclass(frozen=True)
-class Restored:
-    engine: EngineState
-    trainer: TrainerState
-
-
-def restore(run_dir: Path) -> Restored | None:
+def restored(run_dir: Path) -> tuple[EngineState, TrainerState]:
     newest = Checkpoint.newest(run_dir)
-    return Restored(*files.load_state(newest.directory)) if newest else None
+    assert newest is not None
+    return files.load_state(newest.directory)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(run_dir)]
 
 
 def test_what_is_saved_is_what_is_restored(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    restored = restore(tmp_path)
-    assert restored is not None
-    assert restored.trainer == TrainerState(7, 112) and restored.engine.num_updates == 7
-    assert torch.equal(restored.engine.weights["w"], torch.full((3,), 7.0))
-    assert torch.equal(restored.engine.optimizer["exp_avg.w"], torch.full((3,), -7.0))
+    engine, trainer = restored(tmp_path)
+    assert trainer == TrainerState(7, 112) and engine.num_updates == 7
+    assert torch.equal(engine.weights["w"], torch.full((3,), 7.0))
+    assert torch.equal(engine.optimizer["exp_avg.w"], torch.full((3,), -7.0))
 
 
 class Crash(BaseException):
@@ -130,21 +128,20 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
                 save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True
-        published = [step_of(path) for path in list_checkpoints(run_dir)]
+        published = steps(run_dir)
         with started(run_dir, lock_wait_s=0):
             pass
         assert not list(run_dir.rglob(".tmp-*"))
-        restored = restore(run_dir)
-        assert restored is not None and restored.trainer.step == published[-1] and published[-1] in (2, 3)
-        assert float(restored.engine.weights["w"][0]) == restored.trainer.step
-        best = restored.trainer.best
-        assert best == (Best(1, 0.5) if restored.trainer.step == 2 else Best(3, 0.6))
+        engine, trainer = restored(run_dir)
+        assert trainer.step == float(engine.weights["w"][0]) == published[-1] and published[-1] in (2, 3)
+        best = trainer.best
+        assert best == (Best(1, 0.5) if trainer.step == 2 else Best(3, 0.6))
         assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}", needed=FILES) is None
         save(run_dir, 4, best=best, keep_last=1)
-        assert [step_of(path) for path in list_checkpoints(run_dir)] == [best.step, 4]
+        assert steps(run_dir) == [best.step, 4]
         assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best.step, "score": best.score}
         if not crashed:
-            assert crash_at > 20 and restored.trainer.step == 3
+            assert crash_at > 20 and trainer.step == 3
             return
     raise AssertionError("the crash point never moved past the end")
 
@@ -158,9 +155,9 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
         submitted(writer, step, best=best)
         if step == 80:
             writer.finish(best)
-            assert [step_of(path) for path in list_checkpoints(tmp_path)] == [20, 30, 60, 70, 80]
+            assert steps(tmp_path) == [20, 30, 60, 70, 80]
     writer.finish(best)
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [30, 60, 90, 100]
+    assert steps(tmp_path) == [30, 60, 90, 100]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
     assert writer.news()["checkpoint/gb"] > 0
 
@@ -216,13 +213,13 @@ class Rank:
         if waits:
             assert self.writer.make_room(timeout_s=20)
 
-    def ends_with(self, steps: list[int], best: Best) -> None:
+    def ends_with(self, left: list[int], best: Best) -> None:
         self.saver.finish()
-        assert [step_of(path) for path in list_checkpoints(self.run_dir)] == steps
+        assert steps(self.run_dir) == left
         assert json.loads((self.run_dir / "checkpoints" / "best.json").read_text()) == asdict(best)
-        restored = restore(self.run_dir)
-        assert restored is not None and restored.trainer.best == best == self.saver.best
-        assert (restored.trainer.skipped_steps, restored.trainer.skipped_in_a_row) == (5, 2)
+        _, trainer = restored(self.run_dir)
+        assert trainer.best == best == self.saver.best
+        assert (trainer.skipped_steps, trainer.skipped_in_a_row) == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +230,7 @@ class Rank:
     ],
 )
 def test_a_best_that_could_not_be_written_is_none(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scores: tuple[float, ...],
-    refused: tuple[int, ...],
-    left: list[int],
-    best: Best,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], refused: tuple[int, ...], left: list[int], best: Best
 ) -> None:
     """It costs nothing that was written, and the best of those that are there follows it."""
     rank = Rank(tmp_path, monkeypatch, refused=refused)
@@ -380,7 +372,7 @@ def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> Non
     save(tmp_path, 10, best=Best(10, 0.5))
     save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
     CheckpointWriter(tmp_path, Retention(1)).finish(Best(20, 0.6))
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [10, 30]
+    assert steps(tmp_path) == [10, 30]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
 
 
@@ -399,7 +391,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
     assert list_checkpoints(tmp_path) == []
     writer.submit(Snapshot(state(3), TrainerState(3, 48), CARD))
     writer.finish(None)
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3]  # in place of 1 and 2
+    assert steps(tmp_path) == [3]  # in place of 1 and 2
 
 
 def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +423,7 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(tmp_path: Path,
     go_on.set()
     assert writer.make_room(timeout_s=10)
     writer.finish(None)
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
+    assert steps(tmp_path) == [1]
 
 
 def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,17 +453,16 @@ def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys
     newest = save(tmp_path, 2)
     DAMAGES[damage](newest / "model.safetensors")
     assert fault_of(newest, needed=FILES) is not None
-    restored = restore(tmp_path)
-    assert restored is not None and restored.trainer.step == 1
+    assert restored(tmp_path)[1].step == 1
     assert "is damaged" in capsys.readouterr().err
 
 
 def test_training_never_silently_starts_over(tmp_path: Path) -> None:
-    assert restore(tmp_path) is None
+    assert Checkpoint.newest(tmp_path) is None
     path = save(tmp_path, 1)
     (path / "trainer.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="never silently starts over"):
-        restore(tmp_path)
+        Checkpoint.newest(tmp_path)
     assert Checkpoint.open(tmp_path).directory == path  # the weights are whole, and that is all that later stages need
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
@@ -483,4 +474,4 @@ def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> N
     save(tmp_path, 100)
     (save(tmp_path, 200) / "model.safetensors").write_bytes(b"")
     save(tmp_path, 150, keep_last=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000150"]
+    assert steps(tmp_path) == [150]

@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 from timm.models.mlp_mixer import MlpMixer
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, layer_norm
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from analysis.filters import first_layer
@@ -25,32 +25,18 @@ from pretrain.config import TrackingSettings
 from pretrain.data.reader import open_split
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
+from tests.pretrain.checkpoints.test_foreign import Theirs
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 
-def public_weights(*, width: int = 12, num_classes: int = 8, side: int = 16) -> dict[str, Tensor]:
-    """A BottleneckMLP of one block, by the public names."""
+def public_model() -> Theirs:
     torch.manual_seed(0)
-    layers = {
-        "linear_in": nn.Linear(3 * side**2, width),
-        "layernorms.0": nn.LayerNorm(width),
-        "blocks.0.block.0": nn.Linear(width, 4 * width),
-        "blocks.0.block.2": nn.Linear(4 * width, width),
-        "linear_out": nn.Linear(width, num_classes),
-    }
-    named = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.state_dict().items()}
-    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in named.items()}
+    return Theirs(side=16, depth=1, num_classes=8).eval().requires_grad_(False)
 
 
-def public_forward(w: dict[str, Tensor], images_BHWC: Tensor) -> Tensor:
-    """What their evaluation does to whole numbers from 0 to 255."""
-    normalised = (images_BHWC.float() - 255 * MEAN) / (255 * STD)
-    z = normalised.permute(0, 3, 1, 2).reshape(len(images_BHWC), -1) @ w["linear_in.weight"].T + w["linear_in.bias"]
-    normed = layer_norm(z, z.shape[-1:], w["layernorms.0.weight"], w["layernorms.0.bias"])
-    hidden = gelu(normed @ w["blocks.0.block.0.weight"].T + w["blocks.0.block.0.bias"])
-    z = z + hidden @ w["blocks.0.block.2.weight"].T + w["blocks.0.block.2.bias"]
-    return z @ w["linear_out.weight"].T + w["linear_out.bias"]
+def public_weights() -> dict[str, Tensor]:
+    return public_model().state_dict()
 
 
 def test_an_imported_folder_is_evaluated_probed_and_drawn(
@@ -62,7 +48,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     for _ in range(2):  # typed again, it is done before
         assert main(words) == 0
         said = capsys.readouterr().out
-        assert f"{out}: B-1/Wi-12 of scaling_mlps, 16 px, 8 classes, 10,568 parameters" in said
+        assert f"{out}: B-1/Wi-10 of scaling_mlps, 16 px, 8 classes, 8,333 parameters" in said
         assert "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it" in said
         assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
     card = Checkpoint.open(out).card
@@ -74,7 +60,8 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     scores = evaluate_checkpoint(Evaluation.of(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent)), world)
     assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
-    logits = public_forward(weights, reader.images(np.arange(reader.num_samples)))
+    images_BHWC = reader.images(np.arange(reader.num_samples)).float()  # whole numbers from 0 to 255, as theirs takes them
+    logits = public_model()(((images_BHWC - 255 * MEAN) / (255 * STD)).permute(0, 3, 1, 2))
     labels = torch.from_numpy(reader.labels).long()
     assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
     assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
