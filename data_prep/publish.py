@@ -253,7 +253,7 @@ LOCK = ".lock"
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
     """Holds `directory` against a second writer, and says who holds it; the kernel lets go of the lock however this process ends.
 
-    `notice` is printed before a wait.
+    `notice` is printed before a wait; by default a line that names the holder.
     """
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
@@ -266,8 +266,8 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
                     f"{directory}: another process is writing here{f' ({holder})' if holder else ''}; wait for it, or choose "
                     "another directory"
                 ) from None
-            if notice:
-                print(notice, file=sys.stderr, flush=True)
+            whom = _holder_in(file) or "another process"
+            print(notice or f"{directory}: waiting for {whom}, which holds it; if that hangs, end it", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _no_locks(directory, error) from None

@@ -26,7 +26,6 @@ from data_prep.publish import Superseded, check_not_superseded, sole_writer, use
 from data_prep.settings import UserError
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
-from pretrain.tracking.store import Store
 from pretrain.tracking.tracker import RunIdentity, Status, readable_events
 
 POLL_S = 1.0
@@ -39,14 +38,20 @@ class Delivery:
     """Carries the journal of one run to its store, from where the last delivery stopped."""
 
     def __init__(self, run_dir: Path):
+        from pretrain.tracking.store import Store  # and mlflow, for seconds, in which a deliverer already ignores signals
+
         self.directory = run_dir / "tracking"
         self.identity = RunIdentity.model_validate_json((self.directory / "identity.json").read_text())
         self._position_path, self._journal_path = self.directory / "delivered.json", self.directory / "journal.jsonl"
         position = json.loads(self._position_path.read_text()) if self._position_path.exists() else {}
         self.run_id: str | None = position.get("run_id")
         self.offset: int = position.get("offset", 0)
-        self.ended = _has_ended(self._journal_path, self.offset)
+        self.ended = False
         """Whether the journal, as far as it has arrived, holds the end of the run."""
+        if self._journal_path.exists():
+            with open(self._journal_path, "rb") as journal:
+                kinds = [event["event"] for event in readable_events(journal.read(self.offset).splitlines())]
+            self.ended = [kind for kind in kinds if kind in ("start", "end")][-1:] == ["end"]
         self.num_bytes_sent = 0
         """Of the journal, by this delivery."""
         self._owed: list[dict[str, Any]] = position.get("owed", [])
@@ -62,8 +67,9 @@ class Delivery:
             return
         self.store.check_in_place()
         if not self._is_known:
-            if not self.store.has_run(self.run_id or ""):
-                self._begin_again()
+            if not self.store.has_run(self.run_id or ""):  # the store was made anew
+                self.run_id, self.offset, self.ended, self._owed, self._status = None, 0, False, [], None
+                self._keep_position()
             self._is_known = True
         with open(self._journal_path, "rb") as journal:
             journal.seek(self.offset)
@@ -71,9 +77,8 @@ class Delivery:
                 lines = [line for line in (journal.readline() for _ in range(_BATCH_EVENTS)) if line.endswith(b"\n")]
                 if not lines:
                     break
-                check_not_superseded(
-                    self.directory
-                )  # after the reading: what was said before the fence is in the next journal, too
+                # after the reading: what was written before the fence is in the next journal, too
+                check_not_superseded(self.directory)
                 events = readable_events(lines)
                 self._send(events)
                 self._owed += [event for event in events if event["event"] in _FILES]
@@ -83,7 +88,10 @@ class Delivery:
                 self.num_bytes_sent += num_bytes
                 self._keep_position()
                 journal.seek(self.offset)
-        self._send_files()
+        while self._owed:
+            self._send_file(self._owed[0], self._opened())
+            del self._owed[0]
+            self._keep_position()
 
     def set_status(self, status: Status | str) -> None:
         if self.run_id is not None and self._status != status:
@@ -92,14 +100,8 @@ class Delivery:
             self.store.set_status(self.run_id, status)
             self._status = status
 
-    def _begin_again(self) -> None:
-        """The store was made anew."""
-        self.run_id, self.offset, self.ended, self._owed, self._status = None, 0, False, [], None
-        self._keep_position()
-
     def _keep_position(self) -> None:
-        position = {"run_id": self.run_id, "offset": self.offset, "owed": self._owed}
-        write_json(self._position_path, position)
+        write_json(self._position_path, {"run_id": self.run_id, "offset": self.offset, "owed": self._owed})
 
     def _send(self, events: list[dict[str, Any]]) -> None:
         status = None
@@ -127,16 +129,10 @@ class Delivery:
             self.run_id = self.store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
         return self.run_id
 
-    def _send_files(self) -> None:
-        """One that is gone by now (the run's folder was tidied) is owed no longer."""
-        while self._owed:
-            event = self._owed[0]
-            if Path(event["path"]).exists():
-                self._send_file(event, self._opened())
-            del self._owed[0]
-            self._keep_position()
-
     def _send_file(self, event: dict[str, Any], run_id: str) -> None:
+        """One that is gone by now (the run's folder was tidied) is owed no longer."""
+        if not Path(event["path"]).exists():
+            return
         match event["event"]:
             case "image":
                 self.store.log_image(run_id, event, run_key=self.identity.run_key)
@@ -146,73 +142,57 @@ class Delivery:
                 self.store.log_file(run_id, Path(event["path"]), folder=event["folder"])
 
 
-def _has_ended(journal: Path, offset: int) -> bool:
-    """Whether the last that these first bytes say of a start or an end is an end."""
-    if not journal.exists():
-        return False
-    with open(journal, "rb") as file:
-        events = [event["event"] for event in readable_events(file.read(offset).splitlines())]
-    return [event for event in events if event in ("start", "end")][-1:] == ["end"]
-
-
 def sync(run_dir: Path) -> int:
     """Delivers what an earlier delivery could not; returns the number of journal bytes that arrived."""
     _limit_retries()
     with sole_writer(run_dir / "tracking"):
-        delivery = Delivery(run_dir)
-        for attempt in range(_ATTEMPTS):
+        delivery, attempt = Delivery(run_dir), 1
+        while True:
             try:
                 delivery.deliver()
                 if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
                     delivery.set_status("FAILED")
+                return delivery.num_bytes_sent
             except UserError:
                 raise
             except Exception as error:
                 if type(error).__module__ == "builtins" and not isinstance(error, OSError):
                     raise  # not of the store: a mistake of ours
-                if attempt == _ATTEMPTS - 1 or isinstance(error, OSError):
-                    raise UserError(
-                        f"{run_dir}: the store does not take it ({delivery.store.fault_of(error)}); sync again later"
-                    ) from error
-                time.sleep(POLL_S)  # two that write at once may be in each other's way
-            else:
-                break
-        return delivery.num_bytes_sent
+                if attempt == _ATTEMPTS or isinstance(error, OSError):
+                    fault = delivery.store.fault_of(error)
+                    raise UserError(f"{run_dir}: the store does not take it ({fault}); sync again later") from error
+            time.sleep(POLL_S)  # two that write at once may be in each other's way
+            attempt += 1
 
 
 def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
     """The deliverer's whole life: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
     _limit_retries()
     with sole_writer(run_dir / "tracking", wait=True):  # for the deliverer of a trainer that was killed just now
-        return _deliver_until_closed(Delivery(run_dir), trainer, close_timeout_s=close_timeout_s)
-
-
-def _deliver_until_closed(delivery: Delivery, trainer: IO[bytes], *, close_timeout_s: float) -> int:
-    wait_s, closed_at_s, said = POLL_S, None, ""
-    while True:
-        if closed_at_s is not None:
-            time.sleep(min(wait_s, 4.0))
-        elif select.select([trainer], [], [], wait_s)[0]:  # end of file: the trainer is done, or dead
-            closed_at_s, wait_s = time.monotonic(), POLL_S
-        try:
-            delivery.deliver()
-            if not delivery.ended:
-                # also where nothing is new: the one before may have said FAILED, after this trainer had started
-                delivery.set_status("RUNNING" if closed_at_s is None else "FAILED")
+        delivery, wait_s, closed_at_s, reported = Delivery(run_dir), POLL_S, None, ""
+        while True:
             if closed_at_s is not None:
+                time.sleep(min(wait_s, 4.0))
+            elif select.select([trainer], [], [], wait_s)[0]:  # end of file: the trainer is done, or dead
+                closed_at_s, wait_s = time.monotonic(), POLL_S
+            try:
+                delivery.deliver()
+                if not delivery.ended:
+                    # also where nothing is new: the one before may have reported FAILED, after this trainer had started
+                    delivery.set_status("RUNNING" if closed_at_s is None else "FAILED")
+                if closed_at_s is not None:
+                    return 0
+                wait_s, reported = POLL_S, ""
+            except Superseded:
                 return 0
-            wait_s, said = POLL_S, ""
-        except Superseded:
-            return 0
-        except Exception as error:  # noqa: BLE001
-            # whatever the store raises, the journal keeps the events, and the next round tries again
-            fault = delivery.store.fault_of(error)
-            if fault != said:  # an outage of a day is one line
-                print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
-            said = fault
-            wait_s = min(60.0, wait_s * 2)
-        if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
-            return 1
+            except Exception as error:  # noqa: BLE001
+                # whatever the store raises, the journal keeps the events, and the next round tries again
+                fault = delivery.store.fault_of(error)
+                if fault != reported:  # an outage of a day is one line
+                    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+                wait_s, reported = min(60.0, wait_s * 2), fault
+            if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
+                return 1
 
 
 def _limit_retries() -> None:

@@ -3,34 +3,36 @@
 A run is found by its key (`RunIdentity.run_key`), whatever process asks; a picture has a name made of its key and step; a model
 version is found by the hash of its weights. Every method raises what the store raises; `fault_of` makes a line of it.
 
-Where no server is named the store is an SQLite file (`EmbeddedStore`): it appears whole, or is refused in one line. The first
-process that needs it makes it, under a lock, aside. A file that is there is never migrated here: MLflow does so piece by piece,
-outside a transaction, so a process that dies on the way leaves a store that nobody can use, and others may be writing. What cannot
-be used is named with a remedy, and the runs' journals hold all of it. This file is longer than most: it is all that knows MLflow.
+Where no server is named the store is an SQLite file (`EmbeddedStore`): it appears whole, or is refused in one line. Who finds none
+makes one aside, and publishes it unless another process has been faster. A file that is there is never migrated here: MLflow does
+so piece by piece, outside a transaction, so a process that dies on the way leaves a store that nobody can use, and others may be
+writing. What cannot be used is named with a remedy, and the runs' journals hold all of it.
 """
 
+import logging
+import os
 import shutil
 import sqlite3
 import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
-from uuid import UUID, uuid5
+from uuid import UUID, uuid4, uuid5
 
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 from PIL import Image, features
 
-from data_prep.publish import Superseded, atomic_file, sole_writer
+from data_prep.publish import TEMPORARY_PREFIX, Superseded, make_directory, sync
 from data_prep.settings import UserError
 from pretrain.tracking.tracker import RunIdentity
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
 _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
@@ -56,8 +58,6 @@ class Store:
 
     def has_run(self, run_id: str) -> bool:
         """Not, where the store was lost and made anew."""
-        from mlflow.exceptions import MlflowException
-
         try:
             self._client.get_run(run_id)
         except MlflowException as error:
@@ -80,31 +80,29 @@ class Store:
         client = self._client
         experiment = client.get_experiment_by_name(identity.experiment)
         experiment_id = experiment.experiment_id if experiment else self._create_experiment(identity.experiment)
-        run_id = self._find(experiment_id, identity.run_key)
-        if run_id is not None:
-            return run_id
-        tags = {RUN_KEY_TAG: identity.run_key}
-        if identity.parent_key:
-            tags[PARENT_KEY_TAG] = identity.parent_key
+        known = self._runs(RUN_KEY_TAG, identity.run_key, experiment_id)
+        if known:
+            return known[0]
+        tags = {RUN_KEY_TAG: identity.run_key} | ({PARENT_KEY_TAG: identity.parent_key} if identity.parent_key else {})
         run_id = str(client.create_run(experiment_id, run_name=identity.name, tags=tags).info.run_id)
         try:
             check()
         except Superseded:
-            if len(client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{identity.run_key}'")) > 1:
+            if len(self._runs(RUN_KEY_TAG, identity.run_key, experiment_id)) > 1:
                 client.delete_run(run_id)
             raise
         self.adopt(run_id, identity)
-        for child in self._client.search_runs([experiment_id], f"tags.`{PARENT_KEY_TAG}` = '{identity.run_key}'"):
-            self._client.set_tag(child.info.run_id, "mlflow.parentRunId", run_id)  # delivered sooner, and at its end
+        for child in self._runs(PARENT_KEY_TAG, identity.run_key, experiment_id):
+            client.set_tag(child, "mlflow.parentRunId", run_id)  # delivered sooner, and at its end
         return run_id
 
     def adopt(self, run_id: str, identity: RunIdentity) -> None:
         """Puts a run under its parent, where that is in the experiment: it may be delivered later than its child."""
-        if not identity.parent_key:
-            return
-        parent = self._find(self._client.get_run(run_id).info.experiment_id, identity.parent_key)
-        if parent is not None:
-            self._client.set_tag(run_id, "mlflow.parentRunId", parent)
+        if identity.parent_key:
+            experiment_id = self._client.get_run(run_id).info.experiment_id
+            parents = self._runs(RUN_KEY_TAG, identity.parent_key, experiment_id)
+            if parents:
+                self._client.set_tag(run_id, "mlflow.parentRunId", parents[0])
 
     def set_status(self, run_id: str, status: str) -> None:
         if status == "RUNNING":
@@ -114,8 +112,6 @@ class Store:
 
     def log_metrics(self, run_id: str, events: Iterable[dict[str, Any]]) -> None:
         """`metrics` events of a journal, with its times."""
-        from mlflow.entities import Metric
-
         metrics = [
             Metric(name, value, event["time_ms"], event["step"]) for event in events for name, value in event["values"].items()
         ]
@@ -124,8 +120,6 @@ class Store:
 
     def log_params(self, run_id: str, values: dict[str, Any], tags: dict[str, str]) -> None:
         """What the store has under the same name stays: a parameter is set once."""
-        from mlflow.entities import Param, RunTag
-
         known = self._client.get_run(run_id).data.params
         params = [Param(name, str(value)[:6000]) for name, value in values.items() if name not in known]
         for start in range(0, len(params), _PARAMS_AT_ONCE):
@@ -133,8 +127,6 @@ class Store:
         self._client.log_batch(run_id, tags=[RunTag(name, value[:5000]) for name, value in tags.items()])
 
     def log_datasets(self, run_id: str, datasets: Sequence[dict[str, str]]) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
         inputs = [
             DatasetInput(
                 Dataset(**{name: value for name, value in dataset.items() if name != "context"}),
@@ -177,8 +169,6 @@ class Store:
         a server takes no path of another machine. The weights stay where they are; the tag `checkpoint` says where. What the store
         will never take (it may have no registry) is left out.
         """
-        from mlflow.exceptions import MlflowException
-
         client, name = self._client, event["model"]
         try:
             version = self._version_of(name, event["weights_sha256"]) or self._new_version(run_id, event)
@@ -194,7 +184,8 @@ class Store:
     def _new_version(self, run_id: str, event: dict[str, Any]) -> str:
         """Made, unless another process has made it just now."""
         client, name, weights = self._client, event["model"], event["weights_sha256"]
-        maker = (self._anywhere(event["parent_key"]) if event["parent_key"] else None) or run_id
+        makers = self._runs(RUN_KEY_TAG, event["parent_key"]) if event["parent_key"] else []
+        maker = makers[0] if makers else run_id
         client.log_artifact(maker, event["path"], "checkpoint")
         source = f"{client.get_run(maker).info.artifact_uri}/checkpoint"
         tags = {WEIGHTS_TAG: weights, "checkpoint": event["checkpoint"]}
@@ -206,8 +197,6 @@ class Store:
 
     def _version_of(self, name: str, weights_sha256: str) -> str | None:
         """The oldest, where there are several."""
-        from mlflow.exceptions import MlflowException
-
         try:
             self._client.create_registered_model(name)
         except MlflowException as error:
@@ -219,8 +208,6 @@ class Store:
 
     def _create_experiment(self, name: str) -> str:
         """Made, unless another process has made it just now."""
-        from mlflow.exceptions import MlflowException
-
         location = self._embedded.files.as_uri() if self._embedded is not None else None
         # or the page opens on its views for language models
         kind = {"mlflow.experimentKind": "custom_model_development"}
@@ -232,22 +219,13 @@ class Store:
                 raise
             return str(first.experiment_id)
 
-    def _find(self, experiment_id: str, run_key: str) -> str | None:
-        found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
-        return found[0].info.run_id if found else None
-
-    def _anywhere(self, run_key: str) -> str | None:
-        """As `_find`, in all experiments."""
-        ids = [experiment.experiment_id for experiment in self._client.search_experiments()]
-        found = self._client.search_runs(ids, f"tags.`{RUN_KEY_TAG}` = '{run_key}'", max_results=1)
-        return found[0].info.run_id if found else None
+    def _runs(self, tag: str, key: str, *experiment_ids: str) -> list[str]:
+        """The ids of those with this key in the tag; in all experiments, if none is named."""
+        places = list(experiment_ids) or [each.experiment_id for each in self._client.search_experiments()]
+        return [str(run.info.run_id) for run in self._client.search_runs(places, f"tags.`{tag}` = '{key}'")]
 
     @cached_property
     def _client(self) -> "MlflowClient":
-        import logging
-
-        from mlflow import MlflowClient
-
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
         if self._embedded is not None:
@@ -273,9 +251,7 @@ class EmbeddedStore:
         """Afterwards there is a whole store of the MLflow that is installed; otherwise a UserError names what is there, and a
         remedy."""
         if not self.path.exists():
-            with sole_writer(self.files, wait=True):
-                if not self.path.exists():
-                    self._make()
+            self._make()
         self._check()
         self._file = self._identity()
 
@@ -290,14 +266,15 @@ class EmbeddedStore:
         return self._remedy(f"is damaged ({signs[0]})") if signs else None
 
     def _identity(self) -> tuple[int, int] | None:
-        try:
+        with suppress(FileNotFoundError):
             found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
+            return found.st_dev, found.st_ino
+        return None
 
     def _make(self) -> None:
-        """Made on this node and copied: hundreds of small writes, which take a shared file system long."""
+        """On this node, then copied: hundreds of small writes, which take a shared file system long. A link replaces nothing: of
+        several processes, on nodes whose locks may not reach each other, the first has published the store of all."""
+        make_directory(self.files)
         for end in _BESIDE:
             left = self.path.with_name(self.path.name + end)
             if left.exists():
@@ -305,8 +282,19 @@ class EmbeddedStore:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / self.path.name
             make_database(made, files=self.files)
-            with atomic_file(self.path) as file, open(made, "rb") as whole:
-                shutil.copyfileobj(whole, file)
+            copy = self.path.with_name(f"{TEMPORARY_PREFIX}{uuid4().hex}-{self.path.name}")
+            try:
+                shutil.copyfile(made, copy)
+                sync(copy)
+                os.link(copy, self.path)
+            except FileExistsError:
+                pass
+            except OSError:  # no links, as on exFAT: it appears piece by piece, but replaces nothing either
+                with suppress(FileExistsError), open(self.path, "xb") as file:
+                    file.write(made.read_bytes())
+            finally:
+                copy.unlink(missing_ok=True)
+        sync(self.path.parent)
 
     def _check(self) -> None:
         uri = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # makes no file; reads one that may only be read

@@ -114,8 +114,8 @@ class Tracker:
         self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
+        self._start_deliverer()
         self._started_s = time.monotonic()
-        self._deliverer, self._log_start = self._new_deliverer()
 
     def params(self, values: dict[str, Any]) -> None:
         """What became known after the start."""
@@ -184,15 +184,19 @@ class Tracker:
             return
         if not journal.close(timeout_s=DRAWING_S):
             print(f"tracking: {journal.path} could not take its last lines; they are lost", file=sys.stderr)
-        assert self._deliverer.stdin is not None
-        self._deliverer.stdin.close()
+        deliverer = self._deliverer
+        assert deliverer.stdin is not None
+        deliverer.stdin.close()
         try:
-            end = describe(code := self._deliverer.wait(self._close_timeout_s + STUCK_S))
+            end = describe(deliverer.wait(self._close_timeout_s + STUCK_S))
         except subprocess.TimeoutExpired:
-            self._deliverer.kill()  # stuck in the store's client; what it has not confirmed stays in the journal
-            code, end = self._deliverer.wait(), "no answer of the store"
-        if code != 0:
-            reason = "; ".join([f"delivery ended with {end}", *_last_lines(self._log, since=self._log_start)])
+            deliverer.kill()  # stuck in the store's client; what it has not confirmed stays in the journal
+            end = "no answer of the store"
+        if deliverer.wait() != 0:
+            said = []
+            with suppress(OSError):
+                said = self._log.read_bytes()[self._log_start :].decode(errors="replace").split("\n")[-3:-1]
+            reason = "; ".join([f"delivery ended with {end}", *said])
             print(
                 f"tracking: MLflow has not received everything yet ({self._log}: {reason}); later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
@@ -207,16 +211,15 @@ class Tracker:
                 self._started_s = math.inf  # nobody starts a second one meanwhile
                 self._start(self._deliver_again)
 
-    def _new_deliverer(self) -> tuple[subprocess.Popen[bytes], int]:
-        """And where its words begin in its log."""
-        log_start = self._log.stat().st_size if self._log.exists() else 0
+    def _start_deliverer(self) -> None:
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
-        return subprocess.Popen(
+        self._deliverer = subprocess.Popen(
             [sys.executable, "-m", "pretrain.tracking.delivery", str(self.run_dir), str(self._close_timeout_s), *workspace],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
-        ), log_start
+        )
 
     def _deliver_again(self) -> None:
         """In a thread: training does not wait for the disk that a program is read from."""
@@ -226,7 +229,7 @@ class Tracker:
             how = f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at most once a minute"
             print(f"tracking: what delivers to MLflow {how}", file=sys.stderr)
         with suppress(OSError):  # a machine that can start nothing now may do so in a minute
-            self._deliverer, self._log_start = self._new_deliverer()
+            self._start_deliverer()
             assert dead.stdin is not None
             dead.stdin.close()
         self._started_s = time.monotonic()
@@ -249,29 +252,28 @@ class Tracker:
             self._threads[-1].start()
 
 
-def _last_lines(log: Path, *, since: int) -> list[str]:
-    try:
-        return log.read_bytes()[since:].decode(errors="replace").split("\n")[-3:-1]
-    except OSError:
-        return []
-
-
 class Journal:
     """The file, and the thread that appends to it."""
 
     def __init__(self, path: Path):
         self.path = path
-        whole = _whole_lines(path)
+        found = path.read_bytes() if path.exists() else b""
+        whole = found[: found.rfind(b"\n") + 1]  # a line cut by a kill is no line
         with atomic_file(path) as file:
             file.write(whole)
             file.flush()
             self._descriptor = os.dup(file.fileno())
-        self.last_steps = _last_steps(whole)
+        self.last_steps: dict[str, int] = {}
         """Of each metric and picture, from earlier starts."""
+        for event in readable_events(whole.splitlines()):
+            if event["event"] == "metrics":
+                self.last_steps.update(dict.fromkeys(event["values"], event["step"]))
+            elif event["event"] == "image":
+                self.last_steps[image_name(event["key"])] = event["step"]
         self._waiting = bytearray()
         self._changed, self._closing = threading.Condition(), False
         self._warned_s: float | None = None
-        self._is_behind = False
+        """When it was last reported that the disk takes no lines; None: it does."""
         self._writer = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
         self._writer.start()
         atexit.register(self.close, timeout_s=2.0)  # a process that forgets to close has still said what it knew
@@ -302,27 +304,18 @@ class Journal:
             try:
                 written = os.write(self._descriptor, lines)  # perhaps not all of it: the rest goes next
             except OSError as error:
-                self._complain(error)
+                if self._warned_s is None or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S:
+                    self._warned_s = time.monotonic()
+                    how = f"cannot be written ({error.strerror}); training goes on, the lines wait in memory"
+                    print(f"tracking: {self.path} {how}", file=sys.stderr)
                 time.sleep(JOURNAL_RETRY_S)
                 continue
             with self._changed:
                 del self._waiting[:written]
-                self._rejoice(all_out=not self._waiting)
+            if self._warned_s is not None and written == len(lines):
+                self._warned_s = None
+                print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
         os.close(self._descriptor)
-
-    def _complain(self, error: OSError) -> None:
-        self._is_behind = True
-        if self._warned_s is None or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S:
-            self._warned_s = time.monotonic()
-            print(
-                f"tracking: {self.path} cannot be written ({error.strerror}); training goes on, the lines wait in memory",
-                file=sys.stderr,
-            )
-
-    def _rejoice(self, *, all_out: bool) -> None:
-        if self._is_behind and all_out:
-            self._is_behind = False
-            print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
 
 
 def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
@@ -339,19 +332,3 @@ def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
 def image_name(key: str) -> str:
     """What a picture is called among the last steps, where metrics have their own names."""
     return f"image:{key}"
-
-
-def _whole_lines(path: Path) -> bytes:
-    """Of a journal left by an earlier start; a line cut by a kill is no line."""
-    found = path.read_bytes() if path.exists() else b""
-    return found[: found.rfind(b"\n") + 1]
-
-
-def _last_steps(whole: bytes) -> dict[str, int]:
-    last: dict[str, int] = {}
-    for event in readable_events(whole.splitlines()):
-        if event["event"] == "metrics":
-            last.update(dict.fromkeys(event["values"], event["step"]))
-        elif event["event"] == "image":
-            last[image_name(event["key"])] = event["step"]
-    return last

@@ -155,6 +155,20 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def enter() -> None:
+        with sole_writer(tmp_path, wait=True):
+            pass
+
+    waiting, said = threading.Thread(target=enter), ""
+    with sole_writer(tmp_path):
+        waiting.start()
+        while not said.endswith("\n"):
+            said += capsys.readouterr().err
+    waiting.join()
+    assert said.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and capsys.readouterr().err == ""
+
+
 def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -> None:
     with pytest.raises(PlugPulledError), sole_writer(tmp_path):
         raise PlugPulledError

@@ -6,12 +6,11 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
@@ -64,8 +63,14 @@ def runs_in(store: Path) -> dict[str, Any]:
     return {str(run.info.run_name): run for run in found}
 
 
-def test_runs_that_start_together_have_one_whole_store(new_store: Path, tmp_path: Path) -> None:
-    """`new_store`: forks have imported then what one needs to make a store, and meet in making it."""
+@pytest.fixture
+def quickly(new_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is made by copying one; forks inherit that."""
+    monkeypatch.setattr(store, "make_database", lambda path, *, files: shutil.copy(new_store, path))
+
+
+@pytest.mark.usefixtures("quickly")
+def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
     run_dirs = [tmp_path / f"ext{number}" for number in range(2)]
     for run_dir in run_dirs:
         write_run(run_dir)
@@ -74,6 +79,7 @@ def test_runs_that_start_together_have_one_whole_store(new_store: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlartifacts", "mlflow.db"]
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(new_store: Path, tmp_path: Path) -> None:
     """The child comes first and is whole before there is a parent."""
     parent, child, store = tmp_path / "parent", tmp_path / "child", tmp_path / "mlflow.db"
@@ -146,7 +152,6 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def make(path: Path, *, files: Path) -> None:
         made.append(path)
-        time.sleep(0.3)
         database(path)
 
     monkeypatch.setattr(store, "make_database", make)
@@ -154,11 +159,24 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def test_one_makes_the_store_and_the_others_wait_for_it(tmp_path: Path, makes: list[Path]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: EmbeddedStore(tmp_path / "mlflow.db").open(), range(4)))
-    assert len(makes) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db"]
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_that_make_a_store_at_once_the_first_has_made_that_of_both(
+    tmp_path: Path, makes: list[Path], monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """No lock keeps them apart: they may be on two nodes of which neither sees the other's."""
+    first, second, make = EmbeddedStore(tmp_path / "mlflow.db"), EmbeddedStore(tmp_path / "mlflow.db"), store.make_database
+
+    def make_slowly(path: Path, *, files: Path) -> None:
+        monkeypatch.setattr(store, "make_database", make)
+        first.open()
+        make(path, files=files)
+
+    monkeypatch.setattr(store, "make_database", make_slowly)
+    if not has_links:
+        monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
+    second.open()
+    first.check_in_place()
+    assert len(makes) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db"]
 
 
 def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
