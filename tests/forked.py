@@ -22,8 +22,9 @@ PRELOADED = [
     "safetensors.torch",
     "torch._dynamo.aot_compile",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pytest",
 ]
-"""What a training imports, and what its first step would import besides."""
+"""What a training imports, what its first step would import besides, and what the module of a test imports."""
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
 """Not the one of multiprocessing: that has imported what the first who used it asked for, such as the workers of data_prep."""

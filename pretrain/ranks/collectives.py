@@ -61,15 +61,12 @@ class Exchange:
         self._work = dist.all_reduce(self._sums, async_op=True) if is_distributed() else None
         self._arrived: torch.cuda.Event | None = None
         if own.is_cuda:
-            self._to_host()
-
-    def _to_host(self) -> None:
-        if self._work is not None:
-            self._work.wait()  # of NCCL's: the stream waits, not the host
-        both = torch.cat([self._sums, self._own.unsqueeze(0)])
-        self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
-        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._arrived.record()
+            if self._work is not None:
+                self._work.wait()  # of NCCL's: the stream waits, not the host
+            both = torch.cat([self._sums, self._own.unsqueeze(0)])
+            self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
 
     def read(self) -> Agreed:
         if self._arrived is not None:
@@ -98,22 +95,17 @@ def highest(value: int, *, device: torch.device) -> int:
     return int(values)
 
 
+def lowest_over_ranks(value: int, *, device: torch.device) -> int:
+    return -highest(-value, device=device)
+
+
 def same_on_all_ranks(value: int, *, device: torch.device) -> bool:
-    if not is_distributed():
-        return True
-    bounds = torch.tensor([value, -value], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    highest, negated_lowest = bounds.tolist()
-    return bool(highest == -negated_lowest)
+    return highest(value, device=device) == lowest_over_ranks(value, device=device)
 
 
 def barrier() -> None:
     if is_distributed():
         dist.barrier()
-
-
-def lowest_over_ranks(value: int, *, device: torch.device) -> int:
-    return -highest(-value, device=device)
 
 
 def of_first_rank(value: int, *, device: torch.device) -> int:

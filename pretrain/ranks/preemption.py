@@ -53,9 +53,7 @@ class StopFlag:
             return installed
         for number in SIGNALS:
             signal.signal(number, self._raise)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, SIGNALS
-        )  # our launcher starts ranks with these blocked, so that none is lost before this
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our launcher blocks them, so that none is lost before this
         return self
 
     @contextmanager

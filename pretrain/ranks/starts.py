@@ -102,6 +102,7 @@ def _workspaces(run_dir: Path) -> list[Path]:
 
 
 def _renamed(made: Path, workspace: Path) -> bool:
+    """Not, where another start has that number, or has swept this one's away."""
     try:
         os.rename(made, workspace)
     except OSError:
@@ -147,32 +148,24 @@ def _fence_off(older: Path, *, behind: Path, run_dir: Path) -> None:
 
 def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None) -> bool:
     """Waits for the workspace's lock. True: it is held still, by a start that is over."""
-    deadline_s, held = time.monotonic() + lock_wait_s, is_held(workspace)
-    if held[0]:
-        print(f"{run_dir}: {_words(workspace, held[1])}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
-    while held[0]:
+    deadline_s, has_said = time.monotonic() + lock_wait_s, False
+    while True:
+        held, holder = is_held(workspace)
+        if not held:
+            return False
+        who = f"{run_dir}: start {int(workspace.name)} of this run holds it ({holder or 'unknown'})"
+        if not has_said:
+            print(f"{who}; waiting up to {lock_wait_s:,.0f} s", file=sys.stderr, flush=True)
+            has_said = True
         if stop is not None and stop.raised_by is not None:
             raise Interrupted
         if time.monotonic() >= deadline_s:
             break
         time.sleep(min(_LOOK_S, lock_wait_s))
-        held = is_held(workspace)
-    if not held[0]:
-        return False
-    if held[1] is None or not _is_over(held[1]):
-        raise Busy(
-            f"{run_dir}: {_words(workspace, held[1])}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it"
-        )
-    print(
-        f"{run_dir}: {_words(workspace, held[1])}; SLURM reports that it is over, so this start takes over from it",
-        file=sys.stderr,
-        flush=True,
-    )
+    if holder is None or not _is_over(holder):
+        raise Busy(f"{who}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it")
+    print(f"{who}; SLURM reports that it is over, so this start takes over from it", file=sys.stderr, flush=True)
     return True
-
-
-def _words(workspace: Path, holder: Holder | None) -> str:
-    return f"start {int(workspace.name)} of this run holds it ({holder or 'unknown'})"
 
 
 def _is_over(holder: Holder) -> bool:
@@ -185,11 +178,10 @@ def _is_over(holder: Holder) -> bool:
     job = _asked("job", holder.job)
     if "Invalid job id" in job:
         return True  # it has ended long ago
-    state, restarts = _field(job, "JobState"), _field(job, "Restarts")
+    state, restarts = _field("JobState", job), _field("Restarts", job)
     if state and (state not in _LIVE_STATES or int(restarts or 0) > holder.restart):
         return True
-    state = _field(_asked("node", holder.node), "State")
-    return re.split(r"[+*~#!%$@^-]", state)[0] == "DOWN"  # a node with a running job may be ALLOCATED+POWER_DOWN_ASAP
+    return re.match(r"DOWN\b", _field("State", _asked("node", holder.node))) is not None  # a suffix is a flag, as in DOWN*+DRAIN
 
 
 def _asked(*words: str) -> str:
@@ -200,5 +192,6 @@ def _asked(*words: str) -> str:
     return done.stdout + done.stderr
 
 
-def _field(answer: str, name: str) -> str:
-    return next((word.partition("=")[2] for word in answer.split() if word.startswith(f"{name}=")), "")
+def _field(name: str, answer: str) -> str:
+    found = re.search(rf"(?:^|\s){name}=(\S*)", answer)
+    return found[1] if found else ""

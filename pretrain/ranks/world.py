@@ -47,7 +47,10 @@ class Peer:
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
     """The world of this process. What DeepSpeed and torch.distributed expect is filled into `environment`."""
     if "RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
-        _from_slurm(environment)
+        # one task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from the job
+        environment["RANK"], environment["LOCAL_RANK"] = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
+        environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
+        environment.setdefault("LOCAL_WORLD_SIZE", str(_tasks_of_this_node(environment)))
     if "RANK" not in environment:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
@@ -68,14 +71,6 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
     if "SLURM_CPUS_PER_TASK" in environment and environment.get("SLURM_NTASKS", "1") == environment["WORLD_SIZE"]:
         return here
     return max(1, here // int(environment.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _from_slurm(environment: MutableMapping[str, str]) -> None:
-    """One task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from the job."""
-    environment["RANK"] = environment["SLURM_PROCID"]
-    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
-    environment.setdefault("LOCAL_WORLD_SIZE", str(_tasks_of_this_node(environment)))
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:

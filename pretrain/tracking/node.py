@@ -14,8 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import byref, c_uint, c_ulonglong, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ class NodeSampler:
     """One per node. Network figures are totals since the first sample; the CPU's share is that since the sample before."""
 
     def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._nvml = open_nvml()
-        self._sent_at_first, self._received_at_first = _network()
-        self._network_before, self._network_before_s = _network(), time.monotonic()
+        self._run_dir, self._nvml = run_dir, open_nvml()
+        self._first_traffic = self._traffic = _network()
+        self._traffic_s = time.monotonic()
         psutil.cpu_percent()  # the first call has nothing to compare with
 
     def sample(self) -> dict[str, float]:
@@ -44,32 +43,18 @@ class NodeSampler:
             "system_memory_usage_megabytes": memory.used / 1e6,
             "system_memory_usage_percentage": memory.percent,
         }
-        return values | self._disk() | self._traffic() | (gpu_values(self._nvml) if self._nvml else {})
-
-    def _disk(self) -> dict[str, float]:
-        """Of the file system that the run directory is on."""
-        try:
+        with suppress(OSError):  # of the file system that the run directory is on
             disk = psutil.disk_usage(str(self._run_dir))
-        except OSError:
-            return {}
-        return {
-            "disk_usage_percentage": disk.percent,
-            "disk_usage_megabytes": disk.used / 1e6,
-            "disk_available_megabytes": disk.free / 1e6,
-        }
-
-    def _traffic(self) -> dict[str, float]:
-        sent, received = _network()
-        now_s = time.monotonic()
-        elapsed_s = max(now_s - self._network_before_s, 1e-9)
-        values = {
-            "network_transmit_megabytes": (sent - self._sent_at_first) / 1e6,
-            "network_receive_megabytes": (received - self._received_at_first) / 1e6,
-            "network_transmit_megabytes_per_s": (sent - self._network_before[0]) / 1e6 / elapsed_s,
-            "network_receive_megabytes_per_s": (received - self._network_before[1]) / 1e6 / elapsed_s,
-        }
-        self._network_before, self._network_before_s = (sent, received), now_s
-        return values
+            values["disk_usage_percentage"] = disk.percent
+            values["disk_usage_megabytes"] = disk.used / 1e6
+            values["disk_available_megabytes"] = disk.free / 1e6
+        traffic, now_s = _network(), time.monotonic()
+        elapsed_s = max(now_s - self._traffic_s, 1e-9)
+        for name, now, before, first in zip(("transmit", "receive"), traffic, self._traffic, self._first_traffic, strict=True):
+            values[f"network_{name}_megabytes"] = (now - first) / 1e6
+            values[f"network_{name}_megabytes_per_s"] = (now - before) / 1e6 / elapsed_s
+        self._traffic, self._traffic_s = traffic, now_s
+        return values | (self._nvml.values() if self._nvml else {})
 
 
 def node_name(world: World) -> str | None:
@@ -123,17 +108,6 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
 
 
-@dataclass(frozen=True)
-class GpuReading:
-    """None: the driver does not know (a part of a GPU, for instance, has no utilisation)."""
-
-    utilization_percent: int | None
-    memory_used: int | None
-    memory_total: int | None
-    power_mw: int | None
-    temperature_c: int | None
-
-
 class Nvml:
     def __init__(self, library: Any):
         self._library, count = library, c_uint()
@@ -141,23 +115,22 @@ class Nvml:
         handles = [(c_void_p(), number) for number in range(count.value)]
         self._handles = [handle for handle, number in handles if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0]
 
-    def read(self) -> list[GpuReading]:
-        return [self._read(handle) for handle in self._handles]
-
-    def _read(self, handle: c_void_p) -> GpuReading:
-        library, use, memory = self._library, _Utilization(), _Memory()
-        power, temperature = c_uint(), c_uint()
-        has_use = library.nvmlDeviceGetUtilizationRates(handle, byref(use)) == 0
-        has_memory = library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0
-        has_power = library.nvmlDeviceGetPowerUsage(handle, byref(power)) == 0
-        has_heat = library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature)) == 0
-        return GpuReading(
-            utilization_percent=use.gpu if has_use else None,
-            memory_used=memory.used if has_memory else None,
-            memory_total=memory.total if has_memory else None,
-            power_mw=power.value if has_power else None,
-            temperature_c=temperature.value if has_heat else None,
-        )
+    def values(self) -> dict[str, float]:
+        """Without what the driver does not know: a part of a GPU, for instance, has no utilisation."""
+        library, values = self._library, dict[str, float]()
+        for number, handle in enumerate(self._handles):
+            use, memory, power_mw, temperature_c = _Utilization(), _Memory(), c_uint(), c_uint()
+            prefix = f"gpu_{number}_"
+            if library.nvmlDeviceGetUtilizationRates(handle, byref(use)) == 0:
+                values[prefix + "utilization_percentage"] = use.gpu
+            if library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0:
+                values[prefix + "memory_usage_megabytes"] = memory.used / 1e6
+                values[prefix + "memory_usage_percentage"] = 100 * memory.used / memory.total
+            if library.nvmlDeviceGetPowerUsage(handle, byref(power_mw)) == 0:
+                values[prefix + "power_usage_watts"] = power_mw.value / 1e3
+            if library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature_c)) == 0:
+                values[prefix + "temperature_celsius"] = temperature_c.value
+        return values
 
 
 def open_nvml(path: str = LIBRARY) -> Nvml | None:
@@ -169,19 +142,3 @@ def open_nvml(path: str = LIBRARY) -> Nvml | None:
         return Nvml(library) if library.nvmlInit_v2() == 0 else None
     except (OSError, AttributeError):
         return None
-
-
-def gpu_values(nvml: Nvml) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for number, gpu in enumerate(nvml.read()):
-        figures = {
-            "utilization_percentage": gpu.utilization_percent,
-            "memory_usage_megabytes": gpu.memory_used / 1e6 if gpu.memory_used is not None else None,
-            "memory_usage_percentage": (
-                100 * gpu.memory_used / gpu.memory_total if gpu.memory_used is not None and gpu.memory_total else None
-            ),
-            "power_usage_watts": gpu.power_mw / 1e3 if gpu.power_mw is not None else None,
-            "temperature_celsius": gpu.temperature_c,
-        }
-        values |= {f"gpu_{number}_{name}": float(value) for name, value in figures.items() if value is not None}
-    return values

@@ -45,21 +45,15 @@ def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np
 def draw_filters(filters: NDArray[np.float32], *, columns: int) -> Image.Image:
     """`columns` x `columns` panels, each in its own scale: blue is positive, red negative, white nothing."""
     sheet = Image.new("RGB", (columns * PANEL, columns * PANEL), PAPER)
-    inside = PANEL - 2 * MARGIN
+    inside, places = PANEL - 2 * MARGIN, np.linspace(-1, 1, len(_RED_TO_BLUE))
     for number, values in enumerate(filters[: columns * columns]):
-        panel = Image.fromarray(coloured(values)).resize((inside, inside), Image.Resampling.NEAREST)
+        shares = values / max(float(np.abs(values).max()), 1e-30)  # the largest magnitude has the darkest colour
+        channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
+        panel = Image.fromarray(np.stack(channels, axis=-1).round().astype(np.uint8))
         row, column = divmod(number, columns)
-        sheet.paste(panel, (column * PANEL + MARGIN, row * PANEL + MARGIN))
+        place = column * PANEL + MARGIN, row * PANEL + MARGIN
+        sheet.paste(panel.resize((inside, inside), Image.Resampling.NEAREST), place)
     return sheet
-
-
-def coloured(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """(H, W, 3), the largest magnitude in the darkest colour."""
-    shares = values / max(float(np.abs(values).max()), 1e-30)
-    places = np.linspace(-1, 1, len(_RED_TO_BLUE))
-    channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
-    levels: NDArray[np.uint8] = np.stack(channels, axis=-1).round().astype(np.uint8)
-    return levels
 
 
 def fed_sheet(prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str) -> Image.Image:
@@ -81,13 +75,8 @@ def recipe(augment: AugmentSettings) -> str:
 
 def first_of(prepared: Prepared, *, count: int) -> Prepared:
     """On the CPU, in memory of their own."""
-
-    def taken(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:count].to("cpu", copy=True)
-
-    images, labels = taken(prepared.images_BCHW), taken(prepared.labels_B)
-    assert images is not None and labels is not None
-    return Prepared(images, labels, taken(prepared.other_labels_B), taken(prepared.weight_B))
+    held = {name: values for name, values in vars(prepared).items() if values is not None}
+    return Prepared(**{name: values[:count].to("cpu", copy=True) for name, values in held.items()})
 
 
 def labels_of(prepared: Prepared, names: Sequence[str]) -> list[str]:

@@ -106,7 +106,12 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 def summary(part: Part) -> dict[str, Any]:
     """Of the manifest, for the split in use; pictures and classes are those of the fold, where one is trained on alone."""
     manifest, split = part.manifest, part.content
-    counts = [count for count in _class_counts(part) if count]
+    counts = list(split.class_counts)
+    if part.chosen is not None:
+        shards = [shard for shard in split.shards if shard.num_samples]
+        labels = np.concatenate([load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards])
+        counts = np.bincount(labels[part.chosen]).tolist()
+    counts = [count for count in counts if count]
     return {
         "split": part.split,
         "num_samples": part.num_samples,
@@ -122,15 +127,6 @@ def summary(part: Part) -> dict[str, Any]:
         "num_rejected": manifest.num_rejected,
         "content_hash": manifest.content_hash,
     }
-
-
-def _class_counts(part: Part) -> Sequence[int]:
-    if part.chosen is None:
-        return part.content.class_counts
-    shards = [shard for shard in part.content.shards if shard.num_samples]
-    labels = np.concatenate([load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards])
-    counts: list[int] = np.bincount(labels[part.chosen]).tolist()
-    return counts
 
 
 def shown_command(words: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A run in which all ranks live, but none gets on, is ended: the rank that is behind is named, and all leave their stacks."""
+"""A run in which all ranks live, but none progresses, is ended: the rank that is behind is named, and all leave their stacks."""
 
 import ctypes
 import os
@@ -66,9 +66,14 @@ def holds_the_lock() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
-def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float) -> NoReturn:
-    """The first of two ranks mostly does nothing; the other one, or one that is alone, does what `plan` says."""
-    world, place = read_world(), Path(folder)
+def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
+    """Its first rank mostly does nothing; the other one, or one that is alone, does what `plan` says."""
+    world, place, hang, num_judged = read_world(), Path(folder), Standings.hang, 0
+
+    def counted(standings: Standings, timeout_s: float) -> Verdict | None:
+        nonlocal num_judged
+        num_judged += 1
+        return hang(standings, timeout_s)
 
     def announce(numbers: list[int]) -> list[int]:
         if world.is_first:
@@ -78,97 +83,106 @@ def rank(folder: str, plan: str, silence_timeout_s: float, hang_timeout_s: float
             time.sleep(0.01)
         return [int(word) for word in (place / "facts").read_text().split()]
 
-    settings = RanksSettings(heartbeat_timeout_s=silence_timeout_s, hang_timeout_s=hang_timeout_s)
-    heartbeat = Heartbeat(world, settings).start(announce)
+    Standings.hang = counted  # type: ignore[method-assign]
+    heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=silence_timeout_s, hang_timeout_s=500)).start(announce)
     heartbeat.watch(place / "stacks")
     PROGRESS.mark("waiting for data", step=1234)
     (place / f"ready-{world.rank}").touch()
     while len(list(place.glob("ready-*"))) < world.num_ranks:
         time.sleep(0.01)
-    if plan == "wait for each other":
-        take_turns(world.rank, place)
-        heartbeat.stop()
-        os._exit(0)
-    if world.rank == world.num_ranks - 1:
-        if plan == "holds Python's lock":
+    match plan if world.rank == world.num_ranks - 1 else "":
+        case "holds Python's lock":
             holds_the_lock()
-        if plan == "progresses":
-            for step in range(50):
+        case "hangs":
+            time_passes(1000)
+        case "progresses":
+            for step in range(4):
                 PROGRESS.mark("computing", step=step) if step % 2 else PROGRESS.touch()
-                time.sleep(0.1)
+                time_passes(400)
+                before = num_judged
+                while num_judged < before + 4:
+                    time.sleep(0.01)
             heartbeat.stop()
             os._exit(0)
     time.sleep(60)
     raise AssertionError
 
 
-def take_turns(rank: int, place: Path) -> None:
-    """Long work of one of two ranks, which gets on, and for which the other waits; then the other way round."""
-    for turn in (0, 1):
-        PROGRESS.mark("working")
-        if rank == turn:
-            for _ in range(50):
-                PROGRESS.touch()
-                time.sleep(0.1)
-        with PROGRESS.waiting("waiting for the other ranks"):
-            (place / f"done-{turn}-{rank}").touch()
-            while len(list(place.glob(f"done-{turn}-*"))) < 2:
-                time.sleep(0.01)
-        for _ in range(30):  # some beats, in which each hears where the other was
-            PROGRESS.touch()
-            time.sleep(0.1)
+def time_passes(seconds: float) -> None:
+    """So that no test need wait for so long."""
+    assert PROGRESS._touched_s is not None
+    PROGRESS._touched_s -= seconds
 
 
-def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float, hangs_s: float) -> list[ForkServerProcess]:
-    words = ("tests.pretrain.ranks.test_hang:rank", str(folder), plan, silent_s, hangs_s)
+def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float) -> list[ForkServerProcess]:
+    folder.mkdir()
+    words = ("tests.pretrain.ranks.test_hang:rank", str(folder), plan, silent_s)
     ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
     wait_until(lambda: len(list(folder.glob("ready-*"))) == num_ranks)
     return ranks
 
 
-@pytest.mark.parametrize("plan", ["holds Python's lock", "is stopped"])
-def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_path: Path, plan: str) -> None:
-    ranks = begun(tmp_path, plan, num_ranks=2, silent_s=2, hangs_s=0)
-    if plan == "is stopped":
-        os.kill(ranks[1].pid or 0, signal.SIGSTOP)
+def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_path: Path) -> None:
+    """One of two ranks holds Python's lock, and in another pair one is stopped."""
+    holds, stopped = (begun(tmp_path / plan, plan, num_ranks=2, silent_s=2) for plan in ("holds Python's lock", "is stopped"))
+    os.kill(stopped[1].pid or 0, signal.SIGSTOP)
     try:
-        ranks[0].join(120)
-        assert ranks[0].exitcode == 1
+        for ranks in (holds, stopped):
+            ranks[0].join(120)
+            assert ranks[0].exitcode == 1
     finally:
-        ranks[1].kill()
-    found, output = (tmp_path / "stacks" / "rank-0001.txt").read_text(), (tmp_path / "output").read_text()
-    assert f"as rank 0 sees it in /proc\nrank 1 (node {socket.gethostname()}, pid {ranks[1].pid}): " in found
-    assert f"  thread {ranks[1].pid} (" in found and "(heartbeat)" not in found.split("thread")[1]
-    if plan == "is stopped":
-        assert "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output and "Timeout" not in found
-    else:
-        assert "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
-        assert "Timeout (" in found and "in holds_the_lock" in found
-    assert f"; stacks of all ranks: {tmp_path}/stacks\n" in output
-    assert " in rank\n" in (tmp_path / "stacks" / "rank-0000.txt").read_text()
+        for ranks in (holds, stopped):
+            ranks[1].kill()
+    for folder, pid in ((tmp_path / "holds Python's lock", holds[1].pid), (tmp_path / "is stopped", stopped[1].pid)):
+        found, output = (folder / "stacks" / "rank-0001.txt").read_text(), (folder / "output").read_text()
+        assert f"as rank 0 sees it in /proc\nrank 1 (node {socket.gethostname()}, pid {pid}): " in found
+        assert f"  thread {pid} (" in found and "(heartbeat)" not in found.split("thread")[1]
+        if folder.name == "is stopped":
+            assert "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output and "Timeout" not in found
+        else:
+            assert "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
+            assert "Timeout (" in found and "in holds_the_lock" in found
+        assert f"; stacks of all ranks: {folder}/stacks\n" in output
+        assert " in rank\n" in (folder / "stacks" / "rank-0000.txt").read_text()
 
 
-def test_a_rank_that_is_alone_is_watched_too(tmp_path: Path) -> None:
-    (process,) = begun(tmp_path, "hangs", num_ranks=1, silent_s=2, hangs_s=1)
-    assert wait([process], timeout_s=120) == [1]
-    assert re.search(
-        r"rank 0 \(.*\) has made no progress for \d+ s, at step 1,234, waiting for data; the run stops",
-        (tmp_path / "output").read_text(),
-    )
-    assert " in rank\n" in (tmp_path / "stacks" / "rank-0000.txt").read_text()
+def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_path: Path) -> None:
+    (hangs,), (progresses,) = (begun(tmp_path / plan, plan, num_ranks=1, silent_s=1) for plan in ("hangs", "progresses"))
+    assert wait([hangs], timeout_s=120) == [1] and wait([progresses], timeout_s=120) == [0]
+    line = r"rank 0 \(.*\) has made no progress for 1,0\d\d s, at step 1,234, waiting for data; the run stops"
+    assert re.match(line, (tmp_path / "hangs" / "output").read_text())
+    assert " in rank\n" in (tmp_path / "hangs" / "stacks" / "rank-0000.txt").read_text()
+    assert (tmp_path / "progresses" / "output").read_text() == "" and not (tmp_path / "progresses" / "stacks").exists()
 
 
-def test_progress_is_no_alarm_and_leaves_no_file(tmp_path: Path) -> None:
-    """Five seconds of short steps and pieces of work; three without any would be a hang."""
-    (process,) = begun(tmp_path, "progresses", num_ranks=1, silent_s=2, hangs_s=3)
-    assert wait([process], timeout_s=120) == [0]
-    assert (tmp_path / "output").read_text() == "" and not (tmp_path / "stacks").exists()
+def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait meanwhile. Each rank reports every third second: when one has come at last, and all go on, the reports of the
+    others that they go on come later than its own."""
+    clock, ranks, standings = [100.0], [Progress(), Progress(), Progress()], Standings()
+    monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
 
+    def pass_seconds(number: int, *working: Progress) -> Verdict | None:
+        for _ in range(number):
+            clock[0] += 1
+            for each in working:
+                each.touch()
+            reports = int(clock[0]) % 3
+            standings.note(PEERS[reports], ranks[reports].standing())
+            verdict = standings.hang(10)
+            if verdict is not None:
+                return verdict
+        return None
 
-def test_a_long_wait_for_another_rank_is_no_hang(tmp_path: Path) -> None:
-    ranks = begun(tmp_path, "wait for each other", num_ranks=2, silent_s=60, hangs_s=3)
-    assert wait(ranks, timeout_s=120) == [0, 0], (tmp_path / "output").read_text()
-    assert (tmp_path / "output").read_text() == ""
+    for works in ranks:
+        for each in ranks:
+            each.mark("working")
+        for each in ranks:
+            each.mark("waiting") if each is not works else None
+        assert pass_seconds(100, works) is None
+        works.mark("waiting")
+        assert pass_seconds(2, *ranks) is None
+    verdict = pass_seconds(100)
+    assert verdict is not None and verdict.why == "hangs"
 
 
 def test_what_stands_still_with_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,19 +237,6 @@ def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
     assert hang(400, computes, waits._replace(stalled_s=3)) is None
     all_alike = hang(400, *[waits] * 8)
     assert all_alike is not None and all_alike.detail.endswith("waiting for data, like 7 others")
-
-
-def test_who_has_just_been_waited_for_is_no_hang() -> None:
-    """It comes at last, and all go on: the others' word of that comes a beat later than its own."""
-    waits, works = Standing(41, 0, "waiting", 600), Standing(40, 0, "writing", 0.1)
-    goes_on = Standing(42, 0, "training", 0.1)
-    found = table(works, waits, waits)
-    assert found.hang(500) is None
-    for standings in ((goes_on, waits, waits), (goes_on, waits, waits), (goes_on, goes_on, waits)):
-        for peer, standing in zip(PEERS, standings, strict=False):
-            found.note(peer, standing) if standing is not waits else None  # nothing new of these
-            assert found.hang(500) is None
-    assert table(goes_on, goes_on, goes_on, after=found).hang(500) is None
 
 
 def test_a_collective_that_times_out_is_laid_to_the_rank_that_did_not_come() -> None:

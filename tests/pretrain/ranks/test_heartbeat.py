@@ -9,11 +9,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,11 +23,12 @@ from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import Peer, World, read_world
 from tests.forked import begin, environments, wait
+from tests.moments import wait_until
 
 LATE_S = 120
 
 
-def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
+def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
     """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for it to do."""
     world, place = read_world(), Path(folder)
 
@@ -39,7 +41,7 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
         return list(json.loads((place / "facts").read_text()))
 
     heard: dict[int, dict[str, int]] = {}
-    waits = plans.get(str(world.rank)) == "waits"
+    waits = plans.get(world.rank) == "waits"
     heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=timeout_s))
     heartbeat.attend(
         at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
@@ -48,16 +50,13 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
         received=lambda rank, report: heard.update({rank: report}),
     )
     heartbeat.start(announce)
-    deadline_s = time.monotonic() + LATE_S
     if world.is_first:
-        while len(heard) < world.num_ranks:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: len(heard) == world.num_ranks)
         assert heard == {rank: {"load": rank * 10} for rank in range(world.num_ranks)}
     (place / f"ready-{world.rank}").write_text(str(os.getpid()))
     while not (place / "go").exists():
         time.sleep(0.01)
-    match plans.get(str(world.rank), "hangs"):
+    match plans.get(world.rank, "hangs"):
         case "ends":
             heartbeat.stop()
             os._exit(0)
@@ -80,15 +79,12 @@ def rank(folder: str, timeout_s: float, plans: dict[str, str]) -> None:
     time.sleep(LATE_S)
 
 
-def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, **plans: str) -> list[ForkServerProcess]:
-    """Ranks that have all been heard of, and now do what `plans` (rank_N=...) say."""
-    chosen = {name.removeprefix("rank_"): plan for name, plan in plans.items()}
-    words = ("tests.pretrain.ranks.test_heartbeat:rank", str(folder), timeout_s, chosen)
+def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, plans: Sequence[str] = ()) -> list[ForkServerProcess]:
+    """Ranks that have all been heard of, and now do what `plans` say."""
+    words = ("tests.pretrain.ranks.test_heartbeat:rank", str(folder), timeout_s, dict(enumerate(plans)))
     ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
-    deadline_s = time.monotonic() + LATE_S
-    while len(list(folder.glob("ready-*"))) < num_ranks:
-        assert time.monotonic() < deadline_s and all(rank.exitcode is None for rank in ranks), said(folder)
-        time.sleep(0.01)
+    alive = lambda: all(rank.exitcode is None for rank in ranks)  # noqa: E731
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == num_ranks, lives=alive)
     (folder / "go").write_text("")
     return ranks
 
@@ -104,46 +100,66 @@ GOES_ON = "the run stops; the same command goes on with it"
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 LOCK, BROKEN = "holds Python's lock", "has a broken collective"
-SILENT = "was not heard of for 1 s (frozen, or its node is lost)"
+SILENT = "was not heard of for 2 s (frozen, or its node is lost)"
 FAILED, STUCK = "has failed (ValueError: rank two gives up)", "waits for data, and all were told to stop"
 
 
-@pytest.mark.parametrize(
-    ("plans", "timeout_s", "struck", "codes", "line"),
-    [
-        pytest.param(["hangs", BROKEN, "hangs"], 60, (0, KILL), [1, 1], "rank 0 (NODE) is gone", id="the first is killed"),
-        pytest.param(["hangs", BROKEN, "hangs"], 60, (2, KILL), [1, 1], "rank 2 (NODE) is gone", id="another is killed"),
-        pytest.param(["hangs", "hangs"], 1, (0, STOP), [1], f"rank 0 (NODE) {SILENT}", id="the first is frozen"),
-        pytest.param(["hangs", "hangs"], 1, (1, STOP), [1], f"rank 1 (NODE) {SILENT}", id="another is frozen"),
-        pytest.param(["hangs", "hangs", "fails"], 60, None, [1, 1, 3], f"rank 2 (NODE) {FAILED}", id="one fails"),
-        pytest.param(["fails", "fails"], 60, None, [3, 3], None, id="all fail alike and print their own messages"),
-        pytest.param([LOCK, "ends", LOCK], 10, None, [0, 0, 0], None, id="goodbyes, and ranks that compute"),
-        pytest.param(["hangs", "waits"], 60, None, [0, 0], f"rank 1 (NODE) {STUCK}", id="a stop that cannot wait for data"),
-    ],
-)
-def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
-    tmp_path: Path, plans: list[str], timeout_s: float, struck: tuple[int, int] | None, codes: list[int], line: str | None
-) -> None:
-    """`codes`: of the ranks that were not struck. Those that a verdict ends do what must still be done."""
-    ranks = started(tmp_path, len(plans), timeout_s=timeout_s, **{f"rank_{rank}": plan for rank, plan in enumerate(plans)})
-    left = dict(enumerate(ranks))
-    if struck is not None:
-        victim, number = struck
-        os.kill(left.pop(victim).pid or 0, number)
+class Case(NamedTuple):
+    plans: list[str]
+    codes: list[int]
+    """Of the ranks that were not struck."""
+    line: str | None
+    struck: tuple[int, int] | None = None
+    timeout_s: float = 60
+
+
+CASES = {
+    "the first is killed": Case(["hangs", BROKEN, "hangs"], [1, 1], "rank 0 (NODE) is gone", (0, KILL)),
+    "another is killed": Case(["hangs", BROKEN, "hangs"], [1, 1], "rank 2 (NODE) is gone", (2, KILL)),
+    "the first is frozen": Case(["hangs", "hangs"], [1], f"rank 0 (NODE) {SILENT}", (0, STOP), timeout_s=2),
+    "another is frozen": Case(["hangs", "hangs"], [1], f"rank 1 (NODE) {SILENT}", (1, STOP), timeout_s=2),
+    "one fails": Case(["hangs", "hangs", "fails"], [1, 1, 3], f"rank 2 (NODE) {FAILED}"),
+    "all fail alike and print their own messages": Case(["fails", "fails"], [3, 3], None),
+    "goodbyes, and ranks that compute": Case([LOCK, "ends", LOCK], [0, 0, 0], None, timeout_s=10),
+    "a stop that cannot wait for data": Case(["hangs", "waits"], [0, 0], f"rank 1 (NODE) {STUCK}"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, list[ForkServerProcess]]]]:
+    """The ranks of all cases, as they mostly wait."""
+    found: dict[str, tuple[Path, list[ForkServerProcess]]] = {}
     try:
-        assert wait(left.values(), timeout_s=LATE_S) == codes
+        for name, case in CASES.items():
+            folder = tmp_path_factory.mktemp("ranks")
+            found[name] = folder, started(folder, len(case.plans), timeout_s=case.timeout_s, plans=case.plans)
+            if case.struck is not None:
+                victim, number = case.struck
+                os.kill(found[name][1][victim].pid or 0, number)
+        yield found
     finally:
-        for rank in ranks:
-            rank.kill()
-    ended = [rank for rank in left if line is not None and plans[rank] != "fails"]
-    ends = [f"rank {rank} ends, stopped {codes[0] == 0}" for rank in ended]
-    assert said(tmp_path) == sorted([*([f"{line}; {GOES_ON}"] if line else []), *ends])
+        for _, ranks in found.values():
+            for rank in ranks:
+                rank.kill()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
+    begun: dict[str, tuple[Path, list[ForkServerProcess]]], name: str
+) -> None:
+    """Those that a verdict ends do what must still be done."""
+    (folder, ranks), case = begun[name], CASES[name]
+    left = {number: rank for number, rank in enumerate(ranks) if case.struck is None or number != case.struck[0]}
+    assert wait(left.values(), timeout_s=LATE_S) == case.codes
+    ended = [number for number in left if case.line is not None and case.plans[number] != "fails"]
+    ends = [f"rank {number} ends, stopped {case.codes[0] == 0}" for number in ended]
+    assert said(folder) == sorted([*([f"{case.line}; {GOES_ON}"] if case.line else []), *ends])
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody listened."""
-    ranks = started(tmp_path, 2, timeout_s=4, rank_0="ends when told", rank_1="ends when told")
-    for number, pause_s in ((signal.SIGSTOP, 5), (signal.SIGCONT, 1)):
+    ranks = started(tmp_path, 2, timeout_s=3, plans=["ends when told"] * 2)
+    for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1)):
         for each in ranks:
             os.kill(each.pid or 0, number)
         time.sleep(pause_s)
@@ -241,10 +257,7 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
     def say(theirs: socket.socket) -> None:
         number = len(heard)
         theirs.sendall(encoded({"beat": {"load": 1}}))
-        deadline_s = time.monotonic() + LATE_S
-        while len(heard) == number:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: len(heard) > number)
 
     others = list[socket.socket]()
     try:

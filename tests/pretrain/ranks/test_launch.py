@@ -15,11 +15,17 @@ from pretrain.ranks.preemption import LAST_WRITE_S
 from pretrain.ranks.world import World, read_world
 from tests.ranks import REPOSITORY, run_ranks
 
-START = "import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))"
+START = """
+import sys, time
+import pretrain.ranks.launch as launcher
+launcher.LAST_WORDS_S = 0.1
+{}
+sys.exit(launcher.launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))
+"""
 
 
-def start(program: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", START, textwrap.dedent(program)]
+def start(program: str, *, before: str = "") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", START.format(textwrap.dedent(before)), textwrap.dedent(program)]
     return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -44,15 +50,25 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
 
 
 def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
+    """The wait for a rank that saves ends here as soon as the one that is deaf alone is left, as if its time were up."""
     assert launch.GRACE_S > LAST_WRITE_S
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    tell = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os.write(1, b'written'), os._exit(0)))"
-    rank = f"import os, signal, sys, time\nrank = os.environ['RANK']\nif rank == '0': {tell}\nif rank == '2': {deaf}\n"
-    rank += "open(f'{PLACE}/{rank}', 'w').close()\nwhile len(os.listdir(PLACE)) < 3: time.sleep(0.01)\n"
-    rank += "if rank == '1': sys.exit(7)\ntime.sleep(50)"
-    short = "import pretrain.ranks.launch as launch; launch.LAST_WORDS_S = 0.1; launch.GRACE_S = 8; "
-    words = [sys.executable, "-c", short + START, f"PLACE = {str(tmp_path)!r}\n{rank}"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=40, check=False)
+    wait = """
+        def wait(ranks, timeout_s):
+            while timeout_s == launcher.GRACE_S and sum(rank.poll() is None for rank in ranks) > 1:
+                time.sleep(0.01)
+        launcher._wait = wait
+        """
+    rank = f"""
+        import os, signal, sys, time
+        number = os.environ["RANK"]
+        if number == "0": signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os.write(1, b"written"), os._exit(0)))
+        if number == "2": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"{tmp_path}/{{number}}", "w").close()
+        while len(os.listdir("{tmp_path}")) < 3: time.sleep(0.01)
+        if number == "1": sys.exit(7)
+        time.sleep(50)
+        """
+    done = start(rank, before=wait)
     assert done.returncode == 7 and done.stdout == "written"
 
 
@@ -89,25 +105,19 @@ def test_one_process_is_a_world_of_its_own() -> None:
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
 
 
+SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "12345"}
+
+
 def test_srun_is_understood() -> None:
-    facts = {
-        "SLURM_PROCID": "5",
-        "SLURM_LOCALID": "1",
-        "SLURM_NTASKS": "8",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "12345",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
-    assert read_world(dict(facts)) == World(5, 1, 8, num_cores=1, num_local_ranks=8)
-    two_nodes = read_world(facts | {"SLURM_NTASKS_PER_NODE": "4"})
-    assert two_nodes.num_local_ranks == 4 and not two_nodes.is_one_node
-    read_world(facts)
+    facts = SRUN | {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "1"}
+    assert read_world(facts) == World(5, 1, 8, num_cores=1, num_local_ranks=8)
     assert facts["RANK"] == "5" and facts["WORLD_SIZE"] == "8"
 
 
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
         ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
@@ -118,8 +128,7 @@ def test_srun_is_understood() -> None:
     ],
 )
 def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: int) -> None:
-    facts = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "14", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
-    world = read_world(facts | more)
+    world = read_world(SRUN | {"SLURM_NTASKS": "14"} | more)
     assert world.num_local_ranks == expected and world.is_one_node == (expected == 14)
 
 

@@ -4,14 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from mlflow import MlflowClient
 from PIL import Image
@@ -22,8 +19,6 @@ from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import Store
 from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
-from tests.moments import wait_until
-from tests.ranks import REPOSITORY
 
 MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
 """More than a store takes at once."""
@@ -104,7 +99,7 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
 
 
 def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store's directory is a file while the run lasts, so that every delivery fails."""
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/false")
@@ -119,6 +114,7 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     assert "pretrain sync" in said and str(blocked) in said
     blocked.unlink()
     blocked.mkdir()
+    store.rename(blocked / "mlflow.db")
     assert sync(run_dir) > 0
     assert sync(run_dir) == 0
     (run,) = runs_in(blocked / "mlflow.db")
@@ -131,45 +127,6 @@ def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
     os.close(writer)
     with open(reader, "rb") as pipe:
         return deliver_while_training(run_dir, pipe, close_timeout_s=close_timeout_s)
-
-
-TRAINER = """
-import sys; from pathlib import Path; from pretrain.tracking import tracker
-tracker.RESTART_S = 0.0
-run = tracker.Tracker(Path(sys.argv[1]), params={}, tags={})
-for step in map(int, sys.stdin):
-    print(run._deliverer.pid, flush=True)
-    run.metrics({"loss": 1 / step}, step=step)
-"""
-
-
-def test_a_deliverer_that_is_killed_is_started_again_and_a_killed_trainer_is_marked_failed(tmp_path: Path, store: Path) -> None:
-    run_dir, position = tmp_path / "run", tmp_path / "run/tracking/delivered.json"
-    identity(run_dir)
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", TRAINER, str(run_dir)], cwd=REPOSITORY, bufsize=0, **pipes) as trainer:
-        assert trainer.stdin and trainer.stdout and trainer.stderr
-
-        def delivered() -> int:
-            return int(json.loads(position.read_text())["offset"]) if position.exists() else 0
-
-        trainer.stdin.write(b"1\n")
-        deliverer = psutil.Process(int(trainer.stdout.readline()))
-        wait_until(lambda: b"loss" in (run_dir / "tracking/journal.jsonl").read_bytes()[: delivered()])
-        deliverer.kill()
-        wait_until(lambda: deliverer.status() == psutil.STATUS_ZOMBIE)
-        trainer.stdin.write(b"2\n3\n")
-        journal = (run_dir / "tracking/journal.jsonl").read_bytes
-        wait_until(lambda: journal().count(b"loss") == 3 and delivered() == len(journal()))
-        trainer.kill()
-        assert trainer.stderr.read().decode() == (
-            f"tracking: what delivers to MLflow has ended (SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, "
-            "at most once a minute\n"
-        )
-    wait_until(lambda: runs_in(store)[0].info.status != "RUNNING")
-    (run,) = runs_in(store)
-    assert run.info.status == "FAILED"
-    assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in (1, 2, 3)]
 
 
 def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_told(
@@ -247,6 +204,12 @@ def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_p
         sync(run_dir)
         assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
     sync(run_dir)
+    assert [run.info.status for run in runs_in(store)] == ["FAILED"]
+
+
+def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, store: Path) -> None:
+    write_journal(tmp_path / "run", START, loss(1))
+    assert deliver_after_the_end(tmp_path / "run") == 0
     assert [run.info.status for run in runs_in(store)] == ["FAILED"]
 
 
