@@ -85,28 +85,22 @@ class Augmentation:
         self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
     def prepare(self, batch: Batch) -> Prepared:
-        draws = Draws((self.seed, batch.epochs, batch.samples))
+        draws, labels = Draws((self.seed, batch.epochs, batch.samples)), self._move(batch.labels_B)
+        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size) if self._mixer else None
+        weight = None
         if self._in_one_pass:
-            return self._prepare_in_one_pass(batch, draws)
-        labels = self._move(batch.labels_B)
-        pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
-        if self.settings.erase_probability > 0:
-            blocks = draw_blocks(self.settings, draws, size=self.image_size)
-            pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
-        if self._mixer is None:
-            return Prepared(pictures.to(self.dtype), labels)
-        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size)
-        mixed, weight = self._mixer.mix(pictures, drawn)
-        return Prepared(mixed.to(self.dtype), labels, labels[partners(labels)], weight)
-
-    def _prepare_in_one_pass(self, batch: Batch, draws: Draws) -> Prepared:
-        images, labels = batch.images_BHWC, batch.labels_B
-        boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
-        if self._mixer is None:
-            return Prepared(self._finished(images, boxes, weights=None), labels)
-        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size)
-        weight = torch.from_numpy(drawn.weight).float()
-        return Prepared(self._finished(images, boxes, weights=drawn.weight), labels, labels[partners(labels)], weight)
+            images = batch.images_BHWC
+            boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
+            pictures = self._finished(images, boxes, weights=drawn.weight if drawn else None)
+            weight = torch.from_numpy(drawn.weight).float() if drawn else None
+        else:
+            pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
+            if self.settings.erase_probability > 0:
+                blocks = draw_blocks(self.settings, draws, size=self.image_size)
+                pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
+            if self._mixer and drawn:
+                pictures, weight = self._mixer.mix(pictures, drawn)
+        return Prepared(pictures.to(self.dtype), labels, labels[partners(labels)] if drawn else None, weight)
 
     def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
         assert on_cpu is not None

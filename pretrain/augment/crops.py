@@ -8,7 +8,7 @@ for matrix products unless told to.)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.augment.draws import Draws, Purpose, send
+from pretrain.augment.draws import Draws, Purpose, first_that, send
 from pretrain.config import AugmentSettings, PaddingMode
 
 Flags = NDArray[np.bool_]
@@ -49,9 +49,9 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 
 def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_size: int) -> Boxes:
     """Random resized crops, as torchvision draws them: ten tries at an area and a ratio that fit, else the centre."""
-    flip, boxes = draw_flips(settings, draws), whole_boxes(count, stored_size)
+    flip = draw_flips(settings, draws)
     if settings.crop_scale is None:
-        return Boxes(boxes.top, boxes.left, boxes.height, boxes.width, flip)
+        return replace(whole_boxes(count, stored_size), flip=flip)
     (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
     tries = np.arange(_CROP_TRIES)
     area = stored_size**2 * (low + (high - low) * draws.uniform(Purpose.CROP_AREA, tries))
@@ -59,12 +59,10 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
     ratio = np.exp(math.log(narrow) + spread * draws.uniform(Purpose.CROP_RATIO, tries))
     widths, heights = np.round(np.sqrt(area * ratio)), np.round(np.sqrt(area / ratio))
     fits = (widths >= 1) & (heights >= 1) & (widths <= stored_size) & (heights <= stored_size)
-    first, found = np.expand_dims(fits.argmax(axis=1), 1), fits.any(axis=1)
-    # The largest centre crop of an allowed ratio (a square picture has ratio 1).
-    height = boxes.height if narrow <= 1 else np.full_like(boxes.height, round(stored_size / narrow))
-    width = boxes.width if wide >= 1 else np.full_like(boxes.width, round(stored_size * wide))
-    height = np.where(found, np.take_along_axis(heights, first, axis=1)[:, 0], height)
-    width = np.where(found, np.take_along_axis(widths, first, axis=1)[:, 0], width)
+    found, (height, width) = first_that(fits, heights, widths)
+    # else the largest centre crop of an allowed ratio (a square picture has ratio 1)
+    height = np.where(found, height, stored_size if narrow <= 1 else round(stored_size / narrow))
+    width = np.where(found, width, stored_size if wide >= 1 else round(stored_size * wide))
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
     centre_top, centre_left = np.floor((stored_size - height) / 2), np.floor((stored_size - width) / 2)

@@ -21,31 +21,10 @@ Floats = NDArray[np.float64]
 
 
 class Purpose(IntEnum):
-    CROP_AREA = 0
-    CROP_RATIO = 1
-    CROP_TOP = 2
-    CROP_LEFT = 3
-    FLIP = 4
-    MIXUP = 5
-    CROP_KERNEL = 6
-    POLICY_STEP = 7
-    POLICY_APPLIED = 8
-    POLICY_MAGNITUDE = 9
-    POLICY_SIGN = 10
-    POLICY_KERNEL = 11
-    ERASE = 12
-    ERASE_COUNT = 13
-    ERASE_AREA = 14
-    ERASE_RATIO = 15
-    ERASE_TOP = 16
-    ERASE_LEFT = 17
-    ERASE_COLOUR = 18
-    ERASE_NOISE = 19
-    MIX = 20
-    SWITCH = 21
-    CUTMIX = 22
-    CUTMIX_ROW = 23
-    CUTMIX_COLUMN = 24
+    CROP_AREA, CROP_RATIO, CROP_TOP, CROP_LEFT, FLIP, MIXUP, CROP_KERNEL = range(7)
+    POLICY_STEP, POLICY_APPLIED, POLICY_MAGNITUDE, POLICY_SIGN, POLICY_KERNEL = range(7, 12)
+    ERASE, ERASE_COUNT, ERASE_AREA, ERASE_RATIO, ERASE_TOP, ERASE_LEFT, ERASE_COLOUR, ERASE_NOISE = range(12, 20)
+    MIX, SWITCH, CUTMIX, CUTMIX_ROW, CUTMIX_COLUMN = range(20, 25)
 
 
 @dataclass(frozen=True)
@@ -76,8 +55,7 @@ class Draws:
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
         """Each array on an axis of its own, so that what they share is hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
-        parts: list[ArrayLike] = [_with_axes(key, axes) for key in self.keys]
-        parts.append(int(purpose))
+        parts: list[ArrayLike] = [*(_with_axes(key, axes) for key in self.keys), int(purpose)]
         for numbers in more:
             axes -= np.ndim(numbers)
             parts.append(_with_axes(numbers, axes))
@@ -89,15 +67,21 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
     return array.reshape(array.shape + (1,) * axes) if array.ndim else array
 
 
+def first_that(fits: NDArray[np.bool_], *tries: NDArray[Any]) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
+    """Of several tries, along the last axis: whether one fits, and the numbers of the first that does."""
+    first = np.expand_dims(fits.argmax(axis=-1), -1)
+    return np.asarray(fits.any(axis=-1)), [np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries]
+
+
 class BetaTable:
     """Beta(alpha, alpha) from uniform numbers: its inverse distribution function on an even grid."""
 
     def __init__(self, alpha: float):
-        self._values = np.asarray(betaincinv(alpha, alpha, np.linspace(0, 1, 4097)), np.float64) if alpha > 0 else None
+        self._grid = np.linspace(0, 1, 4097)
+        self._values = np.asarray(betaincinv(alpha, alpha, self._grid), np.float64)
 
     def __call__(self, uniform_numbers: Floats) -> Floats:
-        assert self._values is not None
-        return np.interp(uniform_numbers, np.linspace(0, 1, len(self._values)), self._values)
+        return np.interp(uniform_numbers, self._grid, self._values)
 
 
 _ALIGNMENT = 16
@@ -114,11 +98,8 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
     for name, array in arrays.items():
         on_host[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     there = buffer.to(device, non_blocking=True)
-    return {
-        name: there[places[name] : places[name] + array.nbytes].view(_torch_type(array)).view(array.shape)
-        for name, array in arrays.items()
-    }
-
-
-def _torch_type(array: NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+    sent = {}
+    for name, array in arrays.items():
+        kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        sent[name] = there[places[name] : places[name] + array.nbytes].view(kind).view(array.shape)
+    return sent

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.augment.draws import Draws, Purpose, send
+from pretrain.augment.draws import Draws, Purpose, first_that, send
 from pretrain.config import AugmentSettings, EraseMode
 
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
@@ -46,10 +46,9 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks
     ratio_nKT = np.exp(math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries)))
     heights_nKT, widths_nKT = np.round(np.sqrt(area_nKT * ratio_nKT)), np.round(np.sqrt(area_nKT / ratio_nKT))
     fits_nKT = (heights_nKT < size) & (widths_nKT < size)
-    first_nK1 = np.expand_dims(fits_nKT.argmax(axis=2), 2)
-    drawn_nK = fits_nKT.any(axis=2) & (blocks[None, :] < count_n1)
-    height_nK = np.where(drawn_nK, np.take_along_axis(heights_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
-    width_nK = np.where(drawn_nK, np.take_along_axis(widths_nKT, first_nK1, axis=2)[:, :, 0], 0).astype(np.int64)
+    found_nK, sides = first_that(fits_nKT, heights_nKT, widths_nKT)
+    drawn_nK = found_nK & (blocks[None, :] < count_n1)
+    height_nK, width_nK = (np.where(drawn_nK, side_nK, 0).astype(np.int64) for side_nK in sides)
     top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
     left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
     colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)

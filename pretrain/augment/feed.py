@@ -10,10 +10,8 @@ import collections
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.data.loader import Batch, Batches, Waits, as_stored
@@ -43,7 +41,7 @@ class Feed:
         self._augmentation, self._waits = augmentation, waits
         self._thread: ThreadPoolExecutor | None = None
         if augmentation.device.type != "cuda":
-            self._batches = open_batches(self._prepare)
+            self._batches = open_batches(lambda batch: Fed(augmentation.prepare(batch), batch.num_bad))
             return
         self._batches = open_batches(as_stored)
         self._stream = torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
@@ -56,7 +54,7 @@ class Feed:
     def __enter__(self) -> "Feed":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *unused: object) -> None:
         self._batches.reader.end_waits()  # or closing would last as long as a download
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
@@ -69,11 +67,13 @@ class Feed:
             return found
         fed = self._waits(self._ahead.popleft())
         self._ahead.append(self._thread.submit(self._launch))
-        self._hand_over(fed)
+        current = torch.cuda.current_stream(self._device)
+        assert fed.ready is not None
+        current.wait_event(fed.ready)
+        for tensor in vars(fed.prepared).values():
+            if tensor is not None:
+                tensor.record_stream(current)  # which owns the memory from here on
         return fed
-
-    def _prepare(self, batch: Batch) -> Fed:
-        return Fed(self._augmentation.prepare(batch), batch.num_bad)
 
     def _launch(self) -> Fed:
         """The next micro-batch: copy and augmentation, queued on the side stream."""
@@ -84,13 +84,3 @@ class Feed:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(self._stream)
         return Fed(prepared, batch.num_bad, ready)
-
-    def _hand_over(self, fed: Fed) -> None:
-        """From the side stream to the model's, which from here on owns the memory."""
-        current = torch.cuda.current_stream(self._device)
-        assert fed.ready is not None
-        current.wait_event(fed.ready)
-        prepared = fed.prepared
-        for tensor in (prepared.images_BCHW, prepared.labels_B, prepared.other_labels_B, prepared.weight_B):
-            if isinstance(tensor, Tensor):
-                tensor.record_stream(current)

@@ -35,8 +35,8 @@ class Mix:
 
 class Mixer:
     def __init__(self, settings: AugmentSettings):
-        self.settings = settings
-        self._lambda = {"MixUp": BetaTable(settings.mixup_alpha), "CutMix": BetaTable(settings.cutmix_alpha)}
+        self.settings, alphas = settings, {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha}
+        self._lambda = {way: BetaTable(alphas[way]) for way in settings.mixing}
 
     def draw(self, pairs: Draws, *, size: int) -> Mix:
         settings, ways = self.settings, self.settings.mixing

@@ -67,13 +67,11 @@ def crop_mix_normalise(
     Pictures are uint8 and square. `weights` None: no mixing. `dtype` float32, or bfloat16 rounded to nearest even.
     `out` takes the result instead of fresh memory.
     """
-    batch, stored = _check(images_BHWC, boxes, weights)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype {dtype}: the CPU augmentation makes torch.float32 or torch.bfloat16")
-    shape = (batch, 3, size, size)
+    _check(images_BHWC, boxes, weights)
+    assert dtype in (torch.float32, torch.bfloat16), dtype
+    batch, stored, shape = len(images_BHWC), images_BHWC.shape[1], (len(images_BHWC), 3, size, size)
     out = torch.empty(shape, dtype=dtype) if out is None else out
-    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out is {tuple(out.shape)} {out.dtype}: it must be {shape} {dtype}, contiguous")
+    assert out.shape == shape and out.dtype == dtype and out.is_contiguous(), f"out is {tuple(out.shape)} {out.dtype}"
     if batch == 0:
         return out
     boxes_4B = np.stack([boxes.top, boxes.left, boxes.height, boxes.width]).astype(np.float64)
@@ -113,22 +111,19 @@ def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) 
     return crop_mix_normalise(images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32, area=area)
 
 
-def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> tuple[int, int]:
-    """Batch and stored size. The loops below read memory unchecked: nothing may pass here that leads them astray."""
-    if images_BHWC.dtype != torch.uint8 or images_BHWC.device.type != "cpu" or images_BHWC.ndim != 4:
-        raise ValueError(f"pictures are {images_BHWC.dtype} on {images_BHWC.device}: they must be uint8 (B, H, W, 3) on the CPU")
-    batch, stored, width, colours = images_BHWC.shape
-    if width != stored or colours != 3:
-        raise ValueError(f"pictures are {stored} x {width} with {colours} colours: they must be square and RGB")
+def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> None:
+    """The loops below read memory unchecked: nothing may pass here that leads them astray."""
+    batch, stored = len(images_BHWC), images_BHWC.shape[1]
+    assert images_BHWC.dtype == torch.uint8 and images_BHWC.device.type == "cpu", (images_BHWC.dtype, images_BHWC.device)
+    assert images_BHWC.shape == (batch, stored, stored, 3), f"pictures of {tuple(images_BHWC.shape)} are not square and RGB"
     sides = (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip)
-    if any(side.shape != (batch,) for side in sides):
-        raise ValueError(f"boxes for {[len(side) for side in sides]} pictures: there are {batch}")
+    assert all(side.shape == (batch,) for side in sides), f"boxes for {[len(side) for side in sides]} pictures of {batch}"
     for start, extent in ((boxes.top, boxes.height), (boxes.left, boxes.width)):
-        if not ((start >= 0) & (extent >= 1) & (start + extent <= stored)).all():
-            raise ValueError(f"a box leaves its picture of {stored} pixels, or is smaller than one pixel")
-    if weights is not None and (weights.shape != (batch,) or batch % 2):
-        raise ValueError(f"MixUp of {batch} pictures with {len(weights)} weights: it needs pairs, and a weight for each picture")
-    return batch, stored
+        is_inside = (start >= 0) & (extent >= 1) & (start + extent <= stored)
+        assert is_inside.all(), f"a box leaves its picture of {stored} pixels, or is smaller than one pixel"
+    assert weights is None or (weights.shape == (batch,) and batch % 2 == 0), (
+        f"{len(weights)} weights for pairs of {batch} pictures"
+    )
 
 
 def _most_taps(ratio: float) -> int:
@@ -189,8 +184,6 @@ def _taps(start: float, extent: float, mirror: bool, stored: int, first: NDArray
                 weights[taps, at] = weight
                 total += weight
                 taps += 1
-        if taps == 0:  # a box of one pixel that lies half on each of two
-            weights[0, at], total, taps = 1.0, 1.0, 1
         first[at] = low
         most = max(most, taps)
         _settle(weights, at, taps, total)

@@ -18,6 +18,7 @@ n pictures of a kind, H W height and width, C colours, L levels.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from pretrain.augment.plan import Operation, Plan
 
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
+Change = Callable[[Tensor, Tensor], Tensor]
+"""(n pictures, what is known of them) -> the pictures, or the tables, that come of it."""
 
 LEVELS = np.arange(256)
 
@@ -49,59 +52,41 @@ def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
 
 def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     """The rows of each kind that occurs, and what the kind needs to know about them."""
-    operations, strengths = plan.operations_LB[layer], plan.strengths_LB[layer]
-    arrays: Arrays = {}
-    fixed = np.flatnonzero(np.isin(operations, FIXED))
-    if len(fixed):
-        arrays["fixed"] = fixed
-        arrays["fixed.tables"] = fixed_tables(operations[fixed], strengths[fixed])
-    for operation in (Operation.AUTOCONTRAST, Operation.EQUALIZE, Operation.CONTRAST, Operation.COLOR, Operation.SHARPNESS):
-        rows = np.flatnonzero(operations == operation)
-        if len(rows):
-            arrays[operation.name] = rows
-            arrays[f"{operation.name}.factors"] = strengths[rows].astype(np.float32)
+    operations, strengths, cubic = plan.operations_LB[layer], plan.strengths_LB[layer], plan.cubic_LB[layer]
     moved = np.isin(operations, GEOMETRIC)
-    for name, chosen in (("linear", moved & ~plan.cubic_LB[layer]), ("cubic", moved & plan.cubic_LB[layer])):
+    kinds = {operation.name: operations == operation for operation in (*TABLES, *CHANGES)}
+    kinds |= {"fixed": np.isin(operations, FIXED), "linear": moved & ~cubic, "cubic": moved & cubic}
+    arrays: Arrays = {}
+    for name, chosen in kinds.items():
         rows = np.flatnonzero(chosen)
-        if len(rows):
-            arrays[name] = rows
-            arrays[f"{name}.matrices"] = matrices(operations[rows], strengths[rows], height=height, width=width)
+        if not len(rows):
+            continue
+        arrays[name], known = rows, strengths[rows].astype(np.float32)
+        if name == "fixed":
+            known = fixed_tables(operations[rows], strengths[rows])
+        elif name in ("linear", "cubic"):
+            known = matrices(operations[rows], strengths[rows], height=height, width=width)
+        arrays[f"{name}.known"] = known
     return arrays
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """The kinds have different rows, so their order does not matter."""
-    _apply_tables(pictures_BHWC, sent)
-    for operation, change in ((Operation.COLOR, saturate), (Operation.SHARPNESS, sharpen)):
-        if operation.name in sent:
-            rows = sent[operation.name]
-            changed = change(pictures_BHWC.index_select(0, rows), sent[f"{operation.name}.factors"])
-            pictures_BHWC.index_copy_(0, rows, changed)
-    for name in ("linear", "cubic"):
-        if name in sent:
-            matrices_n6, cubic = sent[f"{name}.matrices"], name == "cubic"
-            taken = pictures_BHWC.index_select(0, sent[name])
-            pictures_BHWC.index_copy_(0, sent[name], move(taken, matrices_n6, cubic=cubic, fill_C=fill_C))
+    """The kinds have different rows, so their order does not matter; all that looks levels up does so in one go."""
 
+    def result(name: str, change: Change) -> Tensor:
+        return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
 
-def _apply_tables(pictures_BHWC: Tensor, sent: dict[str, Tensor]) -> None:
-    """All that looks levels up, in one go."""
-    rows, tables = [], []
+    tables = {operation.name: result(operation.name, make) for operation, make in TABLES.items() if operation.name in sent}
     if "fixed" in sent:
-        rows.append(sent["fixed"])
-        tables.append(sent["fixed.tables"].unsqueeze(1).expand(-1, pictures_BHWC.shape[-1], -1))
-    for operation, make in ((Operation.AUTOCONTRAST, autocontrast_tables), (Operation.EQUALIZE, equalize_tables)):
-        if operation.name in sent:
-            rows.append(sent[operation.name])
-            tables.append(make(pictures_BHWC.index_select(0, rows[-1])))
-    if Operation.CONTRAST.name in sent:
-        rows.append(sent[Operation.CONTRAST.name])
-        factors = sent[f"{Operation.CONTRAST.name}.factors"]
-        tables.append(contrast_tables(pictures_BHWC.index_select(0, rows[-1]), factors))
-    if rows:
-        chosen = torch.cat(rows)
-        changed = look_up(pictures_BHWC.index_select(0, chosen), torch.cat(tables))
-        pictures_BHWC.index_copy_(0, chosen, changed)
+        tables["fixed"] = sent["fixed.known"].unsqueeze(1).expand(-1, pictures_BHWC.shape[-1], -1)
+    if tables:
+        rows = torch.cat([sent[name] for name in tables])
+        pictures_BHWC.index_copy_(0, rows, look_up(pictures_BHWC.index_select(0, rows), torch.cat(list(tables.values()))))
+    changes: dict[str, Change] = {operation.name: change for operation, change in CHANGES.items()}
+    changes |= {name: partial(move, cubic=name == "cubic", fill_C=fill_C) for name in ("linear", "cubic")}
+    for name, change in changes.items():
+        if name in sent:
+            pictures_BHWC.index_copy_(0, sent[name], result(name, change))
 
 
 # ---- colours ---------------------------------------------------------------------------------------------------------------
@@ -141,7 +126,7 @@ def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
     return tables_nCL.reshape(-1).index_select(0, _table_places(pictures_nHWC).view(-1)).view(pictures_nHWC.shape)
 
 
-def autocontrast_tables(pictures_nHWC: Tensor) -> Tensor:
+def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
     """The darkest level of a channel becomes 0, the lightest 255; a flat channel stays."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
@@ -151,7 +136,7 @@ def autocontrast_tables(pictures_nHWC: Tensor) -> Tensor:
     return torch.where(high_nC1 > low_nC1, stretched_nCL.trunc().clamp(0, 255), levels_L).to(torch.uint8)
 
 
-def equalize_tables(pictures_nHWC: Tensor) -> Tensor:
+def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
     """As many pixels in every stretch of levels."""
     count, height, width, colours = pictures_nHWC.shape
     device = pictures_nHWC.device
@@ -192,6 +177,15 @@ def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
     return _blend(smooth.float(), values.float(), factors_n.view(-1, 1, 1, 1))
 
 
+TABLES: dict[Operation, Change] = {
+    Operation.AUTOCONTRAST: autocontrast_tables,
+    Operation.EQUALIZE: equalize_tables,
+    Operation.CONTRAST: contrast_tables,
+}
+"""The operations whose tables follow from the picture."""
+CHANGES: dict[Operation, Change] = {Operation.COLOR: saturate, Operation.SHARPNESS: sharpen}
+
+
 def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
     """From `start` (0) to `end` (1) and beyond."""
     return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
@@ -215,8 +209,6 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
 
 _TOGETHER_ON_CPU = 8
 """Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
-
-
 GEOMETRIC = (Operation.ROTATE, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y)
 
 
@@ -229,17 +221,9 @@ def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
     cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)  # a quarter turn is exact
     x, y = width / 2, height / 2  # about the middle
-    return np.stack(
-        [
-            cosine,
-            sine + only(Operation.SHEAR_X),
-            cosine * -x + sine * -y + x + only(Operation.TRANSLATE_X) * width,
-            -sine + only(Operation.SHEAR_Y),
-            cosine,
-            -sine * -x + cosine * -y + y + only(Operation.TRANSLATE_Y) * height,
-        ],
-        axis=1,
-    )
+    across = (cosine, sine + only(Operation.SHEAR_X), cosine * -x + sine * -y + x + only(Operation.TRANSLATE_X) * width)
+    down = (-sine + only(Operation.SHEAR_Y), cosine, -sine * -x + cosine * -y + y + only(Operation.TRANSLATE_Y) * height)
+    return np.stack([*across, *down], axis=1)
 
 
 def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:

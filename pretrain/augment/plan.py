@@ -91,9 +91,8 @@ def _magnitudes(policy: Policy, draws: Draws, steps_LB: NDArray[np.int64]) -> Fl
     return np.asarray(np.clip(magnitude_LB, 0.0, policy.magnitude_max))
 
 
-# ---- strength from level (magnitude / 10) and sign -----------------------------------------------------------------
-
 Strength = Callable[[Floats, Floats], Floats]
+"""From level (magnitude / 10) and sign."""
 
 
 def _signed(most: float) -> Strength:

@@ -5,7 +5,7 @@ one class. Its channel statistics are those of the pictures as they are drawn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -165,7 +165,10 @@ def load_training_data(data: DataSettings) -> TrainingData:
     if data.eval_split is not None:
         _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
     found = [Part(Path(data.dataset), manifest, data.train_split, fold=data.fold)]
-    _check_fold(found[0])
+    count = num_folds(found[0])
+    if data.fold is not None and data.fold >= count:
+        has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
+        raise ValueError(f"data.fold: {data.fold} will not do, split {data.train_split!r} of {data.dataset} {has}")
     for number, other in enumerate(data.also):
         also = load_manifest(other.dataset)
         _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
@@ -176,11 +179,9 @@ def load_training_data(data: DataSettings) -> TrainingData:
     if len(found) == 1:
         return TrainingData(data, tuple(found), weights, manifest.classes)
     classes = tuple(dict.fromkeys(name for part in found for name in part.manifest.classes))
-    number_of = {name: number for number, name in enumerate(classes)}
-    parts = tuple(
-        Part(part.directory, part.manifest, part.split, tuple(number_of[name] for name in part.manifest.classes)) for part in found
-    )
-    return TrainingData(data, parts, weights, classes)
+    numbers = {name: number for number, name in enumerate(classes)}
+    parts = [replace(part, classes=tuple(numbers[name] for name in part.manifest.classes)) for part in found]
+    return TrainingData(data, tuple(parts), weights, classes)
 
 
 def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings) -> int:
@@ -188,10 +189,8 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if data.epoch_size(global_batch_size=batch) == 0:
-        raise ValueError(
-            f"data.last_batch: 'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size "
-            f"{batch:,}; make the batch smaller, or choose carry or pad"
-        )
+        too_few = f"'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size {batch:,}"
+        raise ValueError(f"data.last_batch: {too_few}; make the batch smaller, or choose carry or pad")
     steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
@@ -216,13 +215,6 @@ def num_folds(part: Part) -> int:
     return annotation.num_columns if annotation else 0
 
 
-def _check_fold(part: Part) -> None:
-    count = num_folds(part)
-    if part.fold is not None and part.fold >= count:
-        has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
-        raise ValueError(f"data.fold: {part.fold} will not do, split {part.split!r} of {part.directory} {has}")
-
-
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     keeping = [part for part in parts if part.manifest.encoding == "keep"]
     if data.image_size is None and keeping:
@@ -230,19 +222,17 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
             f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so say what the model is fed, "
             f"such as {next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
         )
-    sizes = [part.stored_size(data.image_size) for part in parts]
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:
         raise ValueError(
             f"data.image_size: {data.image_size} will not do with data.also, where some pictures are stored at {min(stored)} px, "
             f"and {keeping[0].directory} must be read at the same size; set data.image_size={min(stored)}"
         )
-    for part, size in zip(parts, sizes, strict=True):
-        if size != sizes[0]:
-            raise ValueError(
-                f"data.also: {part.directory} stores pictures of {size} px, {parts[0].directory} of {sizes[0]} px; build one of "
-                "them anew at the size of the other"
-            )
+    first = parts[0].stored_size(data.image_size)
+    for part in parts:
+        if (size := part.stored_size(data.image_size)) != first:
+            sizes = f"{part.directory} stores pictures of {size} px, {parts[0].directory} of {first} px"
+            raise ValueError(f"data.also: {sizes}; build one of them anew at the size of the other")
 
 
 def _check_names(parts: Sequence[Part]) -> None:
@@ -251,10 +241,10 @@ def _check_names(parts: Sequence[Part]) -> None:
     for part in unnamed[1:]:
         mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
         if mine != others:
-            raise ValueError(
-                f"data.also: the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and "
-                f"{others:,} of them, and can hardly mean the same; index them again with a classes_file each"
+            classes = (
+                f"the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and {others:,} of them"
             )
+            raise ValueError(f"data.also: {classes}, and can hardly mean the same; index them again with a classes_file each")
 
 
 def _triple(values: np.ndarray) -> Statistic:

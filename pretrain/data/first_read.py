@@ -40,7 +40,7 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag
 from pretrain.ranks.world import World
 
-LOOK_S, TELL_AFTER_S = 0.2, 10.0
+LOOK_S, LOG_AFTER_S = 0.2, 10.0
 Line = tuple[str, int, int, str]
 
 
@@ -51,13 +51,13 @@ class WrongElsewhere(DatasetError):  # noqa: N818
 
 
 class FirstRead(threading.Thread):
-    def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World):
-        """No `parts`: nothing is hashed."""
+    def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
+        """Called by all ranks: their lists are the same, as what is not staged everywhere is hashed. No `parts`: nothing is."""
         super().__init__(name="first-read", daemon=True)
-        self._memory, self._world = run_dir / "checked", world
+        self._memory, self._world, self._device = run_dir / "checked", world, device
         files = {
             ((part.directory / shard.file).absolute(), shard.sha256): part.directory
-            for part in parts
+            for part in [part for part in parts if any_rank(part.staged is None, device=device)]
             for shard in part.content.shards
             if shard.num_samples and not shard.is_remote
         }
@@ -76,26 +76,26 @@ class FirstRead(threading.Thread):
         if self._fault is not None:
             raise self._fault
 
-    def wait(self, stop: StopFlag, *, device: torch.device) -> bool:
+    def wait(self, stop: StopFlag) -> bool:
         """Called by all ranks: whether all have hashed their shares. If not, the run is to stop, and that would take too long."""
         if self._all_are_right:
             return True
         PROGRESS.mark("hashing the shards")
-        began_s, seen, is_told = time.monotonic(), -1, False
+        began_s, seen, is_logged = time.monotonic(), -1, False
         while True:
-            is_under_way = any_rank(self.is_alive(), device=device)
-            if any_rank(self._fault is not None, device=device):  # asked last: who has ended has said it
+            is_under_way = any_rank(self.is_alive(), device=self._device)
+            if any_rank(self._fault is not None, device=self._device):  # asked last: who has ended has said it
                 raise self._fault or WrongElsewhere("data.check: another rank found a shard that is not right; see its message")
             if not is_under_way:
                 self._all_are_right = True
                 return True
             is_late = self._is_late or stop.ignored_s(began_s) > LAST_WRITE_S
-            self._is_late = any_rank(is_late, device=device)  # a later call looks once, and waits no more
+            self._is_late = any_rank(is_late, device=self._device)  # a later call looks once, and waits no more
             if self._is_late:
                 return False
-            if self._world.is_first and not is_told and time.monotonic() - began_s > TELL_AFTER_S:
+            if self._world.is_first and not is_logged and time.monotonic() - began_s > LOG_AFTER_S:
                 print("waiting until all shards are hashed, before the first checkpoint (data.check=none does without)")
-                is_told = True
+                is_logged = True
             if self._num_pieces > seen:
                 PROGRESS.touch()
                 seen = self._num_pieces
@@ -106,19 +106,18 @@ class FirstRead(threading.Thread):
         for (path, sha256), directory in self._mine:
             try:
                 line = _line(path, sha256)
-                found = sha256 if line in known else sha256_of(path, gets_on=self._got_on)
+                found = sha256 if line in known else sha256_of(path, gets_on=self._count_piece)
             except OSError as error:
                 raise DatasetError(f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}") from None
             if found != sha256:
-                raise DatasetError(
-                    f"{path}: its bytes are not those of the manifest any more (sha256 {found[:12]}..., not {sha256[:12]}...); "
-                    f"nothing that was learned since this start is saved. Run data_prep verify {directory}, put the right file "
-                    "back, and the same command goes on"
-                )
+                hashes = f"sha256 {found[:12]}..., not {sha256[:12]}..."
+                lost = "nothing that was learned since this start is saved"
+                remedy = f"Run data_prep verify {directory}, put the right file back, and the same command goes on"
+                raise DatasetError(f"{path}: its bytes are not those of the manifest any more ({hashes}); {lost}. {remedy}")
             if line not in known:
                 self._remember(line)
 
-    def _got_on(self) -> None:
+    def _count_piece(self) -> None:
         self._num_pieces += 1
 
     def _remember(self, line: Line) -> None:
@@ -138,11 +137,6 @@ class FirstRead(threading.Thread):
                 except (ValueError, TypeError):  # half of a line, of a rank that was killed: its shard is hashed again
                     continue
         return found
-
-
-def read_in_place(parts: Sequence[Part], *, device: torch.device) -> list[Part]:
-    """Those that are not staged everywhere; all ranks ask together, as their lists have to be the same."""
-    return [part for part in parts if any_rank(part.staged is None, device=device)]
 
 
 def lowest_priority() -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.data.bad_samples import BadSamples, left_out
-from pretrain.data.order import BatchPlan, Ids, InSequence, Line, evaluation_slices
+from pretrain.data.order import BatchPlan, Ids, InSequence, Line
 from pretrain.data.reader import Places, ShardReader, Unreadable
 from pretrain.ranks.world import World
 
@@ -113,13 +114,13 @@ def evaluation_batches(
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
     """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
-    slices = evaluation_slices(
-        num_samples=reader.num_samples, local_batch_size=local_batch_size, num_ranks=world.num_ranks, rank=world.rank
-    )
+    plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
+    num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank, and all are equal
+    positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
         InSequence(reader.num_samples),
-        itertools.starmap(Request, slices),
+        (Request(own, own < reader.num_samples) for own in positions),
         finish=as_stored,
         on_bad=left_out,
         num_threads=num_threads,
@@ -147,14 +148,13 @@ class Batches(Generic[T]):
         waits: Waits[T] = Future.result,
     ):
         """`waits` is how the caller of `next` waits."""
-        self.reader, self.order, self.finish, self.on_bad = reader, order, finish, on_bad
-        self.requests = iter(requests)
-        self._pin, self._waits, self._num_threads = pin, waits, num_threads
-        self._look_ahead, self._announce_from = look_ahead, -1
-        self._announcing, self._buffers = threading.Lock(), BufferPool()
+        self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
+        self.requests, self.buffers = iter(requests), BufferPool()
+        self._waits, self._num_threads = waits, num_threads
+        self._look_ahead, self._announce_from, self._announcing = look_ahead, -1, threading.Lock()
         self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
-        self._group: deque[tuple[_Group, Request, int]] = deque()
+        self._group = _Group(self)
         self._following: _Group | None = None
         for _ in range(prefetch):
             self._request()
@@ -190,31 +190,20 @@ class Batches(Generic[T]):
                 self.reader.fetch_ahead(samples)
                 self._announce_from = position + self._look_ahead // 2
 
-    def memory(self, count: int) -> Tensor:
-        """For the pictures of a batch."""
-        shape = (count, self.reader.stored_size, self.reader.stored_size, 3)
-        if self._pin:
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        return self._buffers.empty(*shape, dtype=torch.uint8)
-
-    def labels(self, labels: Ids) -> Tensor:
-        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
-        return labels_B.pin_memory() if self._pin else labels_B
-
     def _request(self) -> None:
-        if not self._group:
-            self._group = deque((self._following or _Group(self)).jobs())
-            self._following = None
-        if not self._group:
+        if not self._group.jobs:
+            self._group, self._following = self._following or _Group(self), None
+        if not self._group.jobs:
             return
-        group, request, start = self._group.popleft()
-        if self._following is None and len(self._group) <= group.num_requests // 2:
+        group = self._group
+        request, own = group.jobs.popleft()
+        if self._following is None and len(group.jobs) <= group.num_requests // 2:
             self._following = _Group(self)
-            if self._following.num_requests:
+            if self._following.jobs:
                 self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
         # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
         num_parts = max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
-        job = _Job(self, group, request, start=start, num_parts=num_parts)
+        job = _Job(self, group, request, own=own, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):
             self._pool.submit(job.run, part)
@@ -224,32 +213,22 @@ class _Group:
     """The next requests, whose samples are located together."""
 
     def __init__(self, batches: Batches[Any]):
-        self._batches = batches
-        self._requests: list[Request] = []
+        self._batches, self._lock = batches, threading.Lock()
+        self.jobs: deque[tuple[Request, slice]] = deque()
+        """With the place of the request's samples among those of the group."""
         num_samples = 0
         while num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None:
-            self._requests.append(request)
-            num_samples += len(request.positions)
-        self._lock = threading.Lock()
+            end = num_samples + len(request.positions)
+            self.jobs.append((request, slice(num_samples, end)))
+            num_samples = end
+        self.num_requests, self._positions = len(self.jobs), [request.positions for request, _ in self.jobs]
         self._located: tuple[Ids, Places] | None = None
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    def jobs(self) -> Iterator[tuple["_Group", Request, int]]:
-        """(self, request, where its samples begin among those of the group)."""
-        start = 0
-        for request in self._requests:
-            yield self, request, start
-            start += len(request.positions)
 
     def located(self) -> tuple[Ids, Places]:
         """(epochs, places): by the thread that comes first; the others wait."""
         with self._lock:
             if self._located is None:
-                positions = np.concatenate([each.positions for each in self._requests])
-                epochs, samples = self._batches.order.locate(positions)
+                epochs, samples = self._batches.order.locate(np.concatenate(self._positions))
                 self._located = epochs, self._batches.reader.locate(samples)
             return self._located
 
@@ -257,9 +236,9 @@ class _Group:
 class _Job(Generic[T]):
     """One batch on its way through the threads."""
 
-    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, start: int, num_parts: int):
-        self._batches, self._group, self._request = batches, group, request
-        self._start, self._size = start, len(request.positions)
+    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int):
+        self._batches, self._group, self._request, self._own = batches, group, request, own
+        self._size = len(request.positions)
         self._cuts = [self._size * part // num_parts for part in range(num_parts + 1)]
         self._lock = threading.Lock()
         self._images_BHWC: Tensor | None = None
@@ -276,16 +255,18 @@ class _Job(Generic[T]):
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
+        batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
         # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
-        self._batches.announce(int(self._request.positions[0]))
+        batches.announce(int(self._request.positions[0]))
         epochs, places = self._group.located()
-        first, end = self._cuts[part], self._cuts[part + 1]
+        places = places.part(self._own)
         with self._lock:
             if self._images_BHWC is None:
-                self._images_BHWC = self._batches.memory(self._size)
-        mine, images_BHWC = places.part(self._start + first, self._start + end), self._images_BHWC
-        bad = self._batches.reader.read(mine, images_BHWC[first:end])
-        shown = self._batches.on_bad(bad, mine.ids, images_BHWC[first:end]) if bad else None
+                self._images_BHWC = self._memory(self._size, batches.reader.stored_size)
+            images_BHWC = self._images_BHWC
+        mine = places.part(slice(first, end))
+        bad = batches.reader.read(mine, images_BHWC[first:end])
+        shown = batches.on_bad(bad, mine.ids, images_BHWC[first:end]) if bad else None
         with self._lock:
             if shown is not None:
                 self._shown[first] = shown
@@ -293,9 +274,12 @@ class _Job(Generic[T]):
             self._num_done += 1
             is_last = self._num_done == len(self._cuts) - 1
         if is_last:
-            own = slice(self._start, self._start + self._size)
-            batch = self._batch(images_BHWC, epochs[own], places.part(own.start, own.stop))
-            self.done.set_result(self._batches.finish(batch))
+            self.done.set_result(batches.finish(self._batch(images_BHWC, epochs[self._own], places)))
+
+    def _memory(self, count: int, size: int) -> Tensor:
+        if self._batches.pin:
+            return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=True)
+        return self._batches.buffers.empty(count, size, size, 3, dtype=torch.uint8)
 
     def _batch(self, images_BHWC: Tensor, epochs: Ids, places: Places) -> Batch:
         labels, mask = places.labels, self._request.mask
@@ -304,9 +288,10 @@ class _Job(Generic[T]):
             readable[first : first + len(shown)] = shown >= 0
             labels = labels.copy()
             labels[first : first + len(shown)] = self._batches.reader.locate(np.maximum(shown, 0)).labels
+        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
         return Batch(
             images_BHWC=images_BHWC,
-            labels_B=self._batches.labels(labels),
+            labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
             epochs=epochs,
             samples=places.ids,
             pairs=self._request.positions // 2,
@@ -324,7 +309,7 @@ def num_cpu_threads(device: torch.device) -> int | None:
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
     """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
     device = torch.cuda.current_device() if pin else None
-    started, before = threading.Barrier(number + 1), torch.get_num_threads()
+    started, before = threading.Barrier(number), torch.get_num_threads()
 
     def settle() -> None:
         try:
@@ -332,22 +317,19 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
                 torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
             torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
             torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
-            started.wait()
         except BaseException:
             started.abort()  # nobody waits for who cannot come
             raise
+        with suppress(threading.BrokenBarrierError):
+            started.wait()
 
-    pool, settling = ThreadPoolExecutor(number, thread_name_prefix="loader"), deque[Future[None]]()
+    pool = ThreadPoolExecutor(number, thread_name_prefix="loader")
     try:
-        for _ in range(number):
-            settling.append(pool.submit(settle))
-        started.wait()
+        for settled in [pool.submit(settle) for _ in range(number)]:
+            settled.result()
     except BaseException:
         started.abort()
         pool.shutdown()
-        for error in [future.exception() for future in settling]:
-            if error is not None and not isinstance(error, threading.BrokenBarrierError):
-                raise error from None
         raise
     finally:
         torch.set_num_threads(before)
@@ -359,7 +341,8 @@ class BufferPool:
 
     A tensor on loan keeps its memory for as long as anything refers to it, views and autograd's graph included; then the memory
     goes back to the pool by itself. Pinned memory is torch's own affair: its allocator does the same, and knows of copies
-    under way. May be used by several threads.
+    under way. May be used by several threads. Each `Batches` has a pool of its own: what an evaluation pays for its first buffers
+    (four of 12 MB: 4 ms, on 2 cores) is not worth the memory between evaluations.
     """
 
     def __init__(self) -> None:

@@ -272,14 +272,3 @@ class BatchPlan:
         for start in itertools.count(consumed, self.global_batch_size):
             for micro_step in range(self.accumulation_steps):
                 yield self.positions(consumed=start, micro_step=micro_step, rank=rank)
-
-
-def evaluation_slices(*, num_samples: int, local_batch_size: int, num_ranks: int, rank: int) -> list[tuple[Ids, NDArray[np.bool_]]]:
-    """(positions, mask) of every batch of a rank: the same number of equal batches on each rank, padding masked out."""
-    num_batches = -(-num_samples // (local_batch_size * num_ranks))
-    slices = []
-    for batch in range(num_batches):
-        start = (batch * num_ranks + rank) * local_batch_size
-        ids = np.arange(start, start + local_batch_size, dtype=np.int64)
-        slices.append((ids, ids < num_samples))
-    return slices

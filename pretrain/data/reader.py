@@ -16,6 +16,7 @@ Long because it is one noun, from the number of a sample to its pixels, and a ba
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 import tempfile
@@ -78,15 +79,16 @@ class Places(NamedTuple):
     lengths: Ids
     labels: Ids
 
-    def part(self, start: int, end: int) -> "Places":
-        return Places(*(column[start:end] for column in self))
+    def part(self, rows: slice) -> "Places":
+        return Places(*(column[rows] for column in self))
 
 
 class ShardReader:
     """Random access to the samples of its parts, numbered one part after the other."""
 
     def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, store: ShardStore | None = None):
-        self.parts, self.stored_size = tuple(parts), _stored_size(parts, image_size)
+        self.parts = tuple(parts)
+        (self.stored_size,) = {part.stored_size(image_size) for part in parts}  # the config is checked against the datasets before
         self._placed = [(part, shard) for part in parts for shard in part.content.shards if shard.num_samples]
         self._store = store
         self._starts = np.cumsum([0, *(shard.num_samples for _, shard in self._placed)])
@@ -99,16 +101,9 @@ class ShardReader:
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
         self._is_raw = np.array([part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_)
+        self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
+        """Whether there are shards behind a network, and pictures that are not stored as pixels."""
         self._pictures = self._blockwise()
-
-    @property
-    def is_remote(self) -> bool:
-        return self._shards.any_remote
-
-    @property
-    def decodes(self) -> bool:
-        """Whether there are pictures that are not stored as pixels."""
-        return not bool(self._is_raw.all())
 
     @cached_property
     def labels(self) -> Ids:
@@ -135,8 +130,8 @@ class ShardReader:
         places, size = self.locate(ids), self.stored_size
         batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
         for bad in self.read(places, batch):
-            directory = self._placed[places.shards[bad.place]][0].directory
-            raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}); run data_prep verify {directory}")
+            part, _ = self._placed[places.shards[bad.place]]
+            raise _damaged(bad.shard, f"{bad.key} does not decode ({bad.reason})", part)
         return batch
 
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
@@ -247,23 +242,14 @@ def open_store(settings: CacheSettings, parts: Sequence[Part]) -> ShardStore | N
     return ShardStore(directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
 
 
-def _class_numbers(parts: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """The classes of all parts one after the other, and where those of each shard begin; None where all keep their numbers.
-    `parts`: of each shard."""
-    if all(part.classes is None for part in parts):
-        return None, np.zeros(len(parts), np.int64)
-    numbers: dict[int, Ids] = {}
-    for part in parts:
-        classes = part.classes or range(len(part.manifest.classes))
-        numbers.setdefault(id(part), np.array(classes, np.int64))
-    starts = dict(zip(numbers, np.cumsum([0, *(len(each) for each in numbers.values())])[:-1].tolist(), strict=True))
-    return np.concatenate(list(numbers.values())), np.array([starts[id(part)] for part in parts], np.int64)
-
-
-def _stored_size(parts: Sequence[Part], image_size: int | None) -> int:
-    sizes = {part.stored_size(image_size) for part in parts}
-    assert len(sizes) == 1, sizes  # the config is checked against the datasets before
-    return sizes.pop()
+def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
+    """The classes of all parts one after the other, and where those of each shard begin; None where all keep their numbers."""
+    parts = {id(part): part for part in part_of_shards}
+    if all(part.classes is None for part in parts.values()):
+        return None, np.zeros(len(part_of_shards), np.int64)
+    classes = [part.classes or range(len(part.manifest.classes)) for part in parts.values()]
+    starts = dict(zip(parts, itertools.accumulate(map(len, classes), initial=0), strict=False))
+    return np.concatenate(classes), np.array([starts[id(part)] for part in part_of_shards])
 
 
 def _index_size(part: Part, shard: Shard) -> int:
@@ -271,23 +257,24 @@ def _index_size(part: Part, shard: Shard) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise DatasetError(f"{path}: index cannot be read ({error.strerror}); run data_prep verify {part.directory}") from None
+        raise _damaged(path, f"index cannot be read ({error.strerror})", part) from None
+
+
+def _damaged(path: Path | str, what: str, part: Part) -> DatasetError:
+    return DatasetError(f"{path}: {what}; run data_prep verify {part.directory}")
 
 
 def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: int | None) -> None:
-    directory, num_bytes = part.directory, shard.num_bytes
     offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
-    if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > num_bytes:
-        raise DatasetError(f"{path}: its index leads out of the shard; run data_prep verify {directory}")
+    if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > shard.num_bytes:
+        raise _damaged(path, "its index leads out of the shard", part)
     lowest, num_classes = -1 if part.content.num_unlabelled else 0, len(part.manifest.classes)
     if labels.min() < lowest or labels.max() >= max(1, num_classes):
-        raise DatasetError(
-            f"{path}: has labels beyond the {num_classes:,} classes of the manifest; run data_prep verify {directory}"
-        )
+        raise _damaged(path, f"has labels beyond the {num_classes:,} classes of the manifest", part)
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():
-            raise DatasetError(f"{path}: is not of a raw shard of {raw_size} px; run data_prep verify {directory}")
+            raise _damaged(path, f"is not of a raw shard of {raw_size} px", part)
 
 
 class MappedShards:
@@ -302,8 +289,8 @@ class MappedShards:
         self._held: dict[int, File] = {}
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
-        for number in np.flatnonzero(~self.is_remote):
-            self._check_local(int(number))
+        for number in np.flatnonzero(~self.is_remote).tolist():
+            self._check_local(number)
         if store is not None and self.any_remote:
             store.when_full(self._let_go)
 
@@ -329,9 +316,14 @@ class MappedShards:
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
-        self._check_room(remote)
+        files, max_bytes = {number: self._file(number) for number in remote}, self._store.directory.max_bytes
+        num_bytes = sum({file.name: file.num_bytes for file in files.values()}.values())
+        if max_bytes is not None and num_bytes > max_bytes:
+            needs = f"the samples that come next lie in {len(remote):,} remote shards of {num_bytes / 1e9:.3g} GB together"
+            remedy = "data.shuffle=block (with smaller data.block_size and data.window_blocks), which needs few shards at a time"
+            raise UserError(f"data.cache_gb: {max_bytes / 1e9:g} will not do: {needs}; raise it, or, to train, set {remedy}")
         self._let_go(but=frozenset(remote))
-        self._store.fetch_ahead([self._file(number) for number in remote if not self._mapped[number]])
+        self._store.fetch_ahead([file for number, file in files.items() if not self._mapped[number]])
 
     def close(self) -> None:
         """Nothing may be read from here on."""
@@ -360,43 +352,32 @@ class MappedShards:
         with self._mapping[number]:
             if self._mapped[number]:
                 return
-            if shard.is_remote:
+            if not shard.is_remote:
+                self._check_local(number)
+                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
+            else:
                 assert self._store is not None
-                path = self._store.hold(self._file(number))
+                file = self._file(number)
+                path = self._store.hold(file)
                 try:
                     self.files.map(number, path, num_bytes=shard.num_bytes)
                 except BaseException:
-                    self._store.release([self._file(number)])
+                    self._store.release([file])
                     raise
                 with self._lock:
-                    self._held[number] = self._file(number)
-            else:
-                self._check_local(number)
-                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
+                    self._held[number] = file
             self._mapped[number] = True
-
-    def _check_room(self, numbers: Sequence[int]) -> None:
-        assert self._store is not None
-        max_bytes = self._store.directory.max_bytes
-        wanted = sum({file.name: file.num_bytes for file in map(self._file, numbers)}.values())
-        if max_bytes is not None and wanted > max_bytes:
-            raise UserError(
-                f"data.cache_gb: {max_bytes / 1e9:g} will not do: the samples that come next lie in {len(numbers):,} "
-                f"remote shards of {wanted / 1e9:.3g} GB together; raise it, or, to train, set data.shuffle=block (with smaller "
-                "data.block_size and data.window_blocks), which needs few shards at a time"
-            )
 
     def _check_local(self, number: int) -> None:
         part, shard = self._shards[number]
-        path, directory = part.tar(shard), part.directory
+        path = part.tar(shard)
         try:
             num_bytes = path.stat().st_size
         except OSError as error:
-            raise DatasetError(f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}") from None
+            raise _damaged(path, f"cannot be read ({error.strerror})", part) from None
         if num_bytes != shard.num_bytes:
-            raise DatasetError(
-                f"{path}: {num_bytes:,} bytes, the manifest says {shard.num_bytes:,}; it was cut or changed, rebuild it"
-            )
+            difference = f"{num_bytes:,} bytes, the manifest says {shard.num_bytes:,}"
+            raise DatasetError(f"{path}: {difference}; it was cut or changed, rebuild it")
 
 
 class FileRange:

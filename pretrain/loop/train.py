@@ -24,7 +24,7 @@ from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, flatte
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
-from pretrain.data.first_read import FirstRead, read_in_place
+from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader, open_store
@@ -172,8 +172,8 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
 
     data = staged(task.data, world=world, device=engine.device, stop=stop)
-    unchecked = read_in_place(data.read_parts if data.settings.check == "first-read" else (), device=engine.device)
-    first_read = FirstRead(unchecked, run_dir=Path(settings.run_dir), world=world)
+    unchecked = data.read_parts if data.settings.check == "first-read" else ()
+    first_read = FirstRead(unchecked, run_dir=Path(settings.run_dir), world=world, device=engine.device)
     store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
 
     barrier()  # all ranks measure at once
@@ -204,7 +204,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
             engine=engine,
             world=world,
             card=card_of(task, run_key=run_key),
-            data_is_right=lambda: first_read.wait(stop, device=engine.device),
+            data_is_right=lambda: first_read.wait(stop),
         ),
         peak_teraflops=peak.teraflops * world.num_ranks,
     )

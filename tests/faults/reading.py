@@ -2,7 +2,7 @@
 
     python -m tests.faults.reading DATASET OUT KILLS STEPS SHUFFLE SEED     STEPS: at least LONGEST_LIFE for each kill
 
-Ranks are forked by one driver (which spares twenty imports of torch), read their slices of a global batch of 24, write what they
+Ranks are forked by one driver (which spares as many imports of torch), read their slices of a global batch of 24, write what they
 read to OUT/log, wait for each other, and let the first one publish the number of consumed samples: the trainer's checkpoint. One of
 them kills itself with -9 at a random point of one of its first steps, wherever the others are; the driver kills those, and starts
 again with another number of ranks where that checkpoint says.

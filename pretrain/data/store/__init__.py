@@ -26,9 +26,10 @@ How room is made, within the room:
    bytes stand in its .user, and read-ahead leaves that room alone), while read-ahead looks again later.
 
 Invariants. A file has its final name only if all of it hashed right. The flock of a .user ends with its process, so nobody cleans
-up after somebody who lives. Read-ahead replaces a shard only by one needed sooner, so two readers cannot take turns in evicting
-each other's. A `hold` reserves all it needs at once and keeps nothing while it waits, and what read-ahead keeps can be evicted as
-soon as it is whole, so `hold` waits for nothing but downloads and readers. What is mapped stays readable whatever happens.
+up after somebody who lives. A .user takes its room on disk before it is written over: on a full disk it keeps what it said last.
+Read-ahead replaces a shard only by one needed sooner, so two readers cannot take turns in evicting each other's. A `hold` reserves
+all it needs at once and keeps nothing while it waits, and what read-ahead keeps can be evicted as soon as it is whole, so `hold`
+waits for nothing but downloads and readers. What is mapped stays readable whatever happens.
 
 A file is trusted while its size is the manifest's and its mtime is the mark: whoever writes to it moves its mtime, and then the
 hash is read again. (Bits that the disk itself loses do not show.) Its atime is its last use, set by us.

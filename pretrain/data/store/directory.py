@@ -118,10 +118,8 @@ class StoreDirectory:
         if not _NAME.fullmatch(file.name):
             raise DatasetError(f"{shown(file.source)}: sha256 {file.sha256!r} in the manifest is none; index it again")
         if self.max_bytes is not None and file.num_bytes > self.max_bytes:
-            raise StoreError(
-                f"{shown(file.source)}: has {file.num_bytes / 1e9:,.3f} GB, more than the whole cache of "
-                f"{self.max_bytes / 1e9:,.3f} GB in {self.path}; raise data.cache_gb"
-            )
+            most = f"the whole cache of {self.max_bytes / 1e9:,.3f} GB in {self.path}"
+            raise StoreError(f"{shown(file.source)}: has {file.num_bytes / 1e9:,.3f} GB, more than {most}; raise data.cache_gb")
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -153,24 +151,20 @@ class StoreDirectory:
         users = self._users()
         if self.is_there(file):
             if keep:
-                self.keep([file])
-                try:
-                    self.publish_record()
-                except BaseException:
-                    self.reading -= Counter([file.name])
-                    raise
+                with self.recorded():
+                    self.keep([file])
             return Claim.IS_THERE
         if file.name in users.fetching and self.part(file).exists():
             return Claim.IS_FETCHED
         if self.make_room([file], place=place, users=users):
             return Claim.HAS_NO_ROOM
+        part = self.part(file)
         try:
-            self._allocate(file)
-            self.fetching.add(file.name)
-            self.publish_record()
+            with self.recorded(), open_file(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as content:
+                _take_up(content, file.num_bytes)
+                self.fetching.add(file.name)
         except BaseException:
-            self.part(file).unlink(missing_ok=True)
-            self.fetching.discard(file.name)
+            part.unlink(missing_ok=True)
             raise
         return Claim.IS_OURS
 
@@ -188,15 +182,15 @@ class StoreDirectory:
         ranked = []
         for name, entry in entries.items():
             whole = name.removesuffix(".part")
-            wanted = users.places.get(whole)
+            needed_at = users.places.get(whole)
             if name in asked or whole in users.fetching or name in users.reading:
                 continue
             if name != whole:
                 ranked.append(((0, 0), name))
-            elif wanted is None:
+            elif needed_at is None:
                 ranked.append(((1, entry.st_atime_ns), name))
-            elif wanted > place:
-                ranked.append(((2, -wanted), name))
+            elif needed_at > place:
+                ranked.append(((2, -needed_at), name))
         chosen = []
         for _, name in sorted(ranked):
             if missing > 0:
@@ -224,6 +218,17 @@ class StoreDirectory:
             if file.name not in users.reading and file.name not in users.fetching:
                 self.whole(file).unlink(missing_ok=True)
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """The block says what this process does more. Where that cannot be published, nothing has changed."""
+        before = self.reading.copy(), self.fetching.copy(), self.wanted.copy(), self.waiting.copy()
+        try:
+            yield
+            self.publish_record()
+        except BaseException:
+            self.reading, self.fetching, self.wanted, self.waiting = before
+            raise
+
     def publish_record(self) -> None:
         """What this process does; no record where it does nothing."""
         wanted = [file.name for file in self.wanted]
@@ -240,10 +245,9 @@ class StoreDirectory:
             fcntl.flock(self._record, fcntl.LOCK_EX)  # the name is ours alone
         found = {"reading": sorted(self.reading), "fetching": sorted(self.fetching), "wanted": wanted}
         data = json.dumps(found | {"waiting_bytes": sum(self.waiting)}).encode()
-        os.ftruncate(self._record.fileno(), 0)  # what a full disk cuts short says nothing
-        view = memoryview(data)
-        while view:
-            view = view[os.pwrite(self._record.fileno(), view, len(data) - len(view)) :]
+        _take_up(self._record, len(data))  # a full disk refuses here, and what stands there is still what was published last
+        os.pwrite(self._record.fileno(), data, 0)
+        os.ftruncate(self._record.fileno(), len(data))
 
     def _users(self) -> Users:
         """Removes the records of the dead."""
@@ -261,18 +265,6 @@ class StoreDirectory:
         disk = shutil.disk_usage(self.path)
         spared = max(SPARED_SHARE * disk.total, min(SPARED_BYTES, MOST_SPARED_SHARE * disk.total))
         return int(disk.free - spared)
-
-    def _allocate(self, file: File) -> None:
-        """The .part takes up its room on disk from now on; whatever it held is gone."""
-        with open_file(self.part(file), os.O_RDWR | os.O_CREAT | os.O_TRUNC) as part:
-            if not file.num_bytes:
-                return
-            try:
-                os.posix_fallocate(part.fileno(), 0, file.num_bytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                os.ftruncate(part.fileno(), file.num_bytes)
 
     def _entries(self) -> dict[str, os.stat_result]:
         """The files here, whole or on their way."""
@@ -295,16 +287,12 @@ class StoreDirectory:
             status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
             raise StoreError(f"{path}: is a link, which others may turn; name the directory itself as {setting}")
-        if status.st_uid != os.geteuid():
-            raise StoreError(
-                f"{path}: belongs to user {status.st_uid}, not to you ({os.geteuid()}), so what it holds cannot be trusted; "
-                f"name a directory of your own as {setting}"
-            )
+        doubt, user = "so what it holds cannot be trusted", os.geteuid()
+        if status.st_uid != user:
+            owner = f"belongs to user {status.st_uid}, not to you ({user})"
+            raise StoreError(f"{path}: {owner}, {doubt}; name a directory of your own as {setting}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StoreError(
-                f"{path}: others may write there, so what it holds cannot be trusted; empty it and chmod 700 it, "
-                f"or name another as {setting}"
-            )
+            raise StoreError(f"{path}: others may write there, {doubt}; empty it and chmod 700 it, or name another as {setting}")
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
@@ -329,6 +317,17 @@ def open_file(path: Path, flags: int) -> FileIO:
     return FileIO(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), mode)
 
 
+def _take_up(file: FileIO, num_bytes: int) -> None:
+    """So much of the disk, from now on; what the file holds stays, and zeros follow."""
+    try:
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(file.fileno(), max(num_bytes, os.fstat(file.fileno()).st_size))
+
+
 def _living_record(path: Path) -> dict[str, Any]:
     """Nothing where its process is dead, and then it goes."""
     with suppress(FileNotFoundError), open_file(path, os.O_RDWR) as record:  # somebody cleans up
@@ -336,8 +335,8 @@ def _living_record(path: Path) -> dict[str, Any]:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
         except BlockingIOError:
-            with suppress(ValueError):  # its disk is full
-                found: dict[str, Any] = json.loads(record.readall())
+            with suppress(ValueError):  # it has just been made, on a full disk
+                found: dict[str, Any] = json.loads(record.readall().rstrip(b"\0"))
                 return found
     return {}
 

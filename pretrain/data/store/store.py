@@ -27,7 +27,7 @@ NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 VERIFIED_NS = 946_684_800 * 10**9
 """1 January 2000 as the mtime of a file says that it has not been written to since its hash was found right."""
 Moves = Callable[[int], None]
-"""Receives how many bytes more have been copied; 0: others have progressed."""
+"""Receives how many bytes more have been copied; 0 at each look at others who copy. What it raises ends the copy, or the wait."""
 
 
 class ShardStore:
@@ -53,19 +53,20 @@ class ShardStore:
                 with directory.room():
                     claim = directory.claim(file, place=NOW, keep=True)
                     if claim is Claim.HAS_NO_ROOM and waits_for_room and not is_waiting:
+                        with directory.recorded():
+                            directory.waiting.append(file.num_bytes)
                         is_waiting = True
-                        directory.waiting.append(file.num_bytes)
-                        directory.publish_record()
                 if claim is Claim.IS_OURS:
                     self._fetch(file, keep=True, moves=moves)
                 if claim is Claim.IS_OURS or (claim is Claim.IS_THERE and self._is_right(file)):
                     self._not_before_s.pop(file.name, None)
                     return directory.whole(file)
-                if claim is Claim.HAS_NO_ROOM:
-                    self._ask_for_room()
+                for reference in self._when_full if claim is Claim.HAS_NO_ROOM else ():
+                    if (let_go := reference()) is not None:
+                        let_go()
                 if (now := self._progress(file)) != seen:
                     began_s, seen = time.monotonic(), now
-                    moves(0)
+                moves(0)
                 if claim is Claim.HAS_NO_ROOM and not waits_for_room:
                     raise NoRoomError(self._gave_up(file, claim))
                 if time.monotonic() - began_s > WAIT_S:
@@ -75,7 +76,7 @@ class ShardStore:
                 look_s = min(2 * look_s, LONGEST_LOOK_S)
         finally:
             if is_waiting:
-                with directory.room():
+                with suppress(OSError, StoreError), directory.room():  # what the caller must see is why we wait no more
                     directory.waiting.remove(file.num_bytes)
                     directory.publish_record()
 
@@ -84,8 +85,8 @@ class ShardStore:
         with self.directory.room():
             if not all(map(self.directory.is_there, files)):
                 return False
-            self.directory.keep(files)
-            self.directory.publish_record()
+            with self.directory.recorded():
+                self.directory.keep(files)
         if all(map(self._is_right, files)):
             return True
         self.release(files)
@@ -107,12 +108,8 @@ class ShardStore:
         with directory.room():
             if self._stop.is_set():
                 raise StoppedError
-            directory.wanted = [file for file in dict.fromkeys(files) if most is None or file.num_bytes <= most]
-            try:
-                directory.publish_record()
-            except OSError:
-                directory.wanted = []
-                raise
+            with directory.recorded():
+                directory.wanted = [file for file in dict.fromkeys(files) if most is None or file.num_bytes <= most]
             self._full_until_s = 0.0
             directory.changed.notify_all()
             while len(self._threads) < min(self._num_threads, len(directory.wanted)):
@@ -154,9 +151,9 @@ class ShardStore:
                     directory.publish_record()
             sync(directory.path)
         except BaseException as error:
-            with directory.room():
+            directory.fetching.discard(file.name)
+            with suppress(OSError, StoreError), directory.room():  # what the caller must see is the error that led here
                 part.unlink(missing_ok=True)
-                directory.fetching.discard(file.name)
                 directory.publish_record()
             if isinstance(error, FileNotFoundError):
                 raise StoreError(f"{directory.path}: somebody removes files there; name another {directory.setting}") from None
@@ -190,19 +187,17 @@ class ShardStore:
             if found != file.sha256:
                 raise _wrong(file, f"sha256 {found} instead of {file.sha256}")
 
-        if not file.is_remote:
+        if file.is_remote:
+            how: dict[str, Any] = {"num_attempts": NUM_ATTEMPTS, "first_pause_s": FIRST_PAUSE_S, "stop": self._stop}
+            tried(file.source, attempt, **how, tell=self._warn)
+        else:
             attempt()
-            return
-        limits: dict[str, Any] = {"num_attempts": NUM_ATTEMPTS, "first_pause_s": FIRST_PAUSE_S}
-        tried(file.source, attempt, **limits, stop=self._stop, tell=self._warn)
 
     def _copy(self, source: Path, write: Callable[[memoryview], None]) -> None:
         piece = memoryview(bytearray(PIECE_BYTES))
         try:
             with open(source, "rb", buffering=0) as content:
                 while count := content.readinto(piece):
-                    if self._stop.is_set():
-                        raise StoppedError
                     write(piece[:count])
         except OSError as error:
             raise StoreError(f"{source}: cannot be copied ({error.strerror})") from None
@@ -222,11 +217,6 @@ class ShardStore:
             self.directory.let_go([file])
         return False
 
-    def _ask_for_room(self) -> None:
-        for reference in self._when_full:
-            if (let_go := reference()) is not None:
-                let_go()
-
     def _progress(self, file: File) -> object:
         """Changes while somebody fetches the file."""
         try:
@@ -238,10 +228,8 @@ class ShardStore:
     def _gave_up(self, file: File, claim: Claim) -> str:
         path, most = self.directory.path, self.directory.max_bytes
         if claim is Claim.IS_FETCHED:
-            return (
-                f"{path}: another process fetches {shown(file.source)}, and has made no progress in {WAIT_S:,.0f} s; "
-                f"end that process, or name another {self.directory.setting}"
-            )
+            stalled = f"another process fetches {shown(file.source)}, and has made no progress in {WAIT_S:,.0f} s"
+            return f"{path}: {stalled}; end that process, or name another {self.directory.setting}"
         room = f"{path}: no room for {shown(file.source)} ({file.num_bytes / 1e9:,.3f} GB)"
         if most is None:
             return room
@@ -258,12 +246,11 @@ class ShardStore:
         failed is left to the one who needs it, who will learn why; what is evicted too early is fetched again in its turn."""
         changed = self.directory.changed
         while not self._stop.is_set():
-            file = self._next()
-            if file is None:
-                with changed:
-                    if not self._stop.is_set():
-                        changed.wait(LOOK_AGAIN_S)
-                continue
+            with changed:  # from the choice to the claim, else a thread that needs its file later could take that room
+                file = next((file for place, file in enumerate(self.directory.wanted) if self._claims(file, place=place)), None)
+                if file is None:
+                    changed.wait(0 if self._stop.is_set() else LOOK_AGAIN_S)
+                    continue
             try:
                 self._fetch(file, keep=False, moves=lambda num_bytes: None)
             except StoppedError:
@@ -271,36 +258,26 @@ class ShardStore:
             except Exception:  # noqa: BLE001 (`hold` tries again, and what it meets is what the user must see)
                 self._not_before_s[file.name] = float("inf")
 
-    def _next(self) -> File | None:
-        """Claimed; None: there is none to be had at this moment. From the choice to the claim all other threads wait, else one that
-        needs its file later could take that room."""
+    def _claims(self, file: File, *, place: int) -> bool:
         directory, now_s = self.directory, time.monotonic()
-        with directory.changed:
-            for place, file in enumerate(directory.wanted):
-                if now_s < self._full_until_s or self._stop.is_set():
-                    return None
-                if now_s < self._not_before_s.get(file.name, 0) or directory.is_there(file):
-                    continue
-                try:
-                    directory.check(file)
-                    with directory.room():
-                        claim = directory.claim(file, place=place, keep=False)
-                except Exception:  # noqa: BLE001 (as above)
-                    self._not_before_s[file.name] = float("inf")
-                    continue
-                if claim is Claim.IS_OURS:
-                    return file
-                if claim is Claim.HAS_NO_ROOM:
-                    self._full_until_s = now_s + LOOK_AGAIN_S
-                elif claim is Claim.IS_FETCHED:
-                    self._not_before_s[file.name] = now_s + LOOK_AGAIN_S
-        return None
+        if self._stop.is_set() or now_s < max(self._full_until_s, self._not_before_s.get(file.name, 0)) or directory.is_there(file):
+            return False
+        try:
+            directory.check(file)
+            with directory.room():
+                claim = directory.claim(file, place=place, keep=False)
+        except Exception:  # noqa: BLE001 (as above)
+            self._not_before_s[file.name] = float("inf")
+            return False
+        if claim is Claim.HAS_NO_ROOM:
+            self._full_until_s = now_s + LOOK_AGAIN_S
+        elif claim is Claim.IS_FETCHED:
+            self._not_before_s[file.name] = now_s + LOOK_AGAIN_S
+        return claim is Claim.IS_OURS
 
 
 def _wrong(file: File, what: str) -> Exception:
     if not file.is_remote:
         return StoreError(f"{file.source}: is not what its manifest says; run data_prep verify on the dataset")
-    return ContentError(
-        f"{shown(file.source)}: delivers {what} that the manifest promises, each time; it was changed or is damaged: "
-        "put the right file back, or run data_prep index again"
-    )
+    remedy = "it was changed or is damaged: put the right file back, or run data_prep index again"
+    return ContentError(f"{shown(file.source)}: delivers {what} that the manifest promises, each time; {remedy}")

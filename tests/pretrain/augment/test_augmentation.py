@@ -39,7 +39,7 @@ def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSe
     stored, samples = pictures(48, 20 if settings is not CIFAR else 16), np.arange(48)
     whole = augmentation.prepare(batch_of(stored, samples))
     assert whole.weight_B is not None
-    for cut in (2, 4, 6, 16, 24):
+    for cut in (2, 6, 24):
         parts = [augmentation.prepare(batch_of(stored, chunk)) for chunk in np.split(samples, 48 // cut)]
         images = torch.cat([part.images_BCHW for part in parts])
         torch.testing.assert_close(images, whole.images_BCHW, rtol=0, atol=tolerance)

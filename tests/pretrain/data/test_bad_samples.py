@@ -144,7 +144,7 @@ def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() ->
 
 def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(dataset: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, dataset=dataset)
-    words = ["train.duration=2 epochs", "train.eval_every=1000 steps", "data.check=none"]
+    words = ["train.duration=1 epochs", "train.eval_every=1000 steps", "data.check=none"]
     output = finish(start(config, tmp_path / "few", "data.max_bad_share=0.02", *words))
     assert output.count("bad sample: ") in range(3, 7) and "finished" in output
     logs = sorted((tmp_path / "few" / "bad_samples").iterdir())

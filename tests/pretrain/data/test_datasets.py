@@ -91,11 +91,11 @@ def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path
         mixed((animals[0], small))
 
 
-def test_two_ranks_train_on_a_mixture_and_judge_the_first(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_a_mixture_and_judges_the_first(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, dataset=shapes)
     also = f"data.also=[{{dataset: {other_shapes}, weight: 1}}]"
     words = [also, "data.weight=2", "train.duration=12 steps", "train.eval_every=12 steps"]
-    assert "finished" in finish(start(config, tmp_path / "run", *words))
+    assert "finished" in finish(start(config, tmp_path / "run", *words, ranks=1))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     classes = json.loads((newest / "config.json").read_text())["classes"]
     assert len(classes) == 13 and classes[:8] == list(load_manifest(shapes).classes)

@@ -52,14 +52,16 @@ def test_an_error_while_loading_reaches_the_trainer(reader: ShardReader, monkeyp
 
 
 def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader) -> None:
-    for ranks in (1, 2, 3, 7):
-        seen = []
+    for ranks, local in ((1, 11), (2, 8), (3, 80), (7, 11)):
+        seen, num_batches = [], set()
         for rank in range(ranks):
-            with evaluation_batches(reader, local_batch_size=11, world=World(rank, rank, ranks)) as batches:
-                for batch in batches:
-                    assert batch.mask_B is not None
-                    seen += batch.samples[batch.mask_B.numpy()].tolist()
-        assert sorted(seen) == list(range(240))
+            with evaluation_batches(reader, local_batch_size=local, world=World(rank, rank, ranks)) as found:
+                batches = list(found)
+            num_batches.add(len(batches))
+            for batch in batches:
+                assert batch.mask_B is not None and len(batch.samples) == local
+                seen += batch.samples[batch.mask_B.numpy()].tolist()
+        assert sorted(seen) == list(range(240)) and num_batches == {-(-240 // (ranks * local))}
 
 
 class FarAway:
@@ -154,16 +156,12 @@ def test_what_autograd_saved_is_still_lent() -> None:
     assert pool.empty(50, dtype=torch.float32).data_ptr() == address
 
 
-def test_no_more_than_a_few_buffers_wait() -> None:
+def test_no_more_than_a_few_buffers_wait_and_a_pool_may_go_before_its_loans() -> None:
     pool = BufferPool()
     loans = [pool.empty(1000, dtype=torch.uint8) for _ in range(3 * MOST_IDLE)]
     assert len({loan.data_ptr() for loan in loans}) == 3 * MOST_IDLE
     del loans
     assert len(pool._idle[1000]) == MOST_IDLE
-
-
-def test_a_pool_may_go_before_its_loans() -> None:
-    pool = BufferPool()
     loan = pool.empty(10, dtype=torch.uint8).fill_(5)
     del pool
     gc.collect()

@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 
 from pretrain.config import LastBatch
-from pretrain.data.order import (
-    BatchPlan,
-    Mixture,
-    Order,
-    epoch_length,
-    evaluation_slices,
-    hash64,
-    hex_key,
-    mixture_weights,
-    permute,
-    uniform,
-)
+from pretrain.data.order import BatchPlan, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights, permute, uniform
 
 SIZES = [*range(1, 130), 255, 256, 257, 1000, 4099]
 
@@ -116,17 +105,6 @@ def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
     epochs, samples = Order(37, 3, "full", length=36).locate(np.arange(36 * 60))
     left_out = {int((set(range(37)) - set(samples[epochs == epoch].tolist())).pop()) for epoch in range(60)}
     assert len(left_out) > 20
-
-
-def test_evaluation_covers_every_sample_once_with_equal_steps() -> None:
-    for samples, local, ranks in itertools.product([1, 2, 7, 64, 65], [1, 3, 8], [1, 2, 3, 5]):
-        of_rank = [
-            evaluation_slices(num_samples=samples, local_batch_size=local, num_ranks=ranks, rank=rank) for rank in range(ranks)
-        ]
-        assert len({len(slices) for slices in of_rank}) == 1
-        assert all(len(ids) == local for slices in of_rank for ids, _ in slices)
-        seen = np.concatenate([ids[mask] for slices in of_rank for ids, mask in slices])
-        assert np.array_equal(np.sort(seen), np.arange(samples))
 
 
 def test_the_order_of_this_version_is_this_order() -> None:

@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(folder:
 def test_two_ranks_train_from_a_server_that_fails_now_and_then(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
     server[1].faults = {"s-001.tar": [503, "cut"], "s-004.tar": ["wrong"]}
     config = write_config(tmp_path, dataset=remote)
-    words = ["data.eval_split=train", "data.image_size=16", "train.duration=3 epochs", "train.eval_every=1 epochs"]
+    words = ["data.eval_split=train", "data.image_size=16", "train.duration=2 epochs", "train.eval_every=1 epochs"]
     output = finish(start(config, tmp_path / "run", *words, f"data.cache_dir={tmp_path / 'cache'}"))
     assert "finished" in output and "bad sample" not in output
     assert server[1].gets == {f"s-{n:03d}.tar": {1: 3, 4: 2}.get(n, 1) for n in range(NUM_SHARDS)}

@@ -6,7 +6,9 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import torch
 from cluster.preflight import MIN_FREE_GB
 from data_prep.cli import main as data_prep
 from data_prep.publish import sha256_of
+from data_prep.remote import StoppedError
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.reader import ShardReader
@@ -84,17 +87,16 @@ def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(shapes: Path
 
 def stage_and_die(dataset: str, scratch: str) -> None:
     """Killed in the second tar."""
-    staging.NUM_THREADS, store_module.PIECE_BYTES = 1, 1000
-    tars = [file.num_bytes for file in files(data_of(Path(dataset), Path(scratch))) if file.name.endswith(".tar")]
-    left = sum(tars[:1]) + tars[1] // 2
+    real, tars = ShardStore._copy, list[Path]()
 
-    def moves(copier: object, num_bytes: int) -> None:
-        nonlocal left
-        left -= num_bytes
-        if left < 0:
+    def copy(store: ShardStore, source: Path, write: Callable[[memoryview], None]) -> None:
+        tars.extend([source] if source.suffix == ".tar" else [])
+        if len(tars) == 2:
+            write(memoryview(bytes(1000)))
             os.kill(os.getpid(), signal.SIGKILL)
+        real(store, source, write)
 
-    staging._Copier._moves = moves  # type: ignore[assignment,method-assign]
+    staging.NUM_THREADS, ShardStore._copy = 1, copy  # type: ignore[method-assign]
     stage(Path(dataset), Path(scratch))
 
 
@@ -124,42 +126,54 @@ def test_a_disk_that_is_too_small_costs_a_warning(shapes: Path, tmp_path: Path, 
     assert "cannot be written to; name another directory as data.stage_dir" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("disk_gb", "spared_gb"), [(2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)])
-def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(
-    tmp_path: Path, monkeypatch: Patch, disk_gb: int, spared_gb: int
-) -> None:
-    disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
-    monkeypatch.setattr(directory_module, "shutil", SimpleNamespace(disk_usage=lambda path: disk))
+def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(tmp_path: Path, monkeypatch: Patch) -> None:
     directory = StoreDirectory(tmp_path / "store", setting="data.stage_dir", max_bytes=None)
-    assert directory._free_bytes() == (15 - spared_gb) * 10**9
-    assert spared_gb > MIN_FREE_GB
+    for disk_gb, spared_gb in ((2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)):
+        disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
+        monkeypatch.setattr(directory_module.shutil, "disk_usage", lambda path, disk=disk: disk)
+        assert directory._free_bytes() == (15 - spared_gb) * 10**9 and spared_gb > MIN_FREE_GB
 
 
 def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
     shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    real = StoreDirectory._allocate
+    real = os.posix_fallocate
 
-    def full(directory: StoreDirectory, file: File) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
         if list(tmp_path.glob("*/*.tar")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(directory, file)
+        real(descriptor, offset, length)
 
-    monkeypatch.setattr(StoreDirectory, "_allocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(staging, "NUM_THREADS", 1)
     assert stage(shapes, tmp_path).parts[0].staged is None
     assert "its disk is full; free some of it, or name another data.stage_dir" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
-def test_a_shard_that_is_not_the_manifests_is_not_staged(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_first_error_ends_all_copies(shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    """A shard is not the manifest's; the copies beside it stand in the middle of theirs until that is found, and do not go on."""
     shutil.copytree(shapes, tmp_path / "data")
-    shard = sorted((tmp_path / "data").glob("train-*.tar"))[1]
-    data = bytearray(shard.read_bytes())
-    data[600] ^= 1
-    shard.write_bytes(data)
+    wrong, real, ended, began = tmp_path / "data" / "train-000001.tar", ShardStore._copy, list[Path](), threading.Barrier(3)
+
+    def copy(store: ShardStore, source: Path, write: Callable[[memoryview], None]) -> None:
+        if source.suffix == ".tar":
+            began.wait(60)
+            if source == wrong:
+                write(memoryview(bytes(wrong.stat().st_size)))
+                return
+            with suppress(StoppedError):
+                while True:
+                    write(memoryview(b""))
+            ended.append(source)
+            raise StoppedError
+        real(store, source, write)
+
+    monkeypatch.setattr(ShardStore, "_copy", copy)
+    monkeypatch.setattr(staging, "NUM_THREADS", began.parties)
     assert stage(tmp_path / "data", tmp_path / "scratch").parts[0].staged is None
-    assert f"{shard}: is not what its manifest says; run data_prep verify" in capsys.readouterr().err
+    assert f"{wrong}: is not what its manifest says; run data_prep verify" in capsys.readouterr().err
+    assert len(ended) == 2 and not list(tmp_path.glob("scratch/*/*.part")) and not list(tmp_path.glob("scratch/*/*.user"))
 
 
 def test_room_is_made_by_the_longest_unused_that_nobody_holds(

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import threading
@@ -23,10 +22,11 @@ from data_prep.remote import StoppedError
 from data_prep.settings import UserError
 from pretrain.data.store import store as module
 from pretrain.data.store.directory import Claim, File, StoreDirectory
-from pretrain.data.store.store import LOOK_AGAIN_S, ShardStore
+from pretrain.data.store.store import ShardStore
 from tests.data_prep.stock import Web, forget_credentials, s3_server, web
 from tests.moments import wait_until
-from tests.pretrain.shard_walker import finish, go, start
+from tests.pretrain.data.tiny import few_files
+from tests.pretrain.shard_walker import Walkers
 
 SIZE = 40_000
 NUM_SHARDS = 8
@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
-    for name, value in {"NUM_ATTEMPTS": 4, "FIRST_PAUSE_S": 0.01, "SILENCE_S": 0.3, "WAIT_S": 20}.items():
+    for name, value in {"NUM_ATTEMPTS": 4, "FIRST_PAUSE_S": 0.01, "SILENCE_S": 0.3, "WAIT_S": 20, "LOOK_AGAIN_S": 0.1}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -198,11 +198,10 @@ def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, fo
 def test_what_a_killed_process_leaves_is_never_trusted(place: Path, shards: list[File], server: Server, fresh: bool) -> None:
     server[1].faults = {SHARD_0: ["stall"]}
     ours = opened(place, room=1)
-    other = start(place, room_bytes=SIZE, files=shards[:2], ahead=1)
-    go([other])
+    walkers = Walkers(place, room_bytes=SIZE, lists=[(shards[:2], 1)])
     wait_until(lambda: server[1].gets == {SHARD_0: 1})
-    other.send_signal(signal.SIGKILL)
-    other.communicate()
+    walkers.processes[0].kill()
+    walkers.processes[0].join()
     assert (place / f"{shards[0].name}.part").stat().st_size == SIZE and cached(place) == set()
     if fresh:
         ours.close()
@@ -214,10 +213,8 @@ def test_what_a_killed_process_leaves_is_never_trusted(place: Path, shards: list
 
 
 def test_four_processes_fetch_each_shard_once(place: Path, shards: list[File], server: Server) -> None:
-    walkers = [start(place, room_bytes=NUM_SHARDS * SIZE, files=shards, ahead=ahead) for ahead in (0, 0, 3, 7)]
-    go(walkers)
-    for walker in walkers:
-        assert finish(walker) == [file.sha256 for file in shards]
+    walkers = Walkers(place, room_bytes=NUM_SHARDS * SIZE, lists=[(shards, ahead) for ahead in (0, 0, 3, 7)])
+    assert walkers.finish() == 4 * [[file.sha256 for file in shards]]
     assert server[1].gets == {f"{number}.tar": 1 for number in range(NUM_SHARDS)}
     assert sorted(path.suffix for path in place.iterdir() if path.suffix) == [".tar"] * NUM_SHARDS
 
@@ -225,15 +222,13 @@ def test_four_processes_fetch_each_shard_once(place: Path, shards: list[File], s
 def test_the_bound_holds_while_processes_walk_in_different_orders(place: Path, shards: list[File]) -> None:
     room, generator = 3 * SIZE + SIZE // 2, random.Random(7)
     orders = [generator.sample(shards, len(shards)) * 3 for _ in range(3)]
-    walkers = [start(place, room_bytes=room, files=order, ahead=2) for order in orders]
-    go(walkers)
-    sampled, walk = list[int](), True
+    place.mkdir(mode=0o700)
+    walkers, sampled, walk = Walkers(place, room_bytes=room, lists=[(order, 2) for order in orders]), list[int](), True
     while walk:
-        walk = any(walker.poll() is None for walker in walkers)
+        walk = any(walker.exitcode is None for walker in walkers.processes)
         sampled.append(occupied(place))  # also when all have ended: with three in it
         time.sleep(0.002)
-    for walker, order in zip(walkers, orders, strict=True):
-        assert finish(walker) == [file.sha256 for file in order]
+    assert walkers.finish() == [[file.sha256 for file in order] for order in orders]
     assert 2 * SIZE < max(sampled) <= room
     assert not [*place.glob("*.part")] and len(cached(place)) == 3
 
@@ -281,7 +276,7 @@ def test_read_ahead_leaves_room_that_somebody_waits_for(place: Path, folder: Pat
         wait_until(lambda: any(f'"waiting_bytes": {2 * SIZE}' in path.read_text() for path in place.glob("*.user")))
         ours.fetch_ahead([shards[3]])
         ours.release([shards[0]])
-        time.sleep(3 * LOOK_AGAIN_S)
+        time.sleep(3 * module.LOOK_AGAIN_S)
         assert "3.tar" not in server[1].gets
         ours.release([shards[1]])
         waiting.result()
@@ -292,16 +287,11 @@ def test_read_ahead_leaves_room_that_somebody_waits_for(place: Path, folder: Pat
 
 def test_a_held_shard_is_no_open_file(place: Path, shards: list[File]) -> None:
     """Of which the usual limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with closing(opened(place)) as ours:
         use(ours, shards[0])
-        spare = len(list(Path("/proc/self/fd").iterdir()))
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 6, hard))
+        with few_files():
             for file in shards:
                 ours.hold(file)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(place: Path, shards: list[File], server: Server) -> None:
@@ -312,7 +302,7 @@ def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(place: Path
         with pytest.raises(UserError, match=r"sha256 '../../outside' in the manifest is none"):
             ours.hold(outside)
         ours.fetch_ahead([*shards, outside._replace(num_bytes=1)])
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(module.LOOK_AGAIN_S)
     assert server[1].gets == {}
 
 
@@ -327,7 +317,7 @@ def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_ne
         others.fetch_ahead([shards[6], shards[5], shards[0], shards[4]])
         # 2 is needed after two others, and 6 at once; 5 is needed after one other, as is 1, so 1 stays
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 6))
-        time.sleep(3 * LOOK_AGAIN_S)
+        time.sleep(3 * module.LOOK_AGAIN_S)
         assert cached(place) == hashes(shards, 0, 1, 6)
         assert server[1].gets == {f"{number}.tar": 1 for number in (7, 0, 1, 2, 6)}
 
@@ -493,14 +483,38 @@ def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_el
             while True:
                 file.write(bytes(4096))
         many = [shards[0]._replace(name=f"{number:064x}.tar") for number in range(500)]
+        records = [path.read_text() for path in sorted(tiny_disk.glob("*.user"))]
+        assert len(records) == 2 and all(shards[0].name in record for record in records)
         for each in (ours, others):
             with pytest.raises(UserError, match=r"its disk is full; free some of it"):
                 each.fetch_ahead(many)
+        assert [path.read_text().rstrip("\0") for path in sorted(tiny_disk.glob("*.user"))] == records
         with holding(others, shards[0]):
             assert cached(tiny_disk) == hashes(shards, 0)
         (tiny_disk / "of-others").unlink()
         with holding(ours, shards[1]), holding(others, shards[0]):
             assert cached(tiny_disk) == hashes(shards, 0, 1)
+
+
+def test_a_record_that_cannot_be_written_hides_no_error(place: Path, shards: list[File], folder: Path, monkeypatch: Patch) -> None:
+    (folder / SHARD_0).unlink()
+    with closing(opened(place)) as ours:
+        claim, real = StoreDirectory.claim, StoreDirectory.publish_record
+
+        def claimed(directory: StoreDirectory, *words: Any, **how: Any) -> Claim:
+            found = claim(directory, *words, **how)
+            monkeypatch.setattr(StoreDirectory, "publish_record", refused)
+            return found
+
+        def refused(directory: StoreDirectory) -> None:
+            raise OSError("Input/output error")
+
+        monkeypatch.setattr(StoreDirectory, "claim", claimed)
+        with pytest.raises(UserError, match=r"/0.tar: there is no such file"):
+            ours.hold(shards[0])
+        monkeypatch.setattr(StoreDirectory, "publish_record", real)
+        monkeypatch.setattr(StoreDirectory, "claim", claim)
+        use(ours, shards[1])
 
 
 def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(
@@ -519,7 +533,7 @@ def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(
         wait_until(lambda: len(asked) >= 6)
         num_asked, took_s = len(asked), time.monotonic() - began_s
     # somebody who spins asks six times at once
-    assert set(asked) == {0} and num_asked <= 2 * (1 + took_s / LOOK_AGAIN_S)
+    assert set(asked) == {0} and num_asked <= 2 * (1 + took_s / module.LOOK_AGAIN_S)
 
 
 def test_room_is_taken_in_the_order_of_need_by_whichever_thread(place: Path, shards: list[File], monkeypatch: Patch) -> None:

@@ -1,5 +1,8 @@
 """A packed dataset and the loader over it, for tests that name only what they are about."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +26,14 @@ def loaded(reader: ShardReader, order: Line, plan: BatchPlan, **more: Any) -> Ba
     """The micro-batches of rank 0 from the beginning on, by two threads, as they are stored, but for what `more` says."""
     settings = {"rank": 0, "consumed": 0, "num_threads": 2, "prefetch": 2, "pin": False, "finish": as_stored}
     return training_batches(reader, order, plan, **settings | more)  # type: ignore[arg-type]
+
+
+@contextmanager
+def few_files() -> Iterator[None]:
+    """This process may open no more than six files besides those that it has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 6, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
