@@ -5,13 +5,12 @@ lock of OUT is that of a build, a merge, an index or whoever plans; array tasks 
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.publish import LOCK, Busy, is_held, make_directory, sealed, sole_writer, unsealed, write_json
+from data_prep.publish import LOCK, Busy, is_held, make_directory, sealed, sole_writer, unsealed, withdraw, write_json
 from data_prep.settings import S, Settings, UserError
 
 PARTS = "wide-mlps-parts"
@@ -66,13 +65,11 @@ def own_place(directory: Path) -> Iterator[None]:
 
 
 def forget_parts(directory: Path) -> None:
-    """Of a finished dataset; whatever remains goes the next time."""
+    """Of a finished dataset, each whole or not at all; whatever remains goes the next time."""
     parts = directory / PARTS
     for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            withdraw(path)
     with suppress(OSError):
         parts.rmdir()
 

@@ -8,9 +8,12 @@ import struct
 import subprocess
 import sys
 import tarfile
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from data_prep.build import build as build_room
+from data_prep.build import tasks
 from data_prep.cli import main
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import sealed, sha256_of, unsealed, write_json
@@ -103,48 +108,88 @@ def replace_index(directory: Path, rows: np.ndarray, *, split: str = "train", sh
     change_manifest(directory, lambda tree: tree["splits"][split]["shards"][shard].update(index_sha256=digest))
 
 
-def started(*words: str, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
-    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
-    if strike is None:
-        return _running(sys.executable, "-m", "data_prep", *words)
-    return _running(sys.executable, "-m", "tests.moments", "data_prep", *words, **strike.environment)
+def fork() -> int:
+    """As os.fork, which warns of threads; a child of ours needs none of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
-HELD = """
-import sys, time
-from pathlib import Path
-from data_prep.cli import main
-from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.publish import sealed, sha256_of, unsealed, write_json
-from data_prep.build import build, tasks
-write_shards, mark = build.write_shards, Path(sys.argv[1])
+@dataclass(frozen=True)
+class Child:
+    """`data_prep WORDS` by one worker in a process forked from this one, which need not import anything anew."""
 
-def held(*args, **kwargs):
-    mark.touch()
-    while mark.exists():
-        time.sleep(0.01)
-    return write_shards(*args, **kwargs)
+    pid: int
+    log: Path
 
-build.write_shards = tasks.write_shards = held
-sys.exit(main(sys.argv[2:]))
-"""
+    def wait(self) -> int:
+        """The exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def ended_well(self) -> bool:
+        assert self.wait() == 0, self.said()
+        return True
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@contextmanager
+def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Child]:
+    """The child prepares itself, runs, and writes what it reports to `log`; it ends with the block."""
+    log.write_text("")
+    pid = fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.closerange(3, 1024)  # or it would hold the locks that this process holds
+            sys.stdout = sys.stderr = open(log, "a", buffering=1)
+            prepare()
+            code = main([*words, "num_workers=1"])
+        finally:
+            os._exit(code)
+    try:
+        yield Child(pid, log)
+    finally:
+        with suppress(ChildProcessError):  # it has been waited for
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 @contextmanager
 def held_at_work(mark: Path, *words: str) -> Iterator[None]:
     """`data_prep WORDS`, held between its plan and its first shard for the length of the block; then it has to finish."""
-    with _running(sys.executable, "-c", HELD, str(mark), *words) as process:
-        wait_until(mark.exists, lives=lambda: process.poll() is None)
+    write_shards = build_room.write_shards
+
+    def held(*arguments: Any) -> Any:
+        mark.touch()
+        while mark.exists():
+            time.sleep(0.01)
+        return write_shards(*arguments)
+
+    def prepare() -> None:
+        build_room.write_shards = tasks.write_shards = held
+
+    with forked(mark.with_suffix(".log"), *words, prepare=prepare) as child:
+        wait_until(lambda: mark.exists() or "data_prep: " in child.said())
         yield
         mark.unlink()
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+        assert child.ended_well()
 
 
 @contextmanager
-def _running(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(*words: str, strike: Strike | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
+    program = ("data_prep",) if strike is None else ("tests.moments", "data_prep")
+    environment = os.environ | ({} if strike is None else strike.environment)
     process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        [sys.executable, "-m", *program, *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     try:
         yield process

@@ -110,18 +110,14 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     assert one == three
 
 
-@pytest.mark.parametrize("target", ["group", "main"])
-def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: Path, target: Literal["group", "main"]
-) -> None:
+def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path, undisturbed: Path) -> None:
     """Killed while it draws (some 300 moments of both workers) and while it writes shards (600), by the worker that gets so far."""
-    for moment in (70, 150):
+    strikes: list[tuple[int, Literal["group", "main"]]] = [(70, "main"), (150, "group")]
+    for moment, target in strikes:
         with running(tmp_path / "shapes", strike=Strike(tmp_path, moment, target=target)) as process:
             assert process.wait(300) == -signal.SIGKILL
-            wait_until(lambda: group_of(process) == [])
-    with running(tmp_path / "shapes") as process:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+            wait_until(lambda process=process: group_of(process) == [])
+    assert main(["build", "--source", "synthetic", "--out", str(tmp_path / "shapes"), "num_workers=2", *SHAPES]) == 0
     assert files_of(tmp_path) == files_of(undisturbed)
 
 
@@ -338,9 +334,6 @@ def _hashes(shard: Path) -> set[str]:
         return {hashlib.sha256(picture.read()).hexdigest() for picture in pictures if picture}
 
 
-# ---- mistakes ---------------------------------------------------------------------------------------------------
-
-
 # ---- nothing lies where it would not be read --------------------------------------------------------------------
 
 
@@ -380,27 +373,22 @@ def test_what_lacks_pictures_or_would_be_left_out_of_a_folder_is_refused(
 
 
 @pytest.mark.parametrize("place", ["bee", "val", "train/bee"])
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda path: path.symlink_to("nowhere"), "a link to nowhere"),
-        (lambda path: path.symlink_to(path.name), "a link to nowhere"),
-        (lambda path: path.symlink_to("/dev/null"), "a pipe or a device"),
-        (os.mkfifo, "a pipe or a device"),
-        (lambda path: path.symlink_to("."), "a link to a folder that it lies in"),
-        (lambda path: path.symlink_to(path.parent.parent), "a link to a folder that it lies in"),
-    ],
-)
-def test_a_class_or_split_that_leads_nowhere_is_refused(
-    tmp_path: Path, refused: Refused, place: str, make: Callable[[Path], None], kind: str
-) -> None:
+def test_a_class_or_split_that_leads_nowhere_is_refused(tmp_path: Path, refused: Refused, place: str) -> None:
     source = write_classes(tmp_path / "source", {"ant": 1} if place == "bee" else {"train/ant": 1, "train/cat": 1})
     write_files(source, {f"{Path(place).parent}/notes.txt": b"no picture", "empty": b""})
-    make(source / place)
-    refused(
-        build(source, tmp_path / "out"), f"1 entries that are neither folders nor files of its own ({Path(place).name}: {kind})"
-    )
-    (source / place).unlink()
+    path = source / place
+    kinds: list[tuple[Callable[[], object], str]] = [
+        (lambda: path.symlink_to("nowhere"), "a link to nowhere"),
+        (lambda: path.symlink_to(path.name), "a link to nowhere"),
+        (lambda: path.symlink_to("/dev/null"), "a pipe or a device"),
+        (lambda: os.mkfifo(path), "a pipe or a device"),
+        (lambda: path.symlink_to("."), "a link to a folder that it lies in"),
+        (lambda: path.symlink_to(path.parent.parent), "a link to a folder that it lies in"),
+    ]
+    for make, kind in kinds:
+        make()
+        refused(build(source, tmp_path / "out"), f"1 entries that are neither folders nor files of its own ({path.name}: {kind})")
+        path.unlink()
     assert build(source, tmp_path / "out") == 0
 
 

@@ -5,7 +5,6 @@ a source that vanishes: nothing half-written is taken for whole, and the same co
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,17 +14,26 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest
-from tests.data_prep.samples import build, files_of, write_classes, write_files
+from tests.data_prep.samples import build, files_of, fork, forked, write_classes, write_files
 from tests.data_prep.stock import index, sample, write_stock
+from tests.soak import soaked
 
 STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
 """What a build does to the file system, apart from filling temporary files."""
 CUT_OFF = 77
 
 
+APART = 3
+
+
+def moments(salt: int) -> range:
+    """Every third, or all with three salts."""
+    return range(1 + salt % APART, 200, APART)
+
+
 def cut_off_at(step: int, command: Callable[[], int]) -> int:
     """The exit code of a command, in a process of its own, that ends without any clean-up just before its `step`th step."""
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         left = [step]
 
@@ -44,8 +52,8 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_build_cut_off_between_any_two_steps_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+@soaked
+def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(tmp_path: Path, salt: int) -> None:
     source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
     write_files(source, {"ant/zero.jpg": b""})
     settings = ("samples_per_shard=3", "max_reject_share=1")
@@ -53,26 +61,26 @@ def test_a_build_cut_off_between_any_two_steps_goes_on_to_the_same_bytes(tmp_pat
     whole = files_of(tmp_path / "whole")
     out = tmp_path / "cut" / "animals"
     num_cut, num_finished = 0, 0
-    for step in range(1, 200):
+    for step in moments(salt):
         code = cut_off_at(step, lambda: build(source, out, *settings))
         if code == CUT_OFF:
             num_cut += 1
             with suppress(DatasetError):  # unfinished, and it says so
                 num_finished += load_manifest(out).num_written == 4
-            if step % 5 == 0:  # sometimes it is cut off twice
+            if step % 5 == salt % 5:  # sometimes it is cut off twice
                 assert cut_off_at(step + 2, lambda: build(source, out, *settings)) in (CUT_OFF, 0)
             assert build(source, out, *settings) == 0
         assert files_of(tmp_path / "cut") == whole
         shutil.rmtree(out)
         if code != CUT_OFF:
             break
-    assert num_cut > 40
+    assert num_cut > 40 / APART
     assert num_finished > 0  # the last steps come after the manifest
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_merge_cut_off_between_any_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
-    tmp_path: Path,
+@soaked
+def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
+    tmp_path: Path, salt: int
 ) -> None:
     """Past the share of rejects that is one, also when nothing is left to do: a job that depends on it must not begin."""
     source = write_files(write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), {"ant/zero.jpg": b""})
@@ -82,7 +90,7 @@ def test_a_merge_cut_off_between_any_two_steps_ends_well_with_the_same_command_a
     out = tmp_path / "cut" / "animals"
     merge = ["merge", str(out), "--workers", "1"]
     num_cut, num_finished = 0, 0
-    for step in range(1, 200):
+    for step in moments(salt):
         shutil.copytree(tmp_path / "parts" / "animals", out)
         code = cut_off_at(step, lambda: main(merge))
         num_cut += code == CUT_OFF
@@ -94,8 +102,8 @@ def test_a_merge_cut_off_between_any_two_steps_ends_well_with_the_same_command_a
         if code != CUT_OFF:
             assert code == 1
             break
-    assert num_cut > 20
-    assert num_finished > 10  # all steps but the manifest's are of the tidying
+    assert num_cut > 20 / APART
+    assert num_finished > 10 / APART  # all steps but the manifest's are of the tidying
 
 
 def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(tmp_path: Path) -> None:
@@ -159,13 +167,13 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(tmp_path: Path, caps
     assert files_of(out) == before
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@soaked
 @pytest.mark.parametrize("name", ["task", "index"])
-def test_a_task_and_an_index_cut_off_between_any_two_steps_go_on(tmp_path: Path, name: str) -> None:
+def test_a_task_and_an_index_cut_off_between_two_steps_go_on(tmp_path: Path, name: str, salt: int) -> None:
     out, whole = tmp_path / "cut" / "out", tmp_path / "whole" / "out"
     assert commands(tmp_path, whole)[name]() == 0
     command = commands(tmp_path, out)[name]
-    for step in range(1, 200):
+    for step in moments(salt):
         code = cut_off_at(step, command)
         assert command() == 0
         assert files_of(tmp_path / "cut").keys() == files_of(tmp_path / "whole").keys()
@@ -213,7 +221,8 @@ def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
 ) -> None:
     source = write_classes(tmp_path / "source", {"ant": 3})
     words = ["build", "source.kind=folder", f"source.path={source}", f"out={tiny_disk / 'animals'}", "image_size=16"]
-    subprocess.run([sys.executable, "-m", "data_prep", *words], check=True, capture_output=True)  # lets go of the disk
+    with forked(tmp_path / "log", *words) as child:  # which lets go of the disk
+        assert child.ended_well()
     before = files_of(tiny_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     for out in (tiny_disk / "animals", tiny_disk / "others"):

@@ -20,7 +20,7 @@ from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import load_manifest
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, encoded, files_of, picture, started, write_classes
+from tests.data_prep.samples import build, encoded, files_of, forked, picture, write_classes
 from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar
 from tests.moments import Strike
 
@@ -209,21 +209,20 @@ def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(t
 
 
 def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
-    for shard in range(12):
-        write_stock(tmp_path / "in" / f"{shard:02d}.tar", [sample(100 * shard + number) for number in range(60)])
-    write_tar(tmp_path / "in" / "12.tar", [("a.jpg", encoded(picture(seed=1)))])
-    words = ["image_size=16", "num_workers=2", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
-    assert main(["index", *words, f"--out={tmp_path}/whole/out"]) == 0
+    for shard in range(6):
+        write_stock(tmp_path / "in" / f"{shard}.tar", [sample(100 * shard + number) for number in range(5)])
+    write_tar(tmp_path / "in" / "6.tar", [("a.jpg", encoded(picture(seed=1)))])
+    words = ["index", "image_size=16", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
+    assert main([*words, f"--out={tmp_path}/whole/out", "num_workers=1"]) == 0
     out = tmp_path / "killed" / "out"
-    for moment in (15, 19, 23):  # of 130 of both workers, ten for each shard, and few of the process that began them
-        with started("index", *words, f"--out={out}", strike=Strike(out, moment, target="group")) as process:
-            assert process.wait(300) == -signal.SIGKILL
-    kept = {path: path.stat().st_mtime_ns for path in (out / PARTS).glob("train-*.json")}
-    assert len(kept) >= 3 and not (out / "manifest.json").exists()
-    paths_before = {path: path.with_suffix("").name for path in kept}
-    times = {name: (out / f"{name}.paths").stat().st_mtime_ns for name in paths_before.values()}
-    assert main(["index", *words, f"--out={out}"]) == 0
-    assert {name: (out / f"{name}.paths").stat().st_mtime_ns for name in times} == times
+    for moment in (25, 30, 35):  # of some 90, ten for each shard
+        with forked(tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm) as child:
+            assert child.wait() == -signal.SIGKILL
+    names = [path.stem for path in (out / PARTS).glob("train-*.json")]
+    assert len(names) >= 3 and not (out / "manifest.json").exists()
+    times = {name: (out / f"{name}.paths").stat().st_mtime_ns for name in names}
+    assert main([*words, f"--out={out}", "num_workers=2"]) == 0
+    assert {name: (out / f"{name}.paths").stat().st_mtime_ns for name in names} == times
     assert files_of(out) == files_of(tmp_path / "whole" / "out")
 
 

@@ -1,4 +1,6 @@
-"""Shards behind http and in s3 make the dataset that they make on disk; a server's faults are tried again or said in one line."""
+"""Shards behind http and in s3 make the dataset that they make on disk, and what reads a dataset again reads them as `index` does;
+a server's faults are tried again or reported in one line.
+"""
 
 import json
 import shutil
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from data_prep.check.stats import stats
+from data_prep.cli import main
 from data_prep.manifest import load_manifest
 from data_prep.remote import copied
 from data_prep.settings import UserError
@@ -21,23 +25,32 @@ PATTERN = "s-{000..002}.tar"
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    for number, name in enumerate(NAMES):
-        write_stock(tmp_path / "in" / name, [sample(10 * number + row) for row in range(4)])
-    return tmp_path / "in"
-
-
-@pytest.fixture
-def bucket(shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The storage options of an s3 server whose bucket `pictures` holds the shards."""
+def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_credentials(monkeypatch)
-    with s3_server(shards) as storage:
-        yield storage
+    monkeypatch.setattr("data_prep.remote.FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stock")
+    for number, name in enumerate(NAMES):
+        write_stock(folder / name, [sample(10 * number + row) for row in range(4)])
+    return folder
+
+
+@pytest.fixture
+def shards(stock: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(stock, tmp_path / "in"))
+
+
+@pytest.fixture(scope="module")
+def bucket(stock: Path) -> Iterator[str]:
+    """The storage options of an s3 server whose bucket `pictures` holds the shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        forget_credentials(patch)
+        with s3_server(stock) as storage:
+            yield storage
 
 
 def without_places(directory: Path) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: 
     address, state = server
     state.faults = {NAMES[0]: ["cut", "cut"], NAMES[1]: [500, 503], NAMES[2]: [None, "cut"]}
     assert index(tmp_path / "local", shards / PATTERN) == 0
-    assert index(tmp_path / "http", f"{address}/{PATTERN}", "num_workers=3") == 0
+    assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
     same_but_for_places(tmp_path / "local", tmp_path / "http")
     assert state.gets[NAMES[0]] == 3
 
@@ -209,3 +222,70 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
     classes.write_text("ant\r\nbee\r\ncat\r\n", encoding="utf-8-sig")
     assert index(tmp_path / "out", shards / PATTERN, word) == 0
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
+
+
+# ---- what reads a dataset again ----------------------------------------------------------------------------------
+
+
+def every_verb(dataset: Path, storage: str, out: Path) -> dict[str, int]:
+    """The exit codes."""
+    words = {
+        "verify": ["--workers", "1"],
+        "stats": ["--recompute", "--workers", "1"],
+        "show": ["--out", str(out / "sheet.png")],
+        "dedup": ["--out", str(out / "list.jsonl"), "--workers", "1"],
+    }
+    return {verb: main([verb, str(dataset), "--storage", storage, *more]) for verb, more in words.items()}
+
+
+def test_every_verb_reads_from_s3_with_storage_options(
+    tmp_path: Path, shards: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert index(tmp_path / "s3", "s3://pictures/some/*.tar", f"storage={bucket}") == 0
+    before = files_of(tmp_path / "s3")
+    assert set(every_verb(tmp_path / "s3", bucket, tmp_path).values()) == {0}
+    assert files_of(tmp_path / "s3") == before
+    assert index(tmp_path / "local", shards / PATTERN) == 0
+    ours = stats(tmp_path / "s3", recompute=True, storage=json.loads(bucket))
+    theirs = stats(tmp_path / "local", recompute=True)
+    assert ours | {"dataset": ""} == theirs | {"dataset": ""}
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "s3"), "--storage", '{"wrong": 1}', "--workers", "1"]) == 2
+    assert "data_prep: storage: s3 does not take these options" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(tmp_path / "s3"), "--storage", "secret-word"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --storage: is not a JSON object; write it as" in said
+    assert "secret-word" not in said
+
+
+def test_every_verb_reads_from_a_web_server_that_asks_for_a_key(
+    tmp_path: Path, server: tuple[str, Web], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = server
+    state.key = "key=secret-word"
+    storage = {"params": {"key": "secret-word"}}
+    assert index(tmp_path / "http", f"{address}/{PATTERN}", f"storage={json.dumps(storage)}") == 0
+    assert set(every_verb(tmp_path / "http", json.dumps(storage), tmp_path).values()) == {0}
+    assert set(every_verb(tmp_path / "http", "{}", tmp_path).values()) == {2}
+    said = capsys.readouterr().err
+    assert f"{address}/{NAMES[0]}: access is refused; give credentials" in said
+    assert "secret-word" not in said
+
+
+@pytest.mark.parametrize("fault", ["cut", 500])
+def test_verbs_try_faults_that_pass_again_and_name_others(
+    tmp_path: Path, server: tuple[str, Web], fault: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = server
+    assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
+    state.faults = {NAMES[1]: [fault, fault]}
+    assert main(["verify", str(tmp_path / "http"), "--workers", "1"]) == 0
+    state.faults = {NAMES[1]: [fault] * 99}
+    capsys.readouterr()
+    assert set(every_verb(tmp_path / "http", "{}", tmp_path).values()) == {1}
+    said = capsys.readouterr()
+    assert f"{address}/{NAMES[1]}: cannot be read after 4 attempts" in said.out
+    assert said.err.count(f"data_prep: {address}/{NAMES[1]}: cannot be read after 4 attempts") == 3
+    assert not list((tmp_path / "http").glob(".tmp-*"))

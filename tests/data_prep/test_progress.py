@@ -44,15 +44,6 @@ def test_a_log_file_gets_a_line_with_counts_rate_and_time_left_every_ten_seconds
     assert clock.said() == "packing  2,500/4,000 images  100/s  train-000001.tar  eta 15 s\n"
 
 
-def test_the_interval_is_a_setting_of_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("data_prep.progress.LOG_INTERVAL_S", 0.0)
-    with progress("reading", total=3, unit="files") as line:
-        for _ in range(3):
-            line.advance()
-    lines = capsys.readouterr().err.splitlines()
-    assert [text.split("  ")[:2] for text in lines] == [["reading", f"{done}/3 files"] for done in (1, 2, 3)]
-
-
 def test_work_that_had_begun_before_counts_as_done_but_not_as_speed(clock: Clock) -> None:
     line = ProgressLine("training", total=1000, unit="steps", start=500)
     clock.now_s += 10

@@ -1,17 +1,27 @@
 """Files and directories appear whole or not at all, whatever ends the writer; a directory has one writer at a time."""
 
+import errno
 import fcntl
 import hashlib
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data_prep.publish import atomic_directory, atomic_file, canonical_json, sha256_of, sole_writer, write_atomic, write_json
+from data_prep.publish import (
+    atomic_directory,
+    atomic_file,
+    canonical_json,
+    is_held,
+    sha256_of,
+    sole_writer,
+    write_atomic,
+    write_json,
+)
+from tests.data_prep.samples import fork
 
 
 class PlugPulledError(Exception):
@@ -63,6 +73,8 @@ def test_a_full_disk_says_where(tmp_path: Path) -> None:
         (temporary / "new").symlink_to("/dev/full")
         (temporary / "new").write_bytes(b"new")
     assert caught.value.filename == str(path)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/shard.tar'"), atomic_file(tmp_path / "shard.tar"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -76,49 +88,37 @@ def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder", "folder/inner", "folder/inner/new"]
 
 
-_DIE_IN_FILE = """
-import os, sys
-from pathlib import Path
-from data_prep.publish import atomic_file
-with atomic_file(Path(sys.argv[1])) as file:
-    file.write(b"half of the new")
-    file.flush()
-    os._exit(9)
-"""
-_DIE_IN_DIRECTORY = """
-import os, sys
-from pathlib import Path
-from data_prep.publish import atomic_directory
-with atomic_directory(Path(sys.argv[1])) as temporary:
-    (temporary / "half").write_bytes(b"half of the new")
-    os._exit(9)
-"""
-
-
-def _publish_file(path: Path) -> None:
-    write_atomic(path, b"new")
-
-
-def _publish_directory(path: Path) -> None:
-    with atomic_directory(path) as temporary:
-        (temporary / "new").write_bytes(b"new")
-
-
-@pytest.mark.parametrize(
-    ("program", "publish", "expected"),
-    [(_DIE_IN_FILE, _publish_file, ["thing"]), (_DIE_IN_DIRECTORY, _publish_directory, ["thing", "thing/new"])],
-)
-def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(
-    tmp_path: Path, program: str, publish: Callable[[Path], None], expected: list[str]
-) -> None:
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "thing"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
-    assert done.returncode == 9
+
+    def publish(then: Callable[[], object] = lambda: None) -> None:
+        if kind == "file":
+            with atomic_file(path) as file:
+                file.write(b"new")
+                file.flush()
+                then()
+        else:
+            with atomic_directory(path) as temporary:
+                (temporary / "new").write_bytes(b"new")
+                then()
+
+    assert exit_code_of(lambda: publish(lambda: os._exit(9))) == 9
     left = names(tmp_path)
-    assert left
-    assert all(name.startswith(".tmp-") for name in left)
-    publish(path)
-    assert names(tmp_path) == expected
+    assert left and all(name.startswith(".tmp-") for name in left)
+    publish()
+    assert names(tmp_path) == (["thing"] if kind == "file" else ["thing", "thing/new"])
+
+
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Of a process of its own that does this."""
+    pid = fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -172,23 +172,17 @@ def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, capsy
 def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -> None:
     with pytest.raises(PlugPulledError), sole_writer(tmp_path):
         raise PlugPulledError
-    program = """
-import sys, time
-from pathlib import Path
-from data_prep.publish import sole_writer
-with sole_writer(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="another process"), sole_writer(tmp_path):
-            pass
-        holder.kill()
-        holder.wait()
+
+    def die_in_it() -> None:
         with sole_writer(tmp_path):
-            pass
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code_of(die_in_it) == -signal.SIGKILL
+    with sole_writer(tmp_path):  # another process, or the same, finds it held
+        assert exit_code_of(lambda: os._exit(7 if is_held(tmp_path)[0] else 0)) == 7
+    assert not is_held(tmp_path)[0]
+    with sole_writer(tmp_path):
+        pass
 
 
 def test_one_value_has_one_spelling_to_hash(tmp_path: Path) -> None:

@@ -42,12 +42,12 @@ def counts_of(directory: Path) -> dict[str, int]:
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 15, 75, 149, 150])
-def test_every_class_has_its_share_and_the_total_is_exact(animals: Path, tmp_path: Path, count: int) -> None:
-    assert subset(animals, tmp_path / "few", "--count", str(count)) == 0
-    found = counts_of(tmp_path / "few")
-    assert sum(found.values()) == count
-    assert all(abs(found.get(name, 0) - size * count / 150) < 1 for name, size in COUNTS.items())
+def test_every_class_has_its_share_and_the_total_is_exact(animals: Path, tmp_path: Path) -> None:
+    for count in (1, 2, 15, 75, 149, 150):
+        assert subset(animals, tmp_path / str(count), "--count", str(count)) == 0
+        found = counts_of(tmp_path / str(count))
+        assert sum(found.values()) == count
+        assert all(abs(found.get(name, 0) - size * count / 150) < 1 for name, size in COUNTS.items())
 
 
 def test_the_counts_of_a_tenth_are_the_rounded_shares() -> None:

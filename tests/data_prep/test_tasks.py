@@ -8,27 +8,30 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from data_prep.build import tasks as tasks_of_build
 from data_prep.build.parts import PARTS
 from data_prep.cli import main
 from data_prep.publish import Holder, sole_writer
+from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import (
     LOCK,
+    Child,
     build,
     encoded,
     files_of,
+    forked,
     held_at_work,
     picture,
-    started,
     wait_until,
     write_classes,
     write_files,
@@ -52,8 +55,18 @@ def whole(source: Path) -> dict[str, bytes]:
     return files_of(out)
 
 
+@pytest.fixture(scope="module")
+def parts(source: Path) -> tuple[Path, Path]:
+    """What three tasks have written, and the second of three of another seed."""
+    out, other = source.parent / "parts" / "animals", source.parent / "parts" / "other"
+    for number in range(3):
+        assert task(source, out, f"{number}/3") == 0
+    assert task(source, other, "1/3", "seed=1") == 0
+    return out, other
+
+
 def task(source: Path, out: Path, which: str, *overrides: str) -> int:
-    return main([*words_of(source, out, which), *overrides])
+    return main([*words_of(source, out, which), "num_workers=1", *overrides])
 
 
 def merge(out: Path) -> int:
@@ -62,11 +75,12 @@ def merge(out: Path) -> int:
 
 def words_of(source: Path, out: Path, which: str) -> list[str]:
     words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
-    return [*words, "image_size=16", "num_workers=1", *CUT]
+    return [*words, "image_size=16", *CUT]
 
 
-def running(source: Path, out: Path, which: str, *, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
-    return started(*words_of(source, out, which), strike=strike)
+def running(source: Path, out: Path, which: str, *, strike: Strike | None = None) -> AbstractContextManager[Child]:
+    log = out.with_name(f"{which.replace('/', '-')}.log")
+    return forked(log, *words_of(source, out, which), prepare=strike.arm if strike else lambda: None)
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -88,11 +102,9 @@ def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(tmp_path: Path
     for moments in ((8, 30), (50, 60), (40, 20)):  # of some 130 of each task
         one, two = (Strike(out, moment) for moment in moments)
         with running(source, out, "0/2", strike=one) as first, running(source, out, "1/2", strike=two) as second:
-            assert [process.wait(300) for process in (first, second)] == [-signal.SIGKILL] * 2
+            assert [child.wait() for child in (first, second)] == [-signal.SIGKILL] * 2
     with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
-        for process in (first, second):
-            _, said = process.communicate(timeout=60)
-            assert process.returncode == 0, said
+        assert first.ended_well() and second.ended_well()
     assert merge(out) == 0
     assert files_of(out) == whole
 
@@ -185,13 +197,10 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
 
 @pytest.mark.parametrize("name", HARM)
 def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_mends_it(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused, name: str
+    tmp_path: Path, source: Path, parts: tuple[Path, Path], whole: dict[str, bytes], refused: Refused, name: str
 ) -> None:
-    (harm, message), out, other = HARM[name], tmp_path / "animals", tmp_path / "other"
-    for number in range(3):
-        assert task(source, out, f"{number}/3") == 0
-    assert task(source, other, "1/3", "seed=1") == 0
-    harm(out, other)
+    (harm, message), out = HARM[name], Path(shutil.copytree(parts[0], tmp_path / "animals"))
+    harm(out, parts[1])
     before = files_of(out)
     refused(merge(out), f"{message}; run the tasks 1/3 again")
     assert files_of(out) == before  # nothing damaged
@@ -200,22 +209,23 @@ def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_
     assert files_of(out) == whole
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(b'"bee"', b'"Bee"'), (b'"image_size": 16', b'"image_size": 61'), (b'"center"', b'"squash"'), (b'"stamp"', b'"\xf3tamp"')],
-)
 def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused, before: bytes, after: bytes
+    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     begun = out / PARTS / "begun.json"
-    data = begun.read_bytes()
-    assert data.count(before) == 1
-    begun.write_bytes(data.replace(before, after))
-    message = f"data_prep: {begun}: is not as it was written; remove {out} and build again"
-    refused(merge(out), message)
-    refused(task(source, out, "0/1"), message)
+    data, message = begun.read_bytes(), f"data_prep: {begun}: is not as it was written; remove {out} and build again"
+    for before, after in (
+        (b'"bee"', b'"Bee"'),
+        (b'"image_size": 16', b'"image_size": 61'),
+        (b'"center"', b'"squash"'),
+        (b'"stamp"', b'"\xf3tamp"'),
+    ):
+        assert data.count(before) == 1
+        begun.write_bytes(data.replace(before, after))
+        refused(merge(out), message)
+        refused(task(source, out, "0/1"), message)
     begun.unlink()
     refused(merge(out), "unfinished; run its data_prep build again")
     assert task(source, out, "0/1") == 0
@@ -319,10 +329,10 @@ def test_a_file_that_changes_while_tasks_are_at_work_is_refused(tmp_path: Path, 
         assert task(mine, out, "1/2") == 0
 
 
-@pytest.mark.parametrize("which", ["1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"])
-def test_a_wrong_task_number_is_one_clear_line(tmp_path: Path, source: Path, refused: Refused, which: str) -> None:
-    words = ["build", "--source", "folder", "--out", str(tmp_path / "out"), f"source.path={source}", f"--task={which}"]
-    refused(main(words), "write i/n with 0 <= i < n, such as 0/8")
+def test_a_wrong_task_number_is_one_clear_line(tmp_path: Path, source: Path, refused: Refused) -> None:
+    for which in ("1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"):
+        words = ["build", "--source", "folder", "--out", str(tmp_path / "out"), f"source.path={source}", f"--task={which}"]
+        refused(main(words), "write i/n with 0 <= i < n, such as 0/8")
     assert not (tmp_path / "out").exists()
 
 
@@ -345,86 +355,74 @@ def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path:
     with contextlib.ExitStack() as stack:
         with sole_writer(out / PARTS / "task-0"):
             again = stack.enter_context(running(source, out, "0/2"))
-            assert again.stderr is not None
-            assert "task 0/2 is at work elsewhere, from an earlier start" in again.stderr.readline()
+            wait_until(lambda: "task 0/2 is at work elsewhere, from an earlier start" in again.said())
             assert task(source, out, "1/2") == 0
-        _, said = again.communicate(timeout=60)
-    assert again.returncode == 0, said
-
-
-PLANNER = """
-import os, sys, time
-from data_prep.cli import main
-from data_prep.build import tasks
-from data_prep.settings import UserError
-prepare, log, fate = tasks.prepare, sys.argv[1], sys.argv[2]
-
-def logged(*args, **kwargs):
-    with open(log, "a") as file:
-        file.write("planning\\n")
-    while fate == "dies" or fate.startswith("fails") and not os.path.exists(log + "-goes-on"):
-        time.sleep(0.1)
-    if fate.startswith("fails"):
-        raise UserError("source: is not what it seems")
-    return prepare(*args, **kwargs)
-
-tasks.prepare = logged
-tasks.socket.gethostname = lambda: fate.partition(" on ")[2]
-sys.exit(main(sys.argv[3:]))
-"""
+        assert again.ended_well()
 
 
 @contextlib.contextmanager
-def planners(log: Path, *tasks: tuple[str, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """A task (fate, words) each: the first is at its plan, and the others wait for it."""
-    processes: list[subprocess.Popen[str]] = []
-    for left in (log, Path(f"{log}-goes-on")):
+def planners(source: Path, out: Path, *fates: str) -> Iterator[list[Child]]:
+    """Task after task, each with its fate: the first is at its plan, and the others wait for it.
+
+    A fate is `lives`, `dies` or `fails`, then perhaps ` on NODE` and an override: it makes its plan, or never ends it, or finds
+    the source wrong once `goes-on` stands.
+    """
+    log, goes_on, prepare_plan = out.with_name("log"), out.with_name("goes-on"), tasks_of_build.prepare
+    for left in (log, goes_on):
         left.unlink(missing_ok=True)
-    try:
-        for fate, words in tasks:
-            command = [sys.executable, "-c", PLANNER, str(log), fate, *words]
-            processes.append(subprocess.Popen(command, text=True, stderr=subprocess.PIPE, start_new_session=True))
+
+    def met(fate: str) -> Callable[[], None]:
+        def logged(*arguments: Any, **named: Any) -> Any:
+            with open(log, "a") as file:
+                file.write("planning\n")
+            while fate.startswith("dies") or (fate.startswith("fails") and not goes_on.exists()):
+                time.sleep(0.01)
+            if fate.startswith("fails"):
+                raise UserError("source: is not what it seems")
+            return prepare_plan(*arguments, **named)
+
+        def prepare() -> None:
+            tasks_of_build.prepare = logged
+            tasks_of_build.socket.gethostname = lambda: fate.partition(" on ")[2]
+
+        return prepare
+
+    with contextlib.ExitStack() as stack:
+        children = []
+        for number, fate in enumerate(fates):
+            words = [*words_of(source, out, f"{number}/{len(fates)}"), *(word for word in fate.split() if "=" in word)]
+            children.append(stack.enter_context(forked(out.with_name(f"{number}.log"), *words, prepare=met(fate))))
             wait_until(lambda: log.exists() and log.read_text() == "planning\n")
-        for each in processes[1:]:
-            assert each.stderr is not None and "waiting for the plan" in each.stderr.readline()
-        yield processes
-    finally:
-        for each in processes:
-            if each.poll() is None:
-                os.killpg(each.pid, signal.SIGKILL)
-            each.communicate()
+        for child in children[1:]:
+            wait_until(lambda child=child: "waiting for the plan" in child.said())
+        yield children
 
 
 def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    out, log = tmp_path / "animals", tmp_path / "log"
-    fates = [(f"{number}/3", fate) for number, fate in enumerate(("dies", "lives", "lives"))]
-    with planners(log, *((fate, words_of(source, out, which)) for which, fate in fates)) as (first, *others):
-        os.killpg(first.pid, signal.SIGKILL)
-        for each in others:
-            _, said = each.communicate(timeout=60)
-            assert each.returncode == 0, said
-        assert log.read_text() == "planning\n" * 2, "one of the two, not both"
+    out = tmp_path / "animals"
+    with planners(source, out, "dies", "lives", "lives") as (first, *others):
+        os.kill(first.pid, signal.SIGKILL)
+        assert all(each.ended_well() for each in others)
+        assert (tmp_path / "log").read_text() == "planning\n" * 2, "one of the two, not both"
     assert task(source, out, "0/3") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
 
 
-def ended(log: Path, *tasks: tuple[str, list[str]]) -> tuple[list[int], int]:
+def ended(source: Path, out: Path, *fates: str) -> tuple[list[int], int]:
     """The exit codes of planners whose first may go on, and how many of them made a plan."""
-    with planners(log, *tasks) as processes:
-        Path(f"{log}-goes-on").touch()
-        said = [each.communicate(timeout=60)[1] for each in processes]
-    codes = [each.returncode for each in processes]
+    with planners(source, out, *fates) as children:
+        out.with_name("goes-on").touch()
+        codes = [each.wait() for each in children]
+    said = [each.said() for each in children]
     assert all("data_prep: source: is not what it seems" in words for words, code in zip(said, codes, strict=True) if code), said
-    return codes, log.read_text().count("planning\n")
+    return codes, out.with_name("log").read_text().count("planning\n")
 
 
 def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    out, log = tmp_path / "animals", tmp_path / "log"
-    first = ("fails", words_of(source, out, "0/3"))
-    assert ended(log, first, ("lives", words_of(source, out, "1/3"))) == ([2, 2], 1)
-    another = ("lives", [*words_of(source, out, "2/3"), "seed=1"])
-    assert ended(log, first, another) == ([2, 0], 2)  # another config finds out for itself
+    out = tmp_path / "animals"
+    assert ended(source, out, "fails", "lives") == ([2, 2], 1)
+    assert ended(source, out, "fails", "lives seed=1") == ([2, 0], 2)  # another config finds out for itself
     shutil.rmtree(out)
     for number in range(3):  # mended; what was wrong before is forgotten
         assert task(source, out, f"{number}/3") == 0
@@ -433,14 +431,12 @@ def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, s
 
 
 def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(tmp_path: Path, source: Path) -> None:
-    out, log = tmp_path / "animals", tmp_path / "log"
-    fates = ("fails on n1", "fails on n2", "fails on n3", "lives on n4")
-    tasks = [(fate, words_of(source, out, f"{number}/4")) for number, fate in enumerate(fates)]
-    assert ended(log, *tasks[:2]) == ([2, 2], 2)
+    out = tmp_path / "animals"
+    assert ended(source, out, "fails on n1", "fails on n2") == ([2, 2], 2)
     (out / PARTS / "failed.json").unlink()
-    assert ended(log, tasks[0], tasks[3]) == ([2, 0], 2)  # n1 alone is wrong
+    assert ended(source, out, "fails on n1", "lives on n4") == ([2, 0], 2)  # n1 alone is wrong
     shutil.rmtree(out)
-    assert ended(log, *tasks[:3]) == ([2, 2, 2], 2)  # the third believes the other two
+    assert ended(source, out, "fails on n1", "fails on n2", "fails on n3") == ([2, 2, 2], 2)  # the third believes the other two
 
 
 def test_parts_made_by_another_pillow_are_not_mixed(

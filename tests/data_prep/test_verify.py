@@ -20,6 +20,10 @@ from tests.data_prep.samples import build, change_manifest, encoded, files_of, p
 from tests.soak import soaked
 
 
+def verify_command(directory: Path, *words: str) -> int:
+    return main(["verify", str(directory), "--workers", "1", *words])
+
+
 def flip_byte(directory: Path, *, name: str, place: int) -> None:
     content = bytearray((directory / name).read_bytes())
     content[place] ^= 0x40
@@ -31,9 +35,9 @@ def test_a_good_dataset_has_no_faults(request: pytest.FixtureRequest, capsys: py
     directory: Path = request.getfixturevalue(fixture)
     num_samples = {"shapes": 8 * 39, "other_shapes": 5 * 19}[fixture]
     capsys.readouterr()
-    assert main(["verify", str(directory)]) == 0
+    assert verify_command(directory) == 0
     assert capsys.readouterr().out == f"{directory}: {num_samples} samples, every one as the manifest says\n"
-    assert main(["verify", str(directory), "--json"]) == 0
+    assert verify_command(directory, "--json") == 0
     nothing = {"num_faults": 0, "faults": [], "notes": []}
     assert json.loads(capsys.readouterr().out) == {"dataset": str(directory), "samples": num_samples, **nothing}
 
@@ -48,7 +52,6 @@ def test_a_good_dataset_of_files_with_rejects_has_no_faults(tmp_path: Path, enco
     assert (found.faults, found.notes) == ([], [])
 
 
-# 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of the shard
 # 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of the shard
 @pytest.mark.parametrize("place", [512 + 13 + 7, 512 + 1024 + 512, 64 * 2560 // 2])
 def test_one_flipped_byte_of_a_shard_is_found_and_not_blamed_on_another(dataset: Path, place: int) -> None:
@@ -116,7 +119,7 @@ def test_a_manifest_that_says_otherwise_is_found(
             node[last] = node[last][:-1] if value is None else value if isinstance(value, str) else node[last] + value
 
     change_manifest(dataset, change)
-    assert main(["verify", str(dataset)]) == 1
+    assert verify_command(dataset) == 1
     assert fault in capsys.readouterr().out
 
 
@@ -169,18 +172,18 @@ def test_what_lies_about_is_a_note_and_no_fault(dataset: Path, capsys: pytest.Ca
     assert found.faults == []
     assert [note.split(":")[0] for note in found.notes] == [".tmp-train-000009.tar", "old.tar", PARTS]
     capsys.readouterr()
-    assert main(["verify", str(dataset)]) == 0
+    assert verify_command(dataset) == 0
     assert "note: old.tar: not in the manifest" in capsys.readouterr().out
 
 
 def test_twenty_faults_are_printed_and_the_others_counted(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_manifest(dataset, lambda manifest: manifest.update(image_size=17))
     capsys.readouterr()
-    assert main(["verify", str(dataset)]) == 1
+    assert verify_command(dataset) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 21
     assert lines[-1] == "... and 292 more"
-    assert main(["verify", str(dataset), "--json"]) == 1
+    assert verify_command(dataset, "--json") == 1
     assert json.loads(capsys.readouterr().out)["num_faults"] == 312
 
 
@@ -223,4 +226,4 @@ def test_without_a_readable_manifest_there_is_one_clear_line(
         shutil.rmtree(dataset)
     elif isinstance(content, bytes):
         (dataset / "manifest.json").write_bytes(content)
-    refused(main(["verify", str(dataset)]), message)
+    refused(verify_command(dataset), message)
