@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     for check in (check_python, check_slurm, check_job):
         for finding in check(submission, os.environ):
             findings.append(finding)
-            print(in_lines(finding, width=width), flush=True)  # at once, for some checks take seconds
+            print(in_lines(finding, width=width), flush=True)  # at once: some checks take seconds
     faults, warnings = (sum(each.verdict == verdict for each in findings) for verdict in ("FAULT", "warning"))
     print(f"\nfaults: {faults}, warnings: {warnings}{'; jobs will not run well until the faults are mended' if faults else ''}")
     return 1 if faults else 0
@@ -81,25 +81,27 @@ def in_lines(finding: Finding, *, width: int) -> str:
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]:
     """The container if one is set, otherwise .venv."""
+
+    def fault(text: str, remedy: str = "sh install.sh") -> list[Finding]:
+        return [Finding("python", "FAULT", text, remedy)]
+
     apptainer, pyxis = environment.get("APPTAINER_IMAGE", ""), environment.get("PYXIS_IMAGE", "")
+    image, stamp, lock = apptainer or pyxis, Path(".venv/.installed"), Path("requirements.lock")
     if apptainer and pyxis:
-        text = "both APPTAINER_IMAGE and PYXIS_IMAGE are set"
-        return [Finding("python", "FAULT", text, "keep one of them in cluster/site.env")]
-    image = apptainer or pyxis
+        return fault("both APPTAINER_IMAGE and PYXIS_IMAGE are set", "keep one of them in cluster/site.env")
     if image and (apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh")) and not os.access(image, os.R_OK):
-        return [Finding("python", "FAULT", f"{image}: no such readable image", "docs/cluster.md says how to make one")]
+        return fault(f"{image}: no such readable image", "docs/cluster.md says how to make one")
     if apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
         remedy = "it may be a module: write module load apptainer into cluster/site.env"
-        return [Finding("python", "FAULT", "neither apptainer nor singularity is in PATH", remedy)]
+        return fault("neither apptainer nor singularity is in PATH", remedy)
     if image:
         return [Finding("python", "ok", f"in the container {image}")]
-    stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
     if not os.access(".venv/bin/python", os.X_OK):
-        return [Finding("python", "FAULT", "no .venv, and no container image is set", "sh install.sh")]
+        return fault("no .venv, and no container image is set")
     if not stamp.exists():
-        return [Finding("python", "FAULT", ".venv is half installed: its last step is missing", "sh install.sh")]
+        return fault(".venv is half installed: its last step is missing")
     if lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime and not _installed_from(lock):
-        return [Finding("python", "FAULT", ".venv is older than requirements.lock", "sh install.sh brings it up to date")]
+        return fault(".venv is older than requirements.lock")
     return [Finding("python", "ok", ".venv is whole and as new as requirements.lock")]
 
 
@@ -123,20 +125,17 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> list[
     except SlurmError as error:
         remedy = "wait, or ask the site; SLURM_CONF must lead to its slurm.conf"
         return [Finding("SLURM", "FAULT", f"the controller does not answer: {error}", remedy)]
-    partitions = {each["PartitionName"]: each for each in map(facts, lines)}
+    partitions, ours = {each["PartitionName"]: each for each in map(facts, lines)}, sorted(Path("cluster").glob("*.slurm"))
     if submission.script and not Path(submission.script).is_file():
-        scripts = ", ".join(sorted(str(path) for path in Path("cluster").glob("*.slurm")))
-        return [Finding("submission", "FAULT", f"{submission.script}: no such file", f"there are {scripts}")]
-    scripts_checked = [Path(submission.script)] if submission.script else sorted(Path("cluster").glob("*.slurm"))
+        return [Finding("submission", "FAULT", f"{submission.script}: no such file", f"there are {', '.join(map(str, ours))}")]
     findings = []
-    for script in scripts_checked:
+    for script in [Path(submission.script)] if submission.script else ours:
         words = ["sbatch", "--test-only", *submission.options, str(script), *submission.arguments]
         done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         answer = (done.stderr.strip().splitlines() or ["no answer"])[-1]  # SLURM's own words, as they are
-        remedy = next(
-            (each for key, each in REMEDIES.items() if key in answer.lower()), "mend SBATCH_... in site.env, or the options"
-        )
         if done.returncode:
+            known = [each for key, each in REMEDIES.items() if key in answer.lower()]
+            remedy = (*known, "mend SBATCH_... in site.env, or the options")[0]
             findings.append(Finding("submission", "FAULT", f"sbatch refuses {script.name}: {answer}", remedy))
         elif submission.script:
             findings.append(Finding("submission", "ok", answer.removeprefix("sbatch: ")))
@@ -159,15 +158,13 @@ def judge_time_limit(name: str, partition: Mapping[str, str], *, asked: str | No
     limit = minutes_of(asked) if asked else minutes_of(partition.get("DefaultTime", "NONE")) or longest
     if limit is None:
         return Finding("time limit", "FAULT", f"{asked} is no time", "minutes, hours:minutes:seconds, or days-hours")
-    text = f"partition {name}: a start of a job lasts {in_words(limit)}"
+    text, option = f"partition {name}: a start of a job lasts {in_words(limit)}", "--time or SBATCH_TIMELIMIT"
     if limit > longest:
-        return Finding("time limit", "FAULT", text, f"--time or SBATCH_TIMELIMIT: at most {in_words(longest)}")
+        return Finding("time limit", "FAULT", text, f"{option}: at most {in_words(longest)}")
     if limit <= 2 * SIGNAL_LEAD_MIN:
-        remedy = f"--time or SBATCH_TIMELIMIT: longer; jobs save and end {SIGNAL_LEAD_MIN:.0f} min before it"
-        return Finding("time limit", "FAULT", text, remedy)
+        return Finding("time limit", "FAULT", text, f"{option}: longer; jobs save and end {SIGNAL_LEAD_MIN:.0f} min before it")
     if limit < 60 and not asked:
-        remedy = f"that is the site's default; SBATCH_TIMELIMIT may be up to {in_words(longest)}"
-        return Finding("time limit", "warning", text, remedy)
+        return Finding("time limit", "warning", text, f"the site's default; SBATCH_TIMELIMIT may be up to {in_words(longest)}")
     if limit == float("inf"):
         return Finding("time limit", "ok", f"partition {name} has none")
     return Finding("time limit", "ok", f"{text}, saves {SIGNAL_LEAD_MIN:.0f} min before its end, and goes on in a new start")
@@ -198,14 +195,13 @@ def in_words(minutes: float) -> str:
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
     """`cluster.submit --check` answers, with the Python that jobs use: config, data, and what is in the queue already."""
-    if submission.script is None or not Path(submission.script).is_file():
+    if not submission.script or not Path(submission.script).is_file():
         return []
     if not os.access(".venv/bin/python", os.X_OK):
         return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
     words = [".venv/bin/python", "-m", "cluster.submit", "--check", *submission.options, submission.script]
-    findings = [
-        _answer("config", [*words, *submission.arguments], f"{' '.join(submission.arguments[:1])} resolves, its data are there")
-    ]
+    good = f"{' '.join(submission.arguments[:1])} resolves, its data are there"
+    findings = [_answer("config", [*words, *submission.arguments], good)]
     ranks = num_ranks(submission, environment)
     if findings[0].verdict == "ok" and submission.name == "pretrain.slurm" and ranks:
         words[3] = f"--check={ranks}"

@@ -5,8 +5,7 @@ silence it.
 2. It sends its figures, as JSON, to rank 0 (a TCPStore without a process group: a rank that never comes holds up nobody).
 3. If these are sound, links are measured: within each node, then each node with both its neighbours in a ring.
 4. Rank 0 compares each node with the median of the others, prints a table, writes JOB_DIR/preflight.jsonl (a line for each rank)
-and
-   JOB_DIR/bad-nodes (NODE<TAB>reason), and sends all ranks their exit code.
+and JOB_DIR/bad-nodes (NODE<TAB>reason), and sends all ranks their exit code.
 
 Every wait has a limit, so each rank ends, whatever the others do. What most nodes have is not the nodes' fault, and names nobody.
 Exit codes: 0 sound, or nothing that can be pinned on a node; 3 a bad node was named; anything else: it could not be made.
@@ -66,9 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rank 0 reports what is amiss; torch's warnings would bury it
     try:
-        world = read_world()
-
-        return inspect(world, options, timeout_s=float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60))
+        return inspect(read_world(), options, timeout_s=float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60))
     except (OSError, ValueError, RuntimeError) as error:  # torch's store raises RuntimeError when rank 0 is gone
         print(f"preflight: could not be made: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
@@ -80,13 +77,15 @@ def inspect(world: World, options: argparse.Namespace, *, timeout_s: float) -> i
     """The pre-flight from one rank's point of view."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    def receive(key: str, *, within_s: float) -> Any:
+        store.wait([key], datetime.timedelta(seconds=within_s))
+        return json.loads(store.get(key))
+
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = options.nodes.split(",") if options.nodes else [node]
-    began_s, come_s = (time.monotonic(), 3 * timeout_s)  # importing torch is hundreds of MB, which a whole job reads at once
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if not world.is_first:
-        await_port(address, port, timeout_s=come_s)
-    store = TCPStore(address, port, is_master=world.is_first, wait_for_workers=False, timeout=datetime.timedelta(seconds=20))
+    began_s, come_s = time.monotonic(), 3 * timeout_s  # importing torch is hundreds of MB, which a whole job reads at once
+    address, port, patience = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), datetime.timedelta(seconds=come_s)
+    store = TCPStore(address, port, is_master=world.is_first, wait_for_workers=False, timeout=patience)
     groups = rounds(world.num_ranks, world.num_local_ranks)
     links_s = len(groups) * (LINK_TIMEOUT_S + 2 * MARGIN_S)
     figures = {"rank": world.rank, "node": node, "faults": []}
@@ -94,19 +93,15 @@ def inspect(world: World, options: argparse.Namespace, *, timeout_s: float) -> i
     store.set(f"found/{world.rank}", json.dumps(figures))
     if world.is_first:
         found = gather(store, "found", world, nodes, timeout_s=max(1.0, began_s + come_s + timeout_s - time.monotonic()))
-        sound = all(not each["faults"] for each in found)
-        store.set("measure-links", json.dumps(sound))
-    else:
-        sound = bool(await_key(store, "measure-links", timeout_s=come_s + 2 * timeout_s + MARGIN_S))
-    if sound and groups:
-        on_gpu = figures.get("device", "CPU") != "CPU"
-        measured = measure_links(world, groups, on_gpu=on_gpu)
+        store.set("measure-links", json.dumps(all(not each["faults"] for each in found)))
+    if receive("measure-links", within_s=come_s + 2 * timeout_s + MARGIN_S) and groups:
+        measured = measure_links(world, groups, on_gpu=figures.get("device", "CPU") != "CPU")
         figures["faults"] += measured.pop("faults")
         store.set(f"links/{world.rank}", json.dumps(figures | measured))
         if world.is_first:
             found = gather(store, "links", world, nodes, timeout_s=links_s)
     if not world.is_first:
-        code = int(await_key(store, "exit", timeout_s=links_s + 3 * MARGIN_S))
+        code = int(receive("exit", within_s=links_s + 3 * MARGIN_S))
         store.set(f"bye/{world.rank}", "0")
         return code
     bad, warnings = judge(found)
@@ -114,48 +109,19 @@ def inspect(world: World, options: argparse.Namespace, *, timeout_s: float) -> i
     print("\n".join(report(found, bad, warnings, took_s=time.monotonic() - began_s)), flush=True)
     code = NAMED if bad else SOUND
     store.set("exit", json.dumps(code))
-    came = [each["rank"] for each in found if each.get("device") and each["rank"]]
-    deadline_s = time.monotonic() + 5  # the store goes with this process
-    while time.monotonic() < deadline_s and not all(store.check([f"bye/{rank}"]) for rank in came):
-        time.sleep(0.02)
+    came = [f"bye/{rank}" for rank in range(1, world.num_ranks) if store.check([f"found/{rank}"])]
+    with suppress(RuntimeError):  # the store goes with this process
+        store.wait(came, datetime.timedelta(seconds=5))
     return code
-
-
-# ---- talking ----------------------------------------------------------------------------------------------------------
-
-
-def await_port(address: str, port: int, *, timeout_s: float) -> None:
-    """It opens when rank 0 has imported torch."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise OSError(f"no connection to rank 0 at {address}:{port} for {timeout_s:g} s ({error})") from None
-        time.sleep(0.2)
-
-
-def await_key(store: Any, key: str, *, timeout_s: float) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not store.check([key]):
-        if time.monotonic() > deadline_s:
-            raise OSError(f"rank 0 has sent nothing for {timeout_s:g} s")
-        time.sleep(0.04)
-    return json.loads(store.get(key))
 
 
 def gather(store: Any, topic: str, world: World, nodes: Sequence[str], *, timeout_s: float) -> list[Figures]:
     """Of all ranks; one that has sent nothing in time has that as its fault."""
-    deadline_s = time.monotonic() + timeout_s
-    missing = set(range(world.num_ranks))
-    while missing and time.monotonic() < deadline_s:
-        missing -= {rank for rank in missing if store.check([f"{topic}/{rank}"])}
-        time.sleep(0.02)
+    with suppress(RuntimeError):
+        store.wait([f"{topic}/{rank}" for rank in range(world.num_ranks)], datetime.timedelta(seconds=timeout_s))
     found = []
     for rank in range(world.num_ranks):
-        if rank not in missing:
+        if store.check([f"{topic}/{rank}"]):
             found.append(json.loads(store.get(f"{topic}/{rank}")))
         elif len(nodes) * world.num_local_ranks == world.num_ranks:  # one node is filled after the other
             fault = ["absent" if topic == "found" else "no answer", f"rank {rank} sent nothing within {timeout_s:.0f} s"]
@@ -180,39 +146,31 @@ def in_child(task: Task, *, timeout_s: float) -> dict[str, Any]:
             _send(writing, {"answer": answer})
         os._exit(0)
     os.close(writing)
-    doing, rest, deadline_s = "its start", b"", time.monotonic() + timeout_s
-    fault = ["no answer", ""]
-    while time.monotonic() < deadline_s:
-        if not select.select([reading], [], [], 0.1)[0]:
-            continue
-        received = os.read(reading, 65536)
-        if not received:
-            fault = ["died", f"a process that used {doing} has died"]
+    deadline_s = time.monotonic() + timeout_s
+    last: dict[str, Any] = {"doing": "its start"}
+    rest, received = b"", b"?"
+    with open(reading, "rb", buffering=0) as pipe:
+        while received and "answer" not in last and time.monotonic() < deadline_s:
+            if select.select([pipe], [], [], 0.1)[0]:
+                received = pipe.read(65536)
+                *lines, rest = (rest + received).split(b"\n")
+                last = json.loads(lines[-1]) if lines else last
+    # It gives the GPU's memory back before training asks for it. Killed, it is not waited for: a driver may never let it go.
+    grace_s = time.monotonic() + 5.0 * ("answer" in last)
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() >= grace_s:
+            os.kill(pid, signal.SIGKILL)
             break
-        *lines, rest = (rest + received).split(b"\n")
-        for line in map(json.loads, lines):
-            if "answer" in line:
-                os.close(reading)
-                _reap(pid, grace_s=5.0)  # it gives the GPU's memory back before training asks for it
-                return dict(line["answer"])
-            doing = line["doing"]
-    os.close(reading)
-    _reap(pid, grace_s=0.0)
-    return {"faults": [[fault[0], fault[1] or f"no answer from {doing} for {timeout_s:g} s"]]}
+        time.sleep(0.02)
+    if "answer" in last:
+        return dict(last["answer"])
+    if not received:
+        return {"faults": [["died", f"a process that used {last['doing']} has died"]]}
+    return {"faults": [["no answer", f"no answer from {last['doing']} for {timeout_s:g} s"]]}
 
 
 def _send(pipe: int, message: object) -> None:
     os.write(pipe, json.dumps(message).encode() + b"\n")
-
-
-def _reap(pid: int, *, grace_s: float) -> None:
-    """Killed, it is not waited for: a process that hangs in a driver stays until the driver lets it go."""
-    deadline_s = time.monotonic() + grace_s
-    while not os.waitpid(pid, os.WNOHANG)[0]:
-        if time.monotonic() >= deadline_s:
-            os.kill(pid, signal.SIGKILL)
-            break
-        time.sleep(0.02)
 
 
 # ---- one's own node: in the child -------------------------------------------------------------------------------------
@@ -267,19 +225,17 @@ def expected_gpus(environment: Mapping[str, str]) -> int:
 
 def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
     """Writes a file and removes it: GB that are free, and the fault if there is one. A wrong setting of NODE_SCRATCH has another
-    kind
-    than a bad disk, which is certain."""
+    kind than a bad disk, which is certain."""
     path = directory / f".preflight-{socket.gethostname()}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            try:
-                with open(path, "xb") as file:
-                    file.write(os.urandom(2**20))
-                    file.flush()
-                    os.fsync(file.fileno())
-            finally:
-                path.unlink()
+        try:
+            with open(path, "xb") as file:
+                file.write(os.urandom(2**20))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            path.unlink(missing_ok=True)
         space = os.statvfs(directory)
     except OSError as error:
         of_the_disk = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EUCLEAN)
@@ -292,8 +248,7 @@ def check_scratch(directory: Path) -> tuple[float | None, list[list[str]]]:
 
 
 def wrong_product(device: "torch.device") -> str | None:
-    """A product whose answer integer arithmetic on the CPU knows: with entries of -1, 0 and 1 every partial sum is exact, in bf16
-    too."""
+    """Of a product that integer arithmetic knows: with entries of -1, 0 and 1 every partial sum is exact, in bf16 too."""
     import torch
 
     size = 128
@@ -314,8 +269,7 @@ def multiply(a: "torch.Tensor", b: "torch.Tensor") -> "torch.Tensor":
 
 def matmul_tflops(device: "torch.device") -> float:
     """Of a second of products in rounds of 0.1 s, of which the median counts: others use the machine, too, and the clock of a GPU
-    that
-    is too hot falls within tenths of a second."""
+    that is too hot falls within tenths of a second."""
     import torch
 
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -409,10 +363,11 @@ def judge(found: Sequence[Figures]) -> tuple[dict[str, list[str]], list[str]]:
     """Node -> what is wrong with it, and warnings: a pure function of the figures of all ranks."""
     nodes = list(dict.fromkeys(each["node"] for each in found))
     faults = list(dict.fromkeys((each["node"], kind, text) for each in found for kind, text in each["faults"]))
-    faults += [(node, "link", "it reaches none of its neighbours") for node in _cut_off(found, nodes)]
-    rates = (("tflops", "matmul TFLOP/s", MIN_MATMUL_SHARE), ("link", "GB/s between nodes", MIN_LINK_SHARE))
-    for name, what, min_share in rates:
-        faults += _slow(found, name=name, what=what, min_share=min_share)
+    for node in nodes:  # of one that is gone its neighbours have lost one link, it has lost both
+        rates = [rate for each in found if each["node"] == node for rate in each.get("links", {}).values()]
+        faults += [(node, "link", "it reaches none of its neighbours")] if rates and not any(rates) else []
+    faults += _slow(found, name="tflops", what="matmul TFLOP/s", min_share=MIN_MATMUL_SHARE)
+    faults += _slow(found, name="link", what="GB/s between nodes", min_share=MIN_LINK_SHARE)
     bad: dict[str, list[str]] = {}
     warnings = []
     for kind in dict.fromkeys(kind for _, kind, _ in faults):
@@ -427,12 +382,6 @@ def judge(found: Sequence[Figures]) -> tuple[dict[str, list[str]], list[str]]:
             for node, text in same:
                 bad.setdefault(node, []).append(text)
     return bad, warnings
-
-
-def _cut_off(found: Sequence[Figures], nodes: Sequence[str]) -> list[str]:
-    """Of a node that is gone its neighbours have lost one link, it has lost both."""
-    best = {node: [rate for each in found if each["node"] == node for rate in each.get("links", {}).values()] for node in nodes}
-    return [node for node, rates in best.items() if rates and not any(rates)]
 
 
 def _slow(found: Sequence[Figures], *, name: str, what: str, min_share: float) -> list[tuple[str, str, str]]:

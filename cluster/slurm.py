@@ -114,11 +114,8 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
     job, array and start this may be, is not the new job's business, and neither is where this one's code is."""
     ours = {*environment.get("JOB_SETTINGS", "").split(), "JOB_SETTINGS", "JOB_SETTINGS_GIVEN", "PYTHONPATH", "PYTHONSAFEPATH"}
     ours -= set(environment.get("JOB_SETTINGS_GIVEN", "").split())
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ours and (not name.startswith("SLURM_") or name in KEPT_OF_SLURM)
-    }
+    ours |= {name for name in environment if name.startswith("SLURM_")} - {*KEPT_OF_SLURM}
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def read_submission(words: Sequence[str]) -> Submission:

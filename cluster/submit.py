@@ -54,11 +54,8 @@ def examine(submission: Submission) -> Order:
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
         raise SettingsError(f"{script}: put it into cluster/, which is kept with the code")
-    wait = next((word for word in submission.options if word in ("-W", "--wait")), None)
-    if wait:
-        raise SettingsError(
-            f"{wait}: a job that starts again ends many times; look at it with squeue, or let others wait: --dependency=afterok:JOB"
-        )
+    if {"-W", "--wait"} & set(submission.options):
+        raise SettingsError("--wait: a job that starts again ends many times; squeue, or let others wait: --dependency=afterok:JOB")
     if submission.arguments[0].startswith("-") and script.name != "data_prep.slurm":
         raise SettingsError(f"{submission.arguments[0]}: sbatch's options stand before the script")
     check = _CHECKS.get(script.name)
@@ -67,10 +64,10 @@ def examine(submission: Submission) -> Order:
 
 def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
+    work = Work(kind, config, tuple(words))
     if submission.option("--array", "-a") is not None:
         raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
     refuse_options(words)
-    work = Work(kind, config, tuple(words))
     work.check()
     if work.is_finished():
         raise NothingLeft(f"{work.writes}: finished before; name another run_dir to do it anew")
