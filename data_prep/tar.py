@@ -57,7 +57,7 @@ def members(
     """The regular files of the tar at `start` of `path`, in file order.
 
     With `ignore_zeros` also those behind its end mark, where another tar was appended with cat; without it, `goes_on` is called
-    with the place of what stands there.
+    with the place of what follows it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -95,7 +95,7 @@ def walk(
         if kind in _REGULAR and size is not None:
             num_bytes = size
         elif kind == _FOLDER:
-            num_bytes = 0  # whatever it says: POSIX lets it tell the room set aside, and no data follows
+            num_bytes = 0  # whatever the header gives: in POSIX it is the room set aside, and no data follows
         data = offset + BLOCK
         if end is not None and data + num_bytes > end:
             raise TarError(f"is cut: the member at byte {here:,} needs {num_bytes:,} bytes")
@@ -122,7 +122,7 @@ def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_checked(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """The data of a member, if a header for just that many bytes still stands before it."""
+    """The data of a member, if a header for just that many bytes still comes before it."""
     block_and_data = read_member(descriptor, offset - BLOCK, BLOCK + num_bytes)
     _, size = _checked(block_and_data[:BLOCK], offset - BLOCK)
     if size != num_bytes or len(block_and_data) != BLOCK + num_bytes:
@@ -222,7 +222,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax(body: bytes, name: str | None, size: int | None, *, place: int) -> tuple[str | None, int | None]:
-    """`name` and `size` as the pax records of `body` change them; an empty value takes back what was said before."""
+    """`name` and `size` as the pax records of `body` change them; an empty value cancels an earlier one."""
     at = 0
     while at < len(body) and body[at] != 0:
         match = _PAX_RECORD.match(body, at)

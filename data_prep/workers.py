@@ -4,7 +4,7 @@ thread of this process, which spares small builds the start of another one.
 Without the watch below, workers of a builder that is killed would finish what is queued, into the files of the builder that
 takes its place, and then wait for ever.
 
-No lock and no queue is shared with a worker, for whoever dies with one in its hands holds up all others for ever (issue 17: a build
+No lock and no queue is shared with a worker, for one that dies while it holds either blocks all others for ever (issue 17: a build
 whose worker was killed inside the counter's lock): each has a pipe of its own to a thread of this process, and a slot of its own to
 count in.
 """
@@ -33,7 +33,7 @@ _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
 """Imported once, by the process that workers are forked from."""
 _one_at_a_time = threading.Lock()
-"""Starts and burials: each asks after all children, whose exit codes can be read once."""
+"""Starts and joins: each polls all children, whose exit codes can be read once."""
 
 
 class Tally:
@@ -43,7 +43,7 @@ class Tally:
 
     def __init__(self, slots: MutableSequence[int]):
         self._slots = slots
-        """One for each worker, which nobody else writes while it lives."""
+        """One for each worker, which alone writes it."""
         self._taken = 0
 
     def taken(self) -> int:
@@ -148,7 +148,7 @@ class _Processes(Pool):
             for worker in self._workers:
                 worker.dismiss()
             for worker in self._workers:
-                worker.bury()
+                worker.join()
 
 
 class _Worker:
@@ -184,7 +184,7 @@ class _Worker:
             self._pipe.close()
             self._pipe = None
 
-    def bury(self) -> int:
+    def join(self) -> int:
         """Waits until the process has ended; returns its exit code."""
         if self._process is None:
             return 0
@@ -204,7 +204,7 @@ class _Worker:
     def _fate(self) -> tuple[str, str]:
         """What the process has died of, and what may help."""
         self.dismiss()
-        code = self.bury()
+        code = self.join()
         assert self._process is not None
         who = f"worker {self._process.pid}"
         if code == -signal.SIGKILL:
@@ -212,7 +212,7 @@ class _Worker:
         if code < 0:
             how = f"{who} died of signal {-code} ({signal.strsignal(-code)}), most likely a library's crash"
             return how, "leave out what it was at, or mend the installation"
-        return f"{who} ended with exit code {code}", "read what it said"
+        return f"{who} ended with exit code {code}", "read its output above"
 
 
 def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, ignores_interrupts: bool) -> None:

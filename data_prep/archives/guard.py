@@ -15,7 +15,7 @@ from data_prep.settings import UserError
 
 _CHUNK_BYTES = 1 << 20
 OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
-"""Errors that say nothing of the archive: the same command may succeed later."""
+"""Errors of the machine, not of the archive: the same command may succeed later."""
 
 
 class SourceError(UserError):

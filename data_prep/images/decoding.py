@@ -75,8 +75,6 @@ class Picture:
 def read_picture(data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS) -> Picture:
     """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter side will be resized;
     `max_pixels` is the budget of what is decoded then."""
-    if not data:
-        raise Rejection("empty", "zero bytes")
     frame = plain_frame(data)
     if frame is not None:
         plain = _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=1)
@@ -88,8 +86,6 @@ def read_picture(data: bytes, *, smallest_side: int | None = None, max_pixels: i
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Width and height as the header says; nothing is decoded. Raises `Rejection`."""
-    if not data:
-        raise Rejection("empty", "zero bytes")
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
@@ -166,6 +162,8 @@ def _without_text(data: bytes) -> bytes:
 
 
 def _open(data: bytes) -> Image.Image:
+    if not data:
+        raise Rejection("empty", "zero bytes")
     with rejecting("not_an_image"):
         if data[:2] == b"\xff\xd8":
             return JpegImageFile(io.BytesIO(data))  # never an MPO: a good picture with a bad index of further ones is good

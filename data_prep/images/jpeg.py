@@ -7,7 +7,7 @@ flipped 174 (9), of 800 that were cut all (all); of 4,800 with harmless changes 
 
 Damage, whose detail is the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or
 in the wrong place, bytes that belong to nothing within or after entropy-coded data. Harmless: such bytes between the segments of
-the header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder speaks of its first warning
+the header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder reports its first warning
 alone, so a JPEG with a harmless one is decoded again without its cause. Of the few whose subsampling TurboJPEG does not know, and
 Pillow decodes, only the markers are checked.
 
@@ -75,7 +75,7 @@ def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
-    """Whether `data` was a plain JPEG of exactly that size, and now stands in `out_HW3`; if not, go the long way."""
+    """Whether `data` was a plain JPEG of exactly that size, and is now decoded in `out_HW3`; if not, go the long way."""
     frame = plain_frame(data)
     height, width, _ = out_HW3.shape
     if frame is None or frame[:2] != (width, height):
@@ -108,7 +108,7 @@ def plain_frame(data: bytes) -> Frame | None:
 
 
 def check_markers(data: bytes) -> None:
-    """For what another decoder takes without a word: the markers up to the end are those that may stand there."""
+    """For what another decoder accepts silently: the markers up to the end are those that may be there."""
     num_restarts, is_scan = 0, False
     for marker, _, _ in _segments(data):
         if marker == _END_OF_IMAGE:
@@ -141,7 +141,7 @@ def _decoded(data: bytes, num_channels: int, *, is_tidied: bool = False, **optio
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:
-    """Whether the bytes before the end mark say nothing."""
+    """Whether the bytes before the end mark carry nothing."""
     end = next((start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data))
     return not data[:end].rstrip(b"\xff")[-num_bytes:].strip(b"\x00\xff")
 
@@ -157,7 +157,7 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
             segment[15] = 1 if num_channels == 3 else 2  # any other transform is taken for YCbCr, or for YCCK
         if marker == _START_OF_SCAN:
             if any(part[1] == 0xC0 or part[1] == 0xC1 for part in parts):
-                segment[-3:] = b"\x00\x3f\x00"  # all that a sequential scan may say; some encoders write zeros
+                segment[-3:] = b"\x00\x3f\x00"  # all that a sequential scan may have; some encoders write zeros
             return b"".join([*parts, segment, data[end:]])
         if marker not in _METADATA:
             parts.append(bytes(segment))

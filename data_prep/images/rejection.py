@@ -44,7 +44,7 @@ def rejecting(reason: Reason) -> Iterator[None]:
     try:
         yield
     except (Rejection, MemoryError):
-        raise  # running out of memory says something of this machine, nothing of the picture
+        raise  # running out of memory is a matter of this machine, not of the picture
     except Image.DecompressionBombError as error:
         raise Rejection("too_many_pixels", _words(error)) from None
     except Exception as error:  # noqa: BLE001

@@ -53,7 +53,7 @@ def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
             raise MemoryError(error.err) from None
         raise
     if pixels_HWC is None:
-        np.empty((*header.size, 16), np.uint8)  # a MemoryError, where that was the reason: libwebp does not say
+        np.empty((*header.size, 16), np.uint8)  # a MemoryError, where that was the reason: libwebp does not report it
     if pixels_HWC is None or pixels_HWC.shape[1::-1] != header.size:
         raise Rejection("damaged", "libwebp cannot decode it")
     mode = "RGBA" if pixels_HWC.shape[2] == 4 else "RGB"

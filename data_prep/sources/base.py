@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,8 @@ class Source(ABC):
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        self.path = Path(getattr(settings, "path", ""))
+        """Of the archive, where it has one."""
 
     def describe(self) -> dict[str, Any]:
         """What goes into the manifest: the kind and whatever decides the content, but no path of this machine."""

@@ -1,7 +1,6 @@
 """A folder of classes, with or without split folders above the classes; a class may have folders of its own."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -29,24 +28,20 @@ class FolderSettings(Settings):
 class FolderSource(Source):
     settings: FolderSettings
 
-    def __init__(self, settings: FolderSettings):
-        super().__init__(settings)
-        self.root = Path(settings.path)
-
     def outline(self) -> Outline:
-        if not self.root.is_dir():
-            raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds the classes")
-        top = only_folders(self.root, of="class")
+        if not self.path.is_dir():
+            raise SourceError(f"source.path: {self.path} is not a directory; give the folder that holds the classes")
+        top = only_folders(self.path, of="class")
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
             raise SourceError(
-                f"source.path: {self.root} holds {'/ and '.join(splits)}/, so it has split folders, but also {others[0]}/, which "
+                f"source.path: {self.path} holds {'/ and '.join(splits)}/, so it has split folders, but also {others[0]}/, which "
                 f"is none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
             )
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
-        names = {split: only_folders(self.root / prefix, of="class") for split, prefix in prefixes.items()}
-        empty = [self.root / prefixes[split] for split, found in names.items() if not found]
+        names = {split: only_folders(self.path / prefix, of="class") for split, prefix in prefixes.items()}
+        empty = [self.path / prefixes[split] for split, found in names.items() if not found]
         if empty:
             raise SourceError(
                 f"source.path: {empty[0]} holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
@@ -62,7 +57,7 @@ class FolderSource(Source):
 
     def entries(self, container: Container) -> Entries:
         assert container.label is not None
-        return Entries.of(list_files(self.root / container.path), label=container.label)
+        return Entries.of(list_files(self.path / container.path), label=container.label)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         arrangement = by_container(inventory)
@@ -76,7 +71,7 @@ class FolderSource(Source):
         return move_to_val(inventory, arrangement, count=count, seed=self.settings.seed)
 
     def read(self, entry: Entry) -> bytes:
-        return read_file(self.root, entry)
+        return read_file(self.path, entry)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return changed_in_folder(self.root, container, listed)
+        return changed_in_folder(self.path, container, listed)

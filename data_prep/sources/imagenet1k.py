@@ -53,11 +53,7 @@ class ImageNet1kSettings(Settings):
 
 class ImageNet1kSource(SynsetSource):
     settings: ImageNet1kSettings
-
-    def __init__(self, settings: ImageNet1kSettings):
-        super().__init__(settings)
-        self.root = Path(settings.path)
-        self._val_labels: tuple[int, ...] = ()
+    _val_labels: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         described = self.settings.model_dump(mode="json", exclude={"path", "md5", "real"})
@@ -66,8 +62,8 @@ class ImageNet1kSource(SynsetSource):
         return described
 
     def outline(self) -> Outline:
-        if not self.root.is_dir():
-            raise SourceError(f"source.path: {self.root} is not a directory; give the folder that holds {TRAIN_TAR}")
+        if not self.path.is_dir():
+            raise SourceError(f"source.path: {self.path} is not a directory; give the folder that holds {TRAIN_TAR}")
         classes: tuple[str, ...] | None = None
         containers: list[Container] = []
         kit_path = self._present(f"{DEVKIT}.tar.gz", DEVKIT)

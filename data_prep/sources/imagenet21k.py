@@ -5,7 +5,6 @@ The published processing takes whatever 50 files a directory lists first. Here t
 own files alone; the manifest says the seed, and `val-*.paths` names the files.
 """
 
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -44,21 +43,14 @@ class ImageNet21kSettings(Settings):
 class ImageNet21kSource(SynsetSource):
     settings: ImageNet21kSettings
 
-    def __init__(self, settings: ImageNet21kSettings):
-        super().__init__(settings)
-        path = Path(settings.path)
-        self.root, self.place = (path.parent, path.name) if path.is_file() else (path, "")
-
     def describe(self) -> dict[str, Any]:
         excluded = {"path"} if self.settings.processing == "ridnik" else {"path", "min_images", "val_per_class", "seed"}
         return self.settings.model_dump(mode="json", exclude=excluded)
 
     def outline(self) -> Outline:
-        if not (self.root / self.place).exists():
-            raise SourceError(
-                f"source.path: no {self.settings.path}; give the whole tar, the folder of synset tars, or of synset folders"
-            )
-        synsets = find_synsets(self.root, self.place, split="train")
+        if not self.path.exists():
+            raise SourceError(f"source.path: no {self.path}; give the whole tar, the folder of synset tars, or of synset folders")
+        synsets = find_synsets(self.root, "" if self.path == self.root else self.path.name, split="train")
         classes = tuple(sorted(synsets))
         return Outline(classes=classes, containers=tuple(labelled(synsets, classes)))
 

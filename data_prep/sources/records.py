@@ -38,10 +38,6 @@ class Records:
 
 
 class RecordSource(Source):
-    def __init__(self, settings: Any):
-        super().__init__(settings)
-        self.path = Path(settings.path)
-
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
         """All the files that the archive consists of."""

@@ -59,7 +59,6 @@ class Stl10Source(Source):
 
     def __init__(self, settings: Stl10Settings):
         super().__init__(settings)
-        self.path = Path(settings.path)
         self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
         self.needed = (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from data_prep.archives.files import changed_in_folder, list_files, read_file, refuse_loose, sort_out
 from data_prep.archives.guard import SourceError, changed_since, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry
+from data_prep.settings import Settings
 from data_prep.sources.base import Source
 from data_prep.tar import Member, TarError, members, read_checked
 
@@ -24,7 +25,9 @@ _GZIP_MAGIC = b"\x1f\x8b"
 class SynsetSource(Source):
     """Each container is a folder, a tar, or a tar in a tar, below `root`."""
 
-    root: Path
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.root = self.path.parent if self.path.is_file() else self.path
 
     def entries(self, container: Container) -> Entries:
         assert container.label is not None

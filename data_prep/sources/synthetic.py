@@ -23,11 +23,10 @@ from pydantic import Field
 
 from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Outline
-from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings
 from data_prep.sources.folder import FolderSettings, FolderSource
-from data_prep.workers import worker_pool
+from data_prep.workers import Tally, sweep
 
 JPEG_QUALITY = 90
 BEGUN_NAME, COMPLETE_NAME = "begun.json", "complete.json"
@@ -95,46 +94,42 @@ class SyntheticSource(FolderSource):
         return self.drawn.model_dump(mode="json", exclude={"images_dir"})
 
     def outline(self) -> Outline:
-        with sole_writer(self.root, wait=True):
+        with sole_writer(self.path, wait=True):
             self._write_images()
         return super().outline()
 
     def _write_images(self) -> None:
-        begun, complete = self.root / BEGUN_NAME, self.root / COMPLETE_NAME
-        strangers = {path.name for path in self.root.iterdir()} - {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
+        begun, complete = self.path / BEGUN_NAME, self.path / COMPLETE_NAME
+        strangers = {path.name for path in self.path.iterdir()} - {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
         if strangers and not begun.exists():
             raise SourceError(
-                f"source.images_dir: {self.root} holds {min(strangers)}, and no pictures of this tool; name another directory"
+                f"source.images_dir: {self.path} holds {min(strangers)}, and no pictures of this tool; name another directory"
             )
         for path in (begun, complete):
             if path.exists() and json.loads(path.read_text()) != self.describe():
-                raise SourceError(f"source.images_dir: {self.root} holds pictures of other settings; remove it or name another")
+                raise SourceError(f"source.images_dir: {self.path} holds pictures of other settings; remove it or name another")
         if complete.exists():
             return
         write_json(begun, self.describe())
         looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
-        with (
-            worker_pool(self.num_workers) as pool,
-            progress("drawing pictures", total=sum(count for _, _, count in jobs), unit="images") as line,
-        ):
-            for count in pool.map(self._write_class, *zip(*jobs, strict=True)):
-                line.advance(count)
+        how: dict[str, Any] = {"title": "drawing pictures", "unit": "images", "jobs_are": "folders"}
+        list(sweep(self._write_class, jobs, total=sum(job[2] for job in jobs), num_workers=self.num_workers, **how))
         write_json(complete, self.describe())
 
-    def _write_class(self, look: Look, split: str, count: int) -> int:
-        folder = self.root / split / look.name
-        if folder.exists():
-            return count
-        temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for number in range(count):
-            data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
-            (temporary / f"{number:06d}.jpg").write_bytes(data)
-        temporary.rename(folder)
-        return count
+    def _write_class(self, job: tuple[Look, str, int]) -> None:
+        look, split, count = job
+        folder = self.path / split / look.name
+        if not folder.exists():
+            temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for number in range(count):
+                data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
+                (temporary / f"{number:06d}.jpg").write_bytes(data)
+            temporary.rename(folder)
+        Tally.add(count)
 
 
 # ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance --------------------

@@ -10,7 +10,6 @@ picture, a class folder that wnids.txt does not name: each is an error, so that 
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 from data_prep.archives.files import changed_in_folder, read_file
@@ -37,10 +36,6 @@ class TinyImageNetSettings(Settings):
 
 class TinyImageNetSource(Source):
     settings: TinyImageNetSettings
-
-    def __init__(self, settings: TinyImageNetSettings):
-        super().__init__(settings)
-        self.path = Path(settings.path)
 
     def outline(self) -> Outline:
         stamp, tree = self._stamp, self._tree()

@@ -7,6 +7,8 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from data_prep.images import ImageSpec, Rejection, convert, decode, decode_square, encode_ppm, resize
+from data_prep.images import ImageSpec, Rejection, channels, convert, decode, decode_square, encode_ppm, resize
+from data_prep.images.channels import ChannelSums
+from data_prep.images.quiet import without_warnings
 from tests.data_prep.samples import encoded, picture, png_chunk, webp, write_files
 
 Pixels = NDArray[np.uint8]
@@ -298,3 +302,56 @@ def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> Non
     assert len(outcomes) == 30
     for first in (0, 10, 20):
         assert set(outcomes[first : first + 10]) == {"MemoryError", "a picture"}, outcomes
+
+
+# ---- statistics -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "num_pictures"), [(16, 3), (16, 40), (70, 2)])  # the latter two fill more than one strip
+def test_the_sums_are_those_of_all_pixels_in_any_order(monkeypatch: pytest.MonkeyPatch, size: int, num_pictures: int) -> None:
+    monkeypatch.setattr(channels, "STRIP_PIXELS", 1 << 12)
+    pixels = np.random.default_rng(size).integers(0, 256, (num_pictures, size, size, 3), dtype=np.uint8)
+    pixels[0] = 255
+    forward, backward = ChannelSums(), ChannelSums()
+    for number in range(num_pictures):
+        forward.add(Image.fromarray(pixels[number]))
+        backward.add(Image.fromarray(pixels[-1 - number]))
+    as_integers = pixels.reshape(-1, 3).astype(object)  # Python's own integers: they cannot overflow
+    for found in (forward, backward):
+        sums, square_sums = (tuple(numbers.sum(axis=0)) for numbers in (as_integers, as_integers**2))
+        assert found.totals == (sums, square_sums, num_pictures * size * size)
+
+
+def test_reading_the_sums_does_not_end_the_counting_and_pictures_of_another_size_may_follow() -> None:
+    sums = ChannelSums()
+    assert sums.totals == ((0, 0, 0), (0, 0, 0), 0)
+    num_pixels = 0
+    for size in (8, 16, 8):
+        sums.add(Image.new("RGB", (size, size), (1, 0, 255)))
+        num_pixels += size * size
+        assert sums.totals == ((num_pixels, 0, 255 * num_pixels), (num_pixels, 0, 255 * 255 * num_pixels), num_pixels)
+
+
+# ---- warnings ---------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_blocks_of_two_threads_leave_the_filters_as_they_were() -> None:
+    before = list(warnings.filters)
+    entered, leave = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with without_warnings():
+            entered.set()
+            leave.wait(10)
+            warnings.warn("held back", stacklevel=1)
+
+    thread = threading.Thread(target=second)
+    with without_warnings():
+        thread.start()
+        assert entered.wait(10)
+    warnings.warn("held back, too: the other thread is inside", stacklevel=1)
+    leave.set()
+    thread.join()
+    assert list(warnings.filters) == before
+    with pytest.warns(UserWarning, match="heard"):
+        warnings.warn("heard", stacklevel=1)

@@ -48,12 +48,9 @@ def worst_contents(side: int) -> Iterator[Pixels]:
 
 def differences(data: bytes, *, size: int, crop: str) -> Pixels:
     """What a draft changes of the written picture."""
-
-    def pixels(draft: bool) -> Pixels:
-        spec = ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft})
-        return np.asarray(convert(data, spec).pixels, np.int64)
-
-    return np.abs(pixels(draft=True) - pixels(draft=False))
+    specs = [ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft}) for draft in (True, False)]
+    drafted, full = (np.asarray(convert(data, spec).pixels, np.int64) for spec in specs)
+    return np.abs(drafted - full)
 
 
 SIDES = [(64, 256), (64, 300), (32, 200), (32, 511), (16, 256), (16, 300), (16, 768), (16, 1000)]

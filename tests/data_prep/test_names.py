@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from data_prep.manifest import load_manifest, load_paths
+from data_prep.manifest import load_manifest
 from data_prep.settings import UserError, printable
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, picture, tar_of, write_classes, write_files
 from tests.data_prep.sources.layouts import SYNSETS
-from tests.data_prep.stock import index, read, rejects
+from tests.data_prep.stock import index, paths, read, rejects
 
 CAFE, NAIVE, BAD = (os.fsdecode(name) for name in (b"caf\xe9", b"na\xefve.jpg", b"b\xe4d.jpg"))
 CUT = ("max_reject_share=0.5", "samples_per_shard=3", "encoding=keep")
@@ -25,11 +25,6 @@ def had_back(spelled: str) -> str:
     """The name of the file, by the rule in words: \\xe9 is the byte e9."""
     data = re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), spelled.encode())
     return os.fsdecode(data)
-
-
-def paths_of(dataset: Path) -> list[str]:
-    shards = [shard for split in load_manifest(dataset).splits.values() for shard in split.shards]
-    return [path for shard in shards for path in load_paths(dataset, shard)]
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def test_classes_pictures_and_rejects_of_a_build_and_of_its_tasks(
     assert build(source, out, *CUT) == 0
     assert load_manifest(out).classes == ("ant", "caf\\x5cxe9", "café", "caf\\xe9")
     assert load_manifest(out).splits["train"].class_counts == (2, 1, 1, 4)
-    spelled = [*paths_of(out), *rejects(out)]
+    spelled = [*paths(out), *rejects(out)]
     assert sorted(map(had_back, spelled)) == sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     assert "caf\\xe9/b\\xe4d.jpg" in rejects(out)
     for words in (["verify", str(out)], ["stats", str(out)]):
@@ -79,7 +74,7 @@ def test_lists_of_classes_and_of_exclusions_find_them(tmp_path: Path, source: Pa
     assert main(["dedup", str(tmp_path / "doubled"), "--workers", "1", "--near", "0", "--out", str(list_file)]) == 0
     assert len(list_file.read_text().splitlines()) == 1
     assert build(source, tmp_path / "single", *CUT, f"exclude=[{list_file}]") == 0
-    doubled, single = paths_of(tmp_path / "doubled"), paths_of(tmp_path / "single")
+    doubled, single = paths(tmp_path / "doubled"), paths(tmp_path / "single")
     assert {had_back(path) for path in set(doubled) - set(single)} < {f"ant/{NAIVE}", f"{CAFE}/{NAIVE}"}
     assert len(single) == len(doubled) - 1
 
@@ -90,14 +85,14 @@ def test_members_of_tars(tmp_path: Path, kind: int) -> None:
     synsets = write_files(tmp_path / "synsets", {f"{SYNSETS[0]}.tar": tar_of(files, kind=kind)})
     words = [f"source.path={synsets}", "source.processing=raw", "image_size=16", "num_workers=1", *CUT]
     assert main(["build", "--source", "imagenet21k", "--out", str(tmp_path / "built"), *words]) == 0
-    found = [*paths_of(tmp_path / "built"), *rejects(tmp_path / "built")]
+    found = [*paths(tmp_path / "built"), *rejects(tmp_path / "built")]
     assert {had_back(path) for path in found} == {f"{SYNSETS[0]}.tar/{name}" for name in files}
 
     stock = {name.replace(".jpg", ending): data for name, data in files.items() for ending in (".jpg", ".cls")}
     stock = {name: b"0" if name.endswith("cls") else data for name, data in stock.items()}
     (tmp_path / "stock.tar").write_bytes(tar_of(stock, kind=kind))
     assert index(tmp_path / "indexed", tmp_path / "stock.tar", "max_reject_share=0.5") == 0
-    found = [*paths_of(tmp_path / "indexed"), *rejects(tmp_path / "indexed")]
+    found = [*paths(tmp_path / "indexed"), *rejects(tmp_path / "indexed")]
     assert {had_back(path) for path in found} == {f"stock.tar/{name.removesuffix('.jpg')}" for name in files}
 
 

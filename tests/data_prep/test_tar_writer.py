@@ -14,10 +14,6 @@ from tests.data_prep.samples import tar_of
 Members = list[tuple[str, bytes]]
 
 
-def by_tarfile(members: Members) -> bytes:
-    return tar_of(members, kind=tarfile.USTAR_FORMAT)
-
-
 def by_us(members: Members) -> tuple[bytes, TarWriter, list[int]]:
     buffer = io.BytesIO()
     writer = TarWriter(buffer)
@@ -45,7 +41,7 @@ NAMES = [
 def test_one_member_is_as_tarfile_writes_it(name: str) -> None:
     for num_bytes in (0, 1, 511, 512, 513, 10_000):
         members = [(name, bytes(range(256)) * (num_bytes // 256) + b"x" * (num_bytes % 256))]
-        assert by_us(members)[0] == by_tarfile(members)
+        assert by_us(members)[0] == tar_of(members, kind=tarfile.USTAR_FORMAT)
 
 
 def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +56,7 @@ def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(m
                 name = "/".join("x" * int(generator.integers(1, 45)) for _ in range(depth)) + f"-{number}"
                 members.append((name, generator.bytes(int(generator.integers(0, 3000)))))
             written, writer, offsets = by_us(members)
-            assert written == by_tarfile(members)
+            assert written == tar_of(members, kind=tarfile.USTAR_FORMAT)
             assert writer.sha256 == hashlib.sha256(written).hexdigest()
             assert writer.num_bytes == len(written)
             assert [written[at : at + len(data)] for at, (_, data) in zip(offsets, members, strict=True)] == [

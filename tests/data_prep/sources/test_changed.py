@@ -34,9 +34,9 @@ CASES: dict[str, Case] = {
     "tiny folder": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE), "val/images/val_3.JPEG"),
     "mnist": ("mnist", lambda root: write_files(root, test_mnist.files()), "t10k-labels-idx1-ubyte.gz"),
     "cifar": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True), "data_batch_3"),
-    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=False), ""),
+    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False), ""),
     "cifar.tar.gz": ("cifar", lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"), ""),
-    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=True), "fold_indices.txt"),
+    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True), "fold_indices.txt"),
 }
 WORDS = {"imagenet21k": ["source.processing=raw"], "tinyimagenet": [], "folder": []}
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from data_prep.archives.files import sort_out
-from data_prep.cli import main
 from data_prep.manifest import Manifest, load_manifest, load_paths
 from data_prep.sources import SourceError
 from data_prep.sources.synsets import find_synsets
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import tar_of, write_files
+from tests.data_prep.sources import layouts
 from tests.data_prep.sources.layouts import (
     SYNSETS,
     jpeg,
@@ -31,8 +31,8 @@ COUNTS = dict(zip(SYNSETS, (9, 3, 7), strict=True))
 
 
 def build(path: Path, out: Path, *overrides: str) -> int:
-    words = [f"source.path={path}", "image_size=16", "num_workers=1", "samples_per_shard=6", "name=in21k", *overrides]
-    return main(["build", "--source", "imagenet21k", "--out", str(out), *words])
+    words = ["image_size=16", "samples_per_shard=6", "name=in21k", *overrides]
+    return layouts.build("imagenet21k", out, f"source.path={path}", *words)
 
 
 def ridnik(path: Path, out: Path, *overrides: str) -> Manifest:

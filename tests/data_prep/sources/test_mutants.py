@@ -21,20 +21,16 @@ def pickles(root: Path) -> Path:
     return folder
 
 
-def small_zip(root: Path) -> Path:
-    found = {name: data if not name.endswith(".JPEG") else data[:40] for name, data in test_tinyimagenet.WHOLE.items()}
-    return test_tinyimagenet.place(root, found, unpacked=False)
-
-
+SMALL = {name: data[:40] if name.endswith(".JPEG") else data for name, data in test_tinyimagenet.WHOLE.items()}
 CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "mnist": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files(compressed=False))),
     "mnist.gz": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files())),
     "cifar": ("cifar", pickles),
     "cifar-10-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python")),
     "cifar-100-binary.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-100-binary")),
-    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=True)),
-    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.files(), unpacked=False)),
-    "tiny.zip": ("tinyimagenet", small_zip),
+    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True)),
+    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False)),
+    "tiny.zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, SMALL, unpacked=False)),
 }
 
 

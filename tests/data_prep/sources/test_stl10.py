@@ -27,8 +27,7 @@ FOLDS = [[fold, (fold + 5) % 12] for fold in range(10)]
 
 def stored(picture_HWC: Pixels) -> bytes:
     """Red, green, blue; of each the columns from left to right; of each column the rows from top to bottom."""
-    height, width, _ = picture_HWC.shape
-    return bytes(picture_HWC[row, column, colour] for colour in range(3) for column in range(width) for row in range(height))
+    return b"".join(picture_HWC[:, column, colour].tobytes() for colour in range(3) for column in range(picture_HWC.shape[1]))
 
 
 def files() -> dict[str, bytes]:
@@ -39,9 +38,7 @@ def files() -> dict[str, bytes]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole() -> dict[str, bytes]:
-    return files()
+WHOLE = files()
 
 
 def place(tmp_path: Path, found: dict[str, bytes], *, unpacked: bool) -> Path:
@@ -55,8 +52,8 @@ def source_of(path: Path, **fields: object) -> Source:
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
-def test_a_build_holds_pictures_labels_and_folds_as_published(tmp_path: Path, whole: dict[str, bytes], unpacked: bool) -> None:
-    path, out = place(tmp_path, whole, unpacked=unpacked), tmp_path / "out"
+def test_a_build_holds_pictures_labels_and_folds_as_published(tmp_path: Path, unpacked: bool) -> None:
+    path, out = place(tmp_path, WHOLE, unpacked=unpacked), tmp_path / "out"
     assert build("stl10", out, f"source.path={path}", "source.md5=off", "image_size=96", "samples_per_shard=5") == 0
     manifest = load_manifest(out)
     assert manifest.classes == tuple(CLASSES)
@@ -75,15 +72,15 @@ def test_a_build_holds_pictures_labels_and_folds_as_published(tmp_path: Path, wh
     assert all(not manifest.splits[split].annotations for split in ("test", "unlabelled"))
 
 
-def test_the_unlabelled_pictures_can_be_left_out(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    found = {name: data for name, data in whole.items() if "unlabeled" not in name}
+def test_the_unlabelled_pictures_can_be_left_out(tmp_path: Path) -> None:
+    found = {name: data for name, data in WHOLE.items() if "unlabeled" not in name}
     path = place(tmp_path, found, unpacked=False)
     refused_in_one_line(source_of(path), r"lacks unlabeled_X\.bin; give stl10_binary\.tar\.gz as downloaded")
     assert {entry.container.split for entry in listed(source_of(path, unlabelled=False))} == {"train", "test"}
 
 
-def test_published_sums_are_asked_for(tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    archive, folder = (place(tmp_path, whole, unpacked=unpacked) for unpacked in (False, True))
+def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, folder = (place(tmp_path, WHOLE, unpacked=unpacked) for unpacked in (False, True))
     refused_in_one_line(source_of(archive, md5="published"), "published is 91f7769df0f17e558f3565bffb0c7dfb")
     refused_in_one_line(source_of(folder, md5="published"), "published is 918c2871b30a85fa023e0c44e0bee87f")
     monkeypatch.setattr(stl10, "STL10_ARCHIVE", hashlib.md5(archive.read_bytes()).hexdigest())
@@ -108,29 +105,27 @@ def test_published_sums_are_asked_for(tmp_path: Path, whole: dict[str, bytes], m
         ("fold_indices.txt", b"0 one\n" * 10, r"fold_indices\.txt is cut or damaged"),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(
-    tmp_path: Path, whole: dict[str, bytes], name: str, data: bytes | None, message: str
-) -> None:
-    found = {path: body for path, body in whole.items() if not path.endswith(f"/{name}")}
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
+    found = {path: body for path, body in WHOLE.items() if not path.endswith(f"/{name}")}
     found |= {f"stl10_binary/{name}": data} if data is not None else {}
     for unpacked in (False, True):
         refused_in_one_line(source_of(place(tmp_path, found, unpacked=unpacked)), message)
 
 
-def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    path = place(tmp_path, whole, unpacked=False)
+def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path) -> None:
+    path = place(tmp_path, WHOLE, unpacked=False)
     data = path.read_bytes()
     damaged = [data[:length] for length in range(0, len(data), len(data) // 11)]
     damaged += [data[:-4], data[:-1]]
     damaged += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data) // 2, len(data), len(data) // 7)]
-    damaged += [data[:-8] + struct.pack("<II", 1, len(tar_of(whole)))]
+    damaged += [data[:-8] + struct.pack("<II", 1, len(tar_of(WHOLE)))]
     for mutant in damaged:
         path.write_bytes(mutant)
         refused_in_one_line(source_of(path), r"stl10_binary\.tar\.gz")
 
 
-def test_an_archive_in_several_gzip_streams_or_with_padding_is_whole(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    plain = tar_of(whole)
+def test_an_archive_in_several_gzip_streams_or_with_padding_is_whole(tmp_path: Path) -> None:
+    plain = tar_of(WHOLE)
     half = len(plain) // 2
     pieces = gzip.compress(plain[:half]) + gzip.compress(plain[half:])
     for data in (pieces, gzip.compress(plain) + bytes(512)):

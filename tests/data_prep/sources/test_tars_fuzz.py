@@ -112,9 +112,5 @@ def test_noise_is_an_error_that_costs_no_memory(tmp_path: Path, salt: int) -> No
 
 def test_the_offsets_are_those_of_the_outer_file_even_in_noise(tmp_path: Path) -> None:
     path = written(tmp_path / "t.tar", bytes(range(256)) * 3 + VALID["ustar"])
-    expected = [Member(name, place + 768, size) for name, place, size in _alone(tmp_path / "u.tar")]
+    expected = [Member(name, place + 768, size) for name, place, size in by_tarfile(written(tmp_path / "u.tar", VALID["ustar"]))]
     assert list(members(path, start=768, num_bytes=len(VALID["ustar"]))) == expected
-
-
-def _alone(path: Path) -> list[Member]:
-    return by_tarfile(written(path, VALID["ustar"]))
