@@ -28,8 +28,10 @@ from pretrain.models.presets import preset, spec_of
 from pretrain.tracking.run_tags import git_commit
 
 IMAGE_SIZE, NUM_CLASSES = 64, 1000
-COLUMNS = ("model", "params", "multiply-adds", "latency", "of first", "images/s", "of first")
-PAPER_COLUMNS = ("paper: m.-adds", "latency", "images/s", "of first")
+COLUMNS = (
+    *("model", "params", "multiply-adds", "latency", "of first", "images/s", "of first"),
+    *("paper: m.-adds", "latency", "images/s", "of first"),
+)
 PAPER_NOTE = "paper: as printed, on an A5000."
 FORMATS = (".md", ".json")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -187,21 +189,20 @@ def title(conditions: Conditions, machine: str) -> str:
 
 
 def cells(row: Row, *, first: str) -> tuple[str, ...]:
-    printed = PRINTED.get(row.name)
-    ours = (
-        printed.label if printed else row.name,
+    printed = PRINTED[row.name]
+    return (
+        printed.label,
         f"{row.cost.num_parameters / 1e6:.2f} M",
         _giga(row.cost.multiply_adds / 1e9),
         f"{row.latency_ms:,.1f} ms",
         f"{row.times_the_latency:.3g} x",
         f"{row.images_per_s:,.0f}" if row.images_per_s >= 100 else f"{row.images_per_s:.3g}",
         f"{row.times_the_rate:.3g} x",
+        _giga(printed.giga_multiply_adds),
+        f"{printed.latency_ms:g} ms" if printed.latency_ms else "",
+        f"{printed.images_per_s:,}",
+        f"{printed.images_per_s / PRINTED[first].images_per_s:.3g} x",
     )
-    if printed is None:
-        return (*ours, *[""] * len(PAPER_COLUMNS))
-    share = f"{printed.images_per_s / PRINTED[first].images_per_s:.3g} x" if first in PRINTED else ""
-    latency = f"{printed.latency_ms:g} ms" if printed.latency_ms else ""
-    return (*ours, _giga(printed.giga_multiply_adds), latency, f"{printed.images_per_s:,}", share)
 
 
 def _giga(value: float) -> str:
@@ -211,7 +212,7 @@ def _giga(value: float) -> str:
 def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
     console.print(heading)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate((*COLUMNS, *PAPER_COLUMNS)):
+    for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row, first=rows[0].name))
@@ -231,9 +232,9 @@ def check_out(path: Path | None) -> None:
 
 def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) -> None:
     if path.suffix == ".md":
-        shown = rows_of((*COLUMNS, *PAPER_COLUMNS), [cells(row, first=rows[0].name) for row in rows])
+        shown = rows_of(COLUMNS, [cells(row, first=rows[0].name) for row in rows])
         write_atomic(path, f"{title(conditions, machine)}\n\n{shown}\n\n{PAPER_NOTE}\n".encode())
         return
     found: dict[str, Any] = {"machine": machine, "conditions": asdict(conditions), "image_size": IMAGE_SIZE}
-    found["models"] = [{**asdict(row), "paper": asdict(PRINTED[row.name]) if row.name in PRINTED else None} for row in rows]
+    found["models"] = [{**asdict(row), "paper": asdict(PRINTED[row.name])} for row in rows]
     write_json(path, found)

@@ -196,15 +196,10 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
 
 def _ancestors(run: Run, known: Mapping[str, Run]) -> tuple[Run, ...]:
     """What the weights come from, the nearest first; the group of several repetitions is no training of its own."""
-    found: list[Run] = []
-    seen = {run.key}
-    parent = known.get(run.parent_key)
-    while parent is not None and parent.key not in seen:
-        seen.add(parent.key)
-        if not parent.is_group:
-            found.append(parent)
-        parent = known.get(parent.parent_key)
-    return tuple(found)
+    chain = [run]
+    while (parent := known.get(chain[-1].parent_key)) is not None and parent not in chain:
+        chain.append(parent)
+    return tuple(each for each in chain[1:] if not each.is_group)
 
 
 def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:

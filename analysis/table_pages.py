@@ -90,11 +90,7 @@ def draw(tables: Sequence[Filled], path: Path) -> None:
             if row and not column:
                 cell.set_text_props(ha="left")
             elif row:
-                cell.set_text_props(color=COLOURS[_kind(table.lines[row - 1].cells[column - 1])])
+                mean, gap = table.lines[row - 1].cells[column - 1].mean, table.lines[row - 1].cells[column - 1].gap
+                kind = "not run" if mean is None else "ours" if gap is None else "better" if gap >= 0 else "worse"
+                cell.set_text_props(color=COLOURS[kind])
     figure.savefig(path, dpi=150)
-
-
-def _kind(cell: Cell) -> str:
-    if cell.mean is None:
-        return "not run"
-    return "ours" if cell.gap is None else "better" if cell.gap >= 0 else "worse"

@@ -32,8 +32,8 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Table
-from finetune.probe.grid import candidates_of
 from finetune.probe.heads import Candidate, judge, order_of, train_heads
+from finetune.probe.probe import candidates_of
 from finetune.probe.rows import Rows, Standard, filled_width
 from finetune.session import open_backbone
 from pretrain.checkpoints.card import ModelCard

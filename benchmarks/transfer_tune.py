@@ -13,7 +13,7 @@ from train_peers import ddp_step
 
 from finetune.session import start_accelerator
 from finetune.tune.config import TuneEngineSettings
-from finetune.tune.engine import AccelerateEngine
+from finetune.tune.tune import AccelerateEngine
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import OptimizerSettings
 from pretrain.engine.deepspeed import start_distributed

@@ -33,8 +33,7 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, validate
 from finetune.probe.config import ProbeSettings
-from finetune.tune import repeats
-from finetune.tune.config import TuneSettings
+from finetune.tune.config import TuneSettings, is_finished
 from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result, list_checkpoints
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -110,7 +109,7 @@ class Work:
         check_settings(Path(self.writes), settings)
         if finished_result(Path(self.writes)) is None:
             return False
-        return not isinstance(settings, TuneSettings) or repeats.is_finished(settings)  # seeds may have been added
+        return not isinstance(settings, TuneSettings) or is_finished(settings)  # seeds may have been added
 
     def check(self) -> None:
         """Raises `ValueError` for what can be told before it starts. Data that is not there yet is not looked at."""

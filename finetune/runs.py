@@ -13,11 +13,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import read_yaml
@@ -27,7 +28,7 @@ from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
-TASKS: tuple[Task, ...] = ("pretrain", "probe", "knn", "tune", "scratch", "evaluate")
+TASKS: tuple[Task, ...] = get_args(Task)
 SPREAD = ", deviation over repetitions"
 ACCURACIES = {
     r"(test_)?top1": "top-1",
@@ -60,15 +61,10 @@ class Run:
 
     @property
     def task(self) -> Task:
-        if "lrs" in self.settings:
-            return "probe"
-        if "neighbours" in self.settings:
-            return "knn"
-        if "split" in self.settings:
-            return "evaluate"
         if "init" in self.settings:
             return "tune" if self.settings["init"] == "pretrained" else "scratch"
-        return "pretrain"
+        signs: dict[str, Task] = {"lrs": "probe", "neighbours": "knn", "split": "evaluate"}
+        return next((task for sign, task in signs.items() if sign in self.settings), "pretrain")
 
     @property
     def is_group(self) -> bool:
@@ -120,8 +116,7 @@ class Run:
     @cached_property
     def model_name(self) -> str:
         """Such as B-4/Wi-256, or `pixels` for the linear baseline. What a training is of, and what all others look at."""
-        is_of_others = self.task in ("probe", "knn", "evaluate") or self.is_group
-        source = self.pretrained if is_of_others else self.directory
+        source = self.pretrained if self.is_group or self.task in ("probe", "knn", "evaluate") else self.directory
         if source is None:
             return "pixels"
         card = None if "model" in self.tags else _card_of(source)
@@ -162,13 +157,9 @@ class Run:
     @property
     def accuracies(self) -> dict[str, float]:
         """By their words: {"top-1": 0.75, "top-1, k = 20": 0.6}."""
-        found = {}
-        for key, value in self.result.items():
-            name = key.rsplit("/", 1)[-1]
-            for pattern, words in ACCURACIES.items():
-                if isinstance(value, int | float) and not isinstance(value, bool) and re.fullmatch(pattern, name):
-                    found[re.sub(pattern, words, name)] = float(value)
-        return found
+        figures = {key.rsplit("/", 1)[-1]: value for key, value in self.result.items() if isinstance(value, int | float)}
+        found = ((name, pattern) for name in figures for pattern in ACCURACIES if re.fullmatch(pattern, name))
+        return {re.sub(pattern, ACCURACIES[pattern], name): float(figures[name]) for name, pattern in found}
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric."""
@@ -176,8 +167,7 @@ class Run:
         return [event["step"] for event in events], [event["values"][metric] for event in events]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One accuracy of some weights."""
 
     task: str
@@ -194,7 +184,10 @@ def read_run(directory: Path) -> Run:
     """Raises where its settings cannot be read."""
     settings = read_yaml(directory / CONFIG_FILE)
     start = next(iter(_events(directory, limit=1)), {})
-    identity = _json(directory / "tracking" / "identity.json")
+    try:
+        identity = json.loads((directory / "tracking" / "identity.json").read_text())
+    except (OSError, ValueError):
+        identity = {}
     params = flatten(settings) | start.get("params", {})
     return Run(
         directory,
@@ -227,11 +220,11 @@ def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
 def run_of(checkpoint: Path) -> Run | None:
     """Whose weights these are: of RUN/checkpoints/step-N, RUN/NAME or RUN itself."""
     path = checkpoint.resolve()
-    place = next((each for each in (path, path.parent, path.parent.parent) if (each / CONFIG_FILE).is_file()), None)
-    try:
-        return read_run(place) if place is not None else None
-    except (ValueError, OSError):
-        return None
+    for place in (path, path.parent, path.parent.parent):
+        if (place / CONFIG_FILE).is_file():
+            with suppress(ValueError, OSError):
+                return read_run(place)
+    return None
 
 
 def results_of(checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]) -> list[Result]:
@@ -273,11 +266,3 @@ def _events(directory: Path, *, limit: int | None = None) -> list[dict[str, Any]
             return readable_events([line for line in islice(journal, limit) if line.endswith(b"\n")])
     except OSError:
         return []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

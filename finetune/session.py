@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,6 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
 
 
-class Session(NamedTuple):
-    device: torch.device
-    tracker: Tracker
-    """Of the first rank; those of the others do nothing."""
-
-
 @contextmanager
 def session(
     settings: ShortRunSettings,
@@ -59,7 +53,7 @@ def session(
     tracking: TrackingSettings | None = None,
     identity: str | None = None,
     begin: Callable[[], None] | None = None,
-) -> Iterator[Session]:
+) -> Iterator[tuple[torch.device, Tracker]]:
     """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named.
     `identity`: a hash of all that the ranks must have found alike, if that is more than the weights; `begin`: see `claim`."""
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
@@ -84,7 +78,7 @@ def session(
         with record as tracker:
             heartbeat.watch(stacks_dir(run_dir))
             try:
-                yield Session(device, tracker)
+                yield device, tracker
             except BaseException as error:
                 heartbeat.blame(error)  # at once, not after the end of the record, which takes its time
                 raise
@@ -101,10 +95,9 @@ def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float
             DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
-    if accelerator.num_processes != world.num_ranks:
-        raise RuntimeError(
-            f"accelerate sees {accelerator.num_processes} processes of {world.num_ranks}; unset ACCELERATE_* variables"
-        )
+    seen = accelerator.num_processes
+    if seen != world.num_ranks:
+        raise RuntimeError(f"accelerate sees {seen} processes of {world.num_ranks}; unset ACCELERATE_* variables")
     return accelerator
 
 
@@ -168,15 +161,10 @@ def open_backbone(
     if checkpoint is None:
         normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
         return Backbone(lambda images: images.flatten(1), image_size or manifest.image_size, normalisation)
-    card, model = checkpoint.card, load_model(checkpoint)
-    model.to(device).eval()
+    card, model = checkpoint.card, load_model(checkpoint).to(device).eval()
+    normalisation = Normalisation(card.channel_mean, card.channel_std)
     return Backbone(
-        lambda images: pooled_features(model, images),
-        card.image_size,
-        Normalisation(card.channel_mean, card.channel_std),
-        checkpoint,
-        model,
-        card.fed_interpolation,
+        lambda images: pooled_features(model, images), card.image_size, normalisation, checkpoint, model, card.fed_interpolation
     )
 
 
@@ -231,19 +219,15 @@ def recorded(
 def register(tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str) -> None:
     """Results of a task on a dataset stand as tags of the weights' version in the model registry, under the name of the run that
     made them (of one of several seeds with that of their group)."""
-    place = (checkpoint.run_dir or checkpoint.directory).absolute()
+    place, card = (checkpoint.run_dir or checkpoint.directory).absolute(), checkpoint.card
     is_repeat = (place.parent / CONFIG_FILE).is_file()
-    card = checkpoint.card
-    tags = {f"{name}/{_storable(target)}": f"{value:.4f}" for name, value in results.items()}
+    model = f"{place.parent.name}-{place.name}" if is_repeat else place.name
+    model, target = (re.sub(r"[^\w. -]", "-", name) for name in (model, target))  # as a store takes names of models and tags
+    tags = {f"{name}/{target}": f"{value:.4f}" for name, value in results.items()}
     tracker.version(
-        _storable(f"{place.parent.name}-{place.name}" if is_repeat else place.name),
+        model,
         checkpoint=checkpoint.directory,
         weights_sha256=checkpoint.sha256,
         parent_key=card.run_key,
         tags={"model": card.model.label, "trained_on": card.dataset} | tags,
     )
-
-
-def _storable(name: str) -> str:
-    """As a store takes names of models and tags."""
-    return re.sub(r"[^\w. -]", "-", name)

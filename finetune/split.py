@@ -42,11 +42,9 @@ def check_apart(
     for field, one, other in pairs:
         num_shared, tar = _shared_samples(directory, manifest, one, other)
         if num_shared:
-            raise DatasetError(
-                f"{field}: {num_shared:,} of the {manifest.splits[one].num_samples:,} samples of {one!r} are in {other!r} as well "
-                f"(in {tar}, for one), so its accuracy would mean nothing; choose splits that share none, or cut them with "
-                "data_prep subset"
-            )
+            share = f"{num_shared:,} of the {manifest.splits[one].num_samples:,} samples of {one!r} are in {other!r} as well"
+            why = f"(in {tar}, for one), so its accuracy would mean nothing"
+            raise DatasetError(f"{field}: {share} {why}; choose splits that share none, or cut them with data_prep subset")
 
 
 def _shared_samples(directory: Path | str, manifest: Manifest, one: str, other: str) -> tuple[int, str]:
@@ -71,11 +69,10 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
     number_of = {name: number for number, name in enumerate(card.classes)}
     if all(name in number_of for name in manifest.classes):
         return tuple(number_of[name] for name in manifest.classes)
-    if len(card.classes) != len(manifest.classes):
-        detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
-    else:
-        number = next(i for i, (a, b) in enumerate(zip(card.classes, manifest.classes, strict=True)) if a != b)
-        detail = f"class {number} is {card.classes[number]!r} against {manifest.classes[number]!r}"
+    detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
+    if len(card.classes) == len(manifest.classes):
+        pairs = enumerate(zip(card.classes, manifest.classes, strict=True))
+        detail = next(f"class {number} is {own!r} against {other!r}" for number, (own, other) in pairs if own != other)
     raise ValueError(f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it first")
 
 

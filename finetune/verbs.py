@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from data_prep.settings import Settings, dump
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -56,8 +55,4 @@ def warn_once(warning: str | None, world: World) -> None:
 def end_on_signals() -> None:
     """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, _interrupt)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+        signal.signal(number, signal.default_int_handler)

@@ -25,6 +25,7 @@ from tests.training import end_commands
 REPOSITORY = Path(__file__).parent.parent
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 STARTS = re.compile(

@@ -103,11 +103,4 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
 def recipe(augment: dict[str, Any]) -> str:
     """What such views are, in the words of the settings."""
     none: dict[str, Any] = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
-    shown = {name: value for name, value in augment.items() if value != none[name]}
-    return ", ".join(f"{name} {_short(value)}" for name, value in shown.items()) or "none"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_short(each) for each in value)}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{name} {value}" for name, value in augment.items() if value != none[name]) or "none"

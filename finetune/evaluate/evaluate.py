@@ -37,7 +37,6 @@ from pretrain.data.reader import ShardReader, reading
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
-Logits = Callable[[Tensor], Tensor]
 NUM_ANSWERS = 5
 
 
@@ -87,7 +86,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
 
 @torch.no_grad()
 def answer(
-    logits_of: Logits,
+    logits_of: Callable[[Tensor], Tensor],
     reader: ShardReader,
     augmentation: Augmentation,
     *,
@@ -175,8 +174,7 @@ def _pictures(
     if augmentation.device.type == "cuda":
         for batch in batches:
             there = replace(batch, images_BHWC=batch.images_BHWC.to(augmentation.device, non_blocking=True))
-            for place, view in enumerate(views):
-                yield batch, place, view_of(there, view, augmentation)
+            yield from ((batch, place, view_of(there, view, augmentation)) for place, view in enumerate(views))
         return
     ahead = deque[tuple[Batch, int, Future[Tensor]]]()
     with lone_threads(num_threads, pin=False) as pool:
@@ -186,5 +184,4 @@ def _pictures(
                 if len(ahead) > num_threads:
                     first, its_place, pictures = ahead.popleft()
                     yield first, its_place, pictures.result()
-        for first, its_place, pictures in ahead:
-            yield first, its_place, pictures.result()
+        yield from ((first, its_place, pictures.result()) for first, its_place, pictures in ahead)

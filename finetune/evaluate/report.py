@@ -16,7 +16,6 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,8 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     result |= {"seconds": seconds, "images_per_s": images_per_s, "views_per_s": images_per_s * len(settings.view_numbers)}
     scores = {name: value for name, value in result.items() if name.startswith("eval/")}
     tracker.metrics(scores, step=evaluation.card.step)
-    for moment in moments(answers):
-        tracker.metrics({"views/top1": moment.top1, "views/loss": moment.loss}, step=moment.num_views)
+    for num_views, top1, loss in moments(answers):
+        tracker.metrics({"views/top1": top1, "views/loss": loss}, step=num_views)
     for path in sorted(path for path in run_dir.iterdir() if path.suffix in (".parquet", ".csv", ".png")):
         tracker.artifact(path, folder="evaluation")
     views = f"_{settings.views}views" if settings.views else ""
@@ -101,7 +100,7 @@ def _result(
     order = per_class.order()
     ranked = [(confusion.names[number], float(per_class.top1_K[number])) for number in order.tolist()]
     left_out = answers.left_out(num_samples=reader.num_samples)
-    curve = [asdict(moment) for moment in moments(answers)]
+    curve = [moment._asdict() for moment in moments(answers)]
     return {f"eval/{name}": value for name, value in scores.items()} | {
         "identity": evaluation.identity,
         "model": evaluation.card.model.label,
@@ -169,13 +168,8 @@ def write_per_class(path: Path, found: PerClass, confusion: Confusion, *, number
 
 
 def write_confusion(path: Path, confusion: Confusion) -> None:
-    table = pa.table(
-        {
-            "label": [confusion.name(number) for number in confusion.labels.tolist()],
-            "answer": [confusion.name(number) for number in confusion.answers.tolist()],
-            "count": pa.array(confusion.counts),
-        }
-    )
+    labels, answers = ([confusion.name(number) for number in column.tolist()] for column in (confusion.labels, confusion.answers))
+    table = pa.table({"label": labels, "answer": answers, "count": pa.array(confusion.counts)})
     with atomic_file(path) as file:
         pq.write_table(table, file, compression="zstd")
 

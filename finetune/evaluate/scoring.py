@@ -7,6 +7,7 @@ five most probable), M moments of test-time augmentation.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,11 +142,15 @@ class Confusion:
     def name(self, number: int) -> str:
         return self.names[number] if number < len(self.names) else OTHER
 
+    def wrong(self) -> Ids:
+        """The entries that are mistakes, the most frequent first."""
+        wrong = np.flatnonzero(self.labels != self.answers)
+        return wrong[np.argsort(-self.counts[wrong], kind="stable")]
+
     def most_confused(self, count: int) -> list[tuple[str, str, int]]:
         """(class, what it was taken for, how often), the most frequent first."""
-        wrong = np.flatnonzero(self.labels != self.answers)
-        order = wrong[np.argsort(-self.counts[wrong], kind="stable")][:count]
-        return [(self.name(int(self.labels[i])), self.name(int(self.answers[i])), int(self.counts[i])) for i in order]
+        found = zip(*(each[self.wrong()[:count]].tolist() for each in (self.labels, self.answers, self.counts)), strict=True)
+        return [(self.name(label), self.name(answer), number) for label, answer, number in found]
 
     def matrix(self, *, num_blocks: int | None = None) -> Floats:
         """Counts; a last column for other answers, if there are any. With `num_blocks`, of blocks of neighbouring classes."""
@@ -181,21 +186,17 @@ class PerClass:
 
     @classmethod
     def of(cls, answers: Answers, confusion: Confusion, *, numbers: Sequence[int]) -> "PerClass":
-        size = len(numbers)
-        labels_N = dataset_numbers(answers.labels_N, numbers)
+        size, labels_N = len(numbers), dataset_numbers(answers.labels_N, numbers)
         hits_NA = answers.answers_NA == answers.labels_N[:, None]
         counts = np.bincount(labels_N, minlength=size)
-        sums = [
-            np.bincount(labels_N, weights=values, minlength=size)
-            for values in (hits_NA[:, 0], hits_NA.any(axis=1), answers.losses_N)
-        ]
+        summed = (hits_NA[:, 0], hits_NA.any(axis=1), answers.losses_N)
+        sums = [np.bincount(labels_N, weights=values, minlength=size) for values in summed]
         answered = np.bincount(confusion.answers, weights=confusion.counts, minlength=size + 1)[:size]
         with np.errstate(invalid="ignore"):
             top1, top5, loss = (total / counts for total in sums)
             precision = sums[0] / answered
         taken_for = np.full(size, -1, np.int64)
-        wrong = np.flatnonzero(confusion.labels != confusion.answers)
-        rising = wrong[np.argsort(-confusion.counts[wrong], kind="stable")][::-1]
+        rising = confusion.wrong()[::-1]
         taken_for[confusion.labels[rising]] = confusion.answers[rising]  # the last, most frequent one stays
         return cls(counts, top1, top5, precision, loss, taken_for)
 
@@ -209,8 +210,7 @@ class PerClass:
         return present[np.lexsort((-self.loss_K[present], self.top1_K[present]))]
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """After so many views."""
 
     num_views: int
@@ -219,8 +219,5 @@ class Moment:
 
 
 def moments(answers: Answers) -> list[Moment]:
-    right_NM = answers.answers_NM == answers.labels_N[:, None]
-    return [
-        Moment(count, float(right_NM[:, column].mean()), float(answers.losses_NM[:, column].mean()))
-        for column, count in enumerate(answers.moments)
-    ]
+    right_M = (answers.answers_NM == answers.labels_N[:, None]).mean(axis=0).tolist()
+    return [Moment(*each) for each in zip(answers.moments, right_M, answers.losses_NM.mean(axis=0).tolist(), strict=True)]

@@ -138,7 +138,7 @@ def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
             graph: asdict(found) | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
             for graph, found in checks.items()
         },
-        "results": [asdict(each) for each in facts.results],
+        "results": [each._asdict() for each in facts.results],
         "code": git_commit(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
     }

@@ -110,25 +110,18 @@ def agreement(expected: list[Tensor], answers: Callable[[Tensor], Tensor], input
         off, largest = float((found_BK - wanted_BK).abs().max()), float(wanted_BK.abs().max())
         relative = off / max(largest, 1e-6)
         if not relative <= TOLERANCE:  # so that NaN fails, too
-            raise UserError(
-                f"{graph}: its answers are off by {off:.2g}, {relative:.2g} of the largest logit, more than {TOLERANCE:g}; nothing "
-                f"is published. Please report it, and leave {graph} out of --formats"
-            )
+            fault = f"its answers are off by {off:.2g}, {relative:.2g} of the largest logit, more than {TOLERANCE:g}"
+            advice = f"Please report it, and leave {graph} out of --formats"
+            raise UserError(f"{graph}: {fault}; nothing is published. {advice}")
         max_abs, max_rel = max(max_abs, off), max(max_rel, relative)
     return Agreement(max_abs, max_rel)
 
 
 def write_onnx(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[str, Any]) -> None:
     with _quiet("onnx"):
-        program = torch.onnx.export(
-            module.eval(),
-            (example,),
-            dynamo=True,
-            verbose=False,
-            input_names=[metadata["input"]],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-        )
+        shapes = ({0: torch.export.Dim("batch")},)
+        names: dict[str, Any] = {"input_names": [metadata["input"]], "output_names": ["logits"]}
+        program = torch.onnx.export(module.eval(), (example,), dynamo=True, verbose=False, dynamic_shapes=shapes, **names)
         assert program is not None
     words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     program.model.metadata_props.update(words)

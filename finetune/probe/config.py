@@ -12,7 +12,6 @@ from pretrain.data.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
-VoteWeights = Literal["softmax", "uniform", "distance"]
 
 _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "lion": {"lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0), "epochs": (50,)},
@@ -155,7 +154,7 @@ class KnnSettings(FeatureSettings):
     neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((20, 10, 100, 200), min_length=1)
     """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
     the run's `test_top1`: the best would be a choice on the test split."""
-    weights: VoteWeights = "softmax"
+    weights: Literal["softmax", "uniform", "distance"] = "softmax"
     """Of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Of softmax."""

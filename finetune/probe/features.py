@@ -28,6 +28,7 @@ Long because it is one noun: features from the pictures to the file that probes 
 import errno
 import hashlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -46,7 +47,7 @@ from torch import Tensor
 
 from data_prep.manifest import DatasetError, Manifest
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
-from data_prep.settings import Settings, UserError
+from data_prep.settings import UserError
 from finetune.probe.config import FeatureSettings
 from finetune.session import Backbone, PatientGroup
 from finetune.split import batches_of, view_of
@@ -73,15 +74,6 @@ class ElsewhereError(UserError):
     """Another rank prints what is wrong."""
 
     of_all_ranks = True
-
-
-class Facts(Settings):
-    """features.json."""
-
-    key: dict[str, Any]
-    rows_per_block: int
-    sha256: dict[str, str]
-    """Of each file."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +129,16 @@ class FeatureMaker:
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
         part = Part(Path(self.settings.dataset), self.manifest, split)
+        places = {self.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
-            places = [self.place_of(split, view) for view in views]
             PROGRESS.mark(f"looking for features of {split}")
-            missing = self._missing(places)
+            missing = self._missing(list(places))
             for first in range(0, len(missing), VIEWS_AT_ONCE):
                 PROGRESS.mark(f"computing features of {split}")
-                wanted = {places[number]: views[number] for number in missing[first : first + VIEWS_AT_ONCE]}
-                self._compute(reader, split, wanted)
+                self._compute(reader, split, {place: places[place] for place in missing[first : first + VIEWS_AT_ONCE]})
             if self.world.is_first and len(missing) < len(views):
                 what = f"{len(views) - len(missing)} of {len(views)} views" if len(views) > 1 else "features"
-                print(f"{split}: {what} found in {places[0].parent}")
+                print(f"{split}: {what} found in {self.settings.features_place}")
             labels_N = torch.from_numpy(reader.labels.astype(np.int64))
             return [_table(place, labels_N) for place in places]
 
@@ -164,7 +155,6 @@ class FeatureMaker:
 
     def _key(self, split: str, view: int | None) -> dict[str, Any]:
         backbone, is_augmented = self.backbone, view is not None
-        assert self.augment is not None or not is_augmented
         return {
             "version": VERSION,
             "weights_sha256": backbone.checkpoint.sha256 if backbone.checkpoint else "pixels",
@@ -180,17 +170,17 @@ class FeatureMaker:
             "dtype": self.settings.feature_dtype,
         }
 
-    def _missing(self, places: Sequence[Path]) -> list[int]:
-        """The numbers of those that are not there, or not whole; ranks share the reading; the first with a fault prints it."""
-        world = self.world
-        faults = [_fault(place, part=world.rank, num_parts=world.num_ranks) for place in places]
-        finders_RM = torch.zeros(world.num_ranks, len(places))
-        finders_RM[world.rank] = torch.tensor([float(fault is not None) for fault in faults])
+    def _missing(self, places: Sequence[Path]) -> list[Path]:
+        """Those that are not there, or not whole; ranks share the files; the first with a fault prints it."""
+        rank, num_ranks = self.world.rank, self.world.num_ranks
+        faults = [_fault(place, part=rank, num_parts=num_ranks) for place in places]
+        finders_RM = torch.zeros(num_ranks, len(places))
+        finders_RM[rank] = torch.tensor([float(fault is not None) for fault in faults])
         self.group.all_sum(finders_RM)
-        for number, fault in enumerate(faults):
-            if fault and not finders_RM[: world.rank, number].any():
-                print(f"{places[number]}: {fault}; its features are computed again", file=sys.stderr)
-        return [int(number) for number in finders_RM.any(dim=0).nonzero().flatten().tolist()]
+        for place, fault, before in zip(places, faults, finders_RM[:rank].any(dim=0).tolist(), strict=True):
+            if fault and not before:
+                print(f"{place}: {fault}; its features are computed again", file=sys.stderr)
+        return [place for place, is_missing in zip(places, finders_RM.any(dim=0).tolist(), strict=True) if is_missing]
 
     @torch.no_grad()
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
@@ -225,7 +215,7 @@ class FeatureMaker:
             assert hashes is not None
             for number, (place, view) in enumerate(wanted.items()):
                 of_files = {_name(rank): of_rank[number] for rank, of_rank in enumerate(hashes)}
-                facts = Facts(key=self._key(split, view), rows_per_block=block, sha256=of_files)
+                facts = {"key": self._key(split, view), "rows_per_block": block, "sha256": of_files}
                 _publish(files[number].directory, place, facts)
 
         try:
@@ -237,10 +227,9 @@ class FeatureMaker:
                 for file in files:
                     shutil.rmtree(file.directory, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"features_dir: {self.settings.features_place} has no room for {num_bytes / 1e9:.3g} GB of features "
-                    f"({error.strerror}); make room, name another features_dir, or set feature_dtype=float16 or fewer views"
-                ) from None
+                lack = f"{self.settings.features_place} has no room for {num_bytes / 1e9:.3g} GB of features ({error.strerror})"
+                advice = "make room, name another features_dir, or set feature_dtype=float16 or fewer views"
+                raise UserError(f"features_dir: {lack}; {advice}") from None
             raise
 
     def _together(self, work: Callable[[], Result], *, on_first: bool = False) -> Result | None:
@@ -262,9 +251,12 @@ class FeatureMaker:
         waiting: deque[Callable[[], None]] = deque()
         size, pin = self.settings.feature_batch_size, self.device.type == "cuda"
         for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, pin=pin):
-            if batch.num_bad:
-                raise _undecodable(reader, batch, self.settings.dataset)
             assert batch.mask_B is not None
+            if batch.num_bad:  # masked, but in its place; padding, which is masked as well, repeats the last sample of the split
+                in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
+                ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
+                remedy = f"leave it out with data_prep subset {self.settings.dataset} --exclude"
+                raise DatasetError(f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}")
             count = int(batch.mask_B.sum())  # padding is at the end
             # once for all views
             there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
@@ -338,8 +330,8 @@ def _name(rank: int) -> str:
     return f"rank-{rank:04d}.npy"
 
 
-def _publish(temporary: Path, place: Path, facts: Facts) -> None:
-    write_json(temporary / FACTS, facts.model_dump(mode="json"))
+def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
+    write_json(temporary / FACTS, facts)
     sync(temporary)
     try:
         os.rename(temporary, place)
@@ -358,21 +350,21 @@ def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     if not place.exists():
         return ""
     try:
-        facts = Facts.model_validate_json((place / FACTS).read_text())
-        for name, expected in sorted(facts.sha256.items())[part::num_parts]:
+        hashes = json.loads((place / FACTS).read_text())["sha256"]
+        for name, expected in sorted(hashes.items())[part::num_parts]:
             if sha256_of(place / name, gets_on=PROGRESS.touch) != expected:
                 return f"{name} has changed"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         return str(error).splitlines()[0]
     return None
 
 
 def _table(place: Path, labels_N: Tensor) -> Table:
-    facts = Facts.model_validate_json(_seen(place / FACTS).read_text())
+    facts = json.loads(_seen(place / FACTS).read_text())
     # writing to them would change nothing on disk
-    files = [torch.from_numpy(np.load(_seen(place / name), mmap_mode="c")) for name in sorted(facts.sha256)]
+    files = [torch.from_numpy(np.load(_seen(place / name), mmap_mode="c")) for name in sorted(facts["sha256"])]
     assert sum(map(len, files)) == len(labels_N), (place, len(labels_N))
-    return Table(tuple(files), labels_N, facts.rows_per_block)
+    return Table(tuple(files), labels_N, facts["rows_per_block"])
 
 
 def _seen(path: Path) -> Path:
@@ -380,20 +372,8 @@ def _seen(path: Path) -> Path:
     deadline_s = time.monotonic() + VISIBLE_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            raise UserError(
-                f"{path}: was written by the first rank, and this node does not see it; name a features_dir that all nodes share"
-            )
+            remedy = "name a features_dir that all nodes share"
+            raise UserError(f"{path}: was written by another node, and this one does not see it; {remedy}")
         sorted(path.parent.parent.iterdir())  # network file systems look again when a directory is opened
         time.sleep(0.05)
     return path
-
-
-def _undecodable(reader: ShardReader, batch: Batch, dataset: str) -> DatasetError:
-    """Names the first bad picture: masked, but in its place (padding repeats the last sample of the split)."""
-    assert batch.mask_B is not None
-    in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
-    bad = batch.samples[in_place & ~batch.mask_B.numpy()][:1]
-    ((shard, key),) = reader.names(bad)
-    return DatasetError(
-        f"{shard}: {key} does not decode, and a feature cannot be made up; leave it out with data_prep subset {dataset} --exclude"
-    )

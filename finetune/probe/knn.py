@@ -8,7 +8,7 @@ similarity and its row are one whole number, which is larger for what is nearer,
 Q test rows, T training rows, t and q of a block, D features, M the largest number of neighbours, K classes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from data_prep.manifest import load_manifest
 from data_prep.progress import progress
-from finetune.probe.config import KnnSettings, VoteWeights
+from finetune.probe.config import KnnSettings
 from finetune.probe.features import FeatureMaker, Table
 from finetune.probe.rows import OnDevice
 from finetune.session import PatientGroup, open_backbone, register, session
@@ -41,19 +41,19 @@ def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> d
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
     manifest, run_dir = load_manifest(settings.dataset), Path(settings.run_dir)
     used = settings.used(manifest)
-    with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as joined:
-        backbone = open_backbone(checkpoint, manifest, image_size=settings.image_size, device=joined.device)
-        maker = FeatureMaker(settings, manifest, backbone, world, joined.device)
+    with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as (device, tracker):
+        backbone = open_backbone(checkpoint, manifest, image_size=settings.image_size, device=device)
+        maker = FeatureMaker(settings, manifest, backbone, world, device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
         num_classes = len(manifest.classes)
-        top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=joined.device)
+        top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=device)
         if not world.is_first:
             return None
         result: dict[str, Any] = {f"top1_k{count}": value for count, value in sorted(top1.items())}
         logged = {f"knn/{name}": value for name, value in result.items()}
-        joined.tracker.metrics(logged, step=0)
+        tracker.metrics(logged, step=0)
         if checkpoint is not None:
-            register(joined.tracker, checkpoint, logged, target=target_of(manifest))
+            register(tracker, checkpoint, logged, target=target_of(manifest))
         # the best of them would be a choice on the test split
         save_result(run_dir, result | {"test_top1": top1[settings.neighbours[0]], "k": settings.neighbours[0]})
         return result
@@ -79,14 +79,7 @@ def accuracies(
             (queries_QD,) = unit_rows([test.gather(mine)], device=device)
             parts = train.chunks(num_training) if placed_TD is None else torch.split(placed_TD, num_training)
             similarities, places = neighbours_of(queries_QD, unit_rows(parts, device=device), count=counts[-1])
-            found = answers(
-                similarities,
-                train_labels_T[places],
-                counts=counts,
-                num_classes=num_classes,
-                weights=settings.weights,
-                temperature=settings.temperature,
-            )
+            found = answers(similarities, train_labels_T[places], settings, num_classes=num_classes)
             labels_Q = test.labels_N[mine].to(device)
             right += torch.stack([(found[count] == labels_Q).sum() for count in counts])
             line.advance(len(labels_Q))
@@ -118,27 +111,21 @@ def neighbours_of(queries_qD: Tensor, training: Iterator[Tensor], *, count: int)
     return whole_qM.div(_GRID).float(), (whole_qM * _MOST_ROWS - best_qM).long()
 
 
-def answers(
-    similarities_QM: Tensor, labels_QM: Tensor, *, counts: Sequence[int], num_classes: int, weights: VoteWeights, temperature: float
-) -> dict[int, Tensor]:
+def answers(similarities_QM: Tensor, labels_QM: Tensor, settings: KnnSettings, *, num_classes: int) -> dict[int, Tensor]:
     """The class with most votes of the k nearest, for each k; of equals the first class."""
-    votes_QM = vote_weights(similarities_QM, weights=weights, temperature=temperature)
+    match settings.weights:
+        case "softmax":  # up to a factor of the query's own, which keeps small temperatures from overflowing
+            votes_QM = ((similarities_QM - similarities_QM[:, :1]) / settings.temperature).exp()
+        case "uniform":
+            votes_QM = torch.ones_like(similarities_QM)
+        case "distance":
+            votes_QM = 1 / (1 - similarities_QM).clamp(min=_CLOSEST)
     sums_QK = votes_QM.new_zeros(len(votes_QM), num_classes)
     found, done = {}, 0
-    for count in sorted(counts):  # the votes of k neighbours are those of fewer, and some more
+    for count in sorted(settings.neighbours):  # the votes of k neighbours are those of fewer, and some more
         sums_QK.scatter_add_(1, labels_QM[:, done:count], votes_QM[:, done:count])
         found[count], done = sums_QK.argmax(dim=1), count
     return found
-
-
-def vote_weights(similarities_QM: Tensor, *, weights: VoteWeights, temperature: float) -> Tensor:
-    match weights:
-        case "softmax":  # up to a factor of the query's own, which keeps small temperatures from overflowing
-            return ((similarities_QM - similarities_QM[:, :1]) / temperature).exp()
-        case "uniform":
-            return torch.ones_like(similarities_QM)
-        case "distance":
-            return 1 / (1 - similarities_QM).clamp(min=_CLOSEST)
 
 
 def unit_rows(chunks: Iterable[Tensor], *, device: torch.device) -> Iterator[Tensor]:

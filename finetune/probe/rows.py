@@ -8,7 +8,7 @@ those that are chosen.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ ROOM_SHARE = 0.7
 """Of a GPU's free memory that tables may take; heads and their gradients need the rest."""
 
 
-@dataclass(frozen=True)
-class Standard:
+class Standard(NamedTuple):
     """(x - mean) / std."""
 
     mean_D: Tensor
@@ -115,14 +114,11 @@ class Rows:
         return self.epoch(view, np.arange(self.num_rows), batch_size=size)
 
     def _finished(self, values_BD: Tensor) -> Tensor:
-        count = len(values_BD)
-        if len(self._buffer_BE) < count:
-            self._buffer_BE = torch.zeros(count, self.width, device=self.device)
+        if len(self._buffer_BE) < len(values_BD):
+            self._buffer_BE = torch.zeros(len(values_BD), self.width, device=self.device)
             self._buffer_BE[:, self.num_features] = 1
-        x_BE = self._buffer_BE[:count]
-        inside = x_BE[:, : self.num_features]
-        torch.sub(values_BD, self._mean_D, out=inside)
-        inside.mul_(self._scale_D)
+        x_BE = self._buffer_BE[: len(values_BD)]
+        torch.sub(values_BD, self._mean_D, out=x_BE[:, : self.num_features]).mul_(self._scale_D)
         return x_BE
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:

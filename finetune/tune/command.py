@@ -5,8 +5,7 @@ from pathlib import Path
 
 from data_prep.settings import load_settings
 from finetune.split import check_apart
-from finetune.tune.config import TuneSettings
-from finetune.tune.repeats import check_kind, check_resume_of, in_words, is_finished, repeats_of
+from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of
 from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint

@@ -12,6 +12,7 @@ from analysis.efficiency import PRINTED, Conditions, Row, Timings, cost_of_named
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost
 from pretrain.models.spec import MlpSpec
+from tests.conftest import Capture, Patch
 
 ON_CPU = Conditions(device="cpu", dtype="fp32", is_compiled=False, batch_size=3, num_rounds=2, seconds=0)
 
@@ -62,16 +63,14 @@ def test_what_the_paper_prints_is_what_we_count() -> None:
 
 
 @pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+def instant(monkeypatch: Patch) -> None:
     def measured(names: list[str], _conditions: Conditions) -> list[Row]:
         return [Row(name, cost_of_named(name), 2.5 * n, 1000.0 / n, n, 1 / n) for n, name in enumerate(names, start=1)]
 
     monkeypatch.setattr(efficiency, "measure_named", measured)
 
 
-def test_the_command_prints_and_writes(
-    instant: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_and_writes(instant: None, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     words = ["efficiency", "--quick", "--device", "cpu", "--batch", "5"]
     assert main([*words, "--out", str(tmp_path / "table.md")]) == 0
     assert main([*words, "--out", str(tmp_path / "table.json")]) == 0
@@ -96,7 +95,7 @@ def test_the_command_prints_and_writes(
         ("--out nowhere/table.md", "--out: there is no folder nowhere"),
     ],
 )
-def test_a_mistake_is_one_message(words: str, message: str, instant: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_message(words: str, message: str, instant: None, capsys: Capture) -> None:
     assert main(["efficiency", *words.split()]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out

@@ -10,7 +10,14 @@ from PIL import Image
 from analysis.cli import main
 from analysis.filters import first_layer
 from pretrain.models.spec import StructuredMlpSpec
+from pretrain.tracking.pictures import filters_of
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint
+from tests.conftest import Capture
+
+
+def filters_in(checkpoint: Path) -> np.ndarray:
+    weight, side = first_layer(checkpoint)
+    return filters_of(weight, side=side)
 
 
 @pytest.fixture
@@ -24,11 +31,11 @@ def test_a_filter_is_the_maximum_over_colours_of_each_pixels_weights(tmp_path: P
     # the model flattens (colour, row, column)
     expected = [[[max(each[c * 16 + r * 4 + x] for c in range(3)) for x in range(4)] for r in range(4)] for each in weights]
     for source in (checkpoint, tmp_path / "run"):  # a run stands for its newest checkpoint
-        np.testing.assert_array_equal(first_layer(source), np.array(expected, np.float32))
+        np.testing.assert_array_equal(filters_in(source), np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("num_neurons", [6, 40])
-def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str], num_neurons: int) -> None:
+def test_the_picture_is_a_png(tmp_path: Path, capsys: Capture, num_neurons: int) -> None:
     stem = torch.randn(num_neurons, 48, generator=torch.Generator().manual_seed(1))
     write_checkpoint(tmp_path / "run", MLP, {"stem.weight": stem}, image_size=4)
     path = tmp_path / "filters.png"
@@ -44,12 +51,12 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
     stem = torch.arange(8 * 48.0).view(8, 48)
     write_checkpoint(tmp_path / "run", MIXER, {"stem.weight": stem})
-    filters = first_layer(tmp_path / "run")
+    filters = filters_in(tmp_path / "run")
     assert filters.shape == (8, 4, 4)
     assert filters[1, 2, 3] == 48 + 32 + 2 * 4 + 3  # the last colour has the largest
 
 
-def test_what_has_no_filters_is_one_clear_line(tmp_path: Path, weights: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_filters_is_one_clear_line(tmp_path: Path, weights: torch.Tensor, capsys: Capture) -> None:
     spec = StructuredMlpSpec(kind="structured", form="monarch")
     write_checkpoint(tmp_path / "structured", spec, {"head.bias": torch.zeros(2)})
     damaged = write_checkpoint(tmp_path / "damaged", MLP, {"stem.weight": weights}, image_size=4) / "model.safetensors"

@@ -16,6 +16,7 @@ from analysis.cli import main
 from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, print_table
 from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
+from tests.conftest import Capture
 
 
 def pretraining(dataset: Path) -> dict[str, Any]:
@@ -76,9 +77,7 @@ def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: Wr
     assert axes.texts[0].get_text() == "50.0% ± 1.2"
 
 
-def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
-    runs: Path, tmp_path: Path, write_run: WriteRun, shapes: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture_has_something_on_it(runs: Path, tmp_path: Path, write_run: WriteRun, shapes: Path, capsys: Capture) -> None:
     for words, path in (["--out", str(tmp_path / "p.png")], tmp_path / "p.png"), ([], runs / "report.png"):
         assert main(["report", str(runs), *words]) == 0
         assert f"picture: {path}" in capsys.readouterr().out
@@ -90,9 +89,7 @@ def test_the_picture_is_a_png_of_sane_size_with_something_on_it(
     assert main(["report", str(begun)]) == 0 and (begun / "report.png").exists()
 
 
-def test_every_finished_transfer_is_a_bar_of_its_own_even_under_one_name(
-    runs: Path, write_run: WriteRun, other_shapes: Path
-) -> None:
+def test_every_finished_transfer_is_a_bar_even_under_one_name(runs: Path, write_run: WriteRun, other_shapes: Path) -> None:
     write_run("tuned-again", tuning(other_shapes, runs / "mlp"), result={"eval/top1": 0.6875}, spec=MLP)
     write_run("tuned-unfinished", tuning(other_shapes, runs / "mlp"), spec=MLP)
     axes = Figure().subplots()
@@ -138,9 +135,7 @@ def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Pa
         np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
 
 
-def test_a_folder_without_runs_and_a_place_that_cannot_be_written_are_one_clear_line(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_or_written_is_one_clear_line(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     for folder, out, message in (
         (tmp_path / "gone", "x.png", "no such directory of runs"),
@@ -171,9 +166,7 @@ def test_runs_are_sorted_by_task_and_name(tmp_path: Path, write_run: WriteRun) -
     assert [run.name for run in runs_below(tmp_path, deepest=2)] == ["b", "c", "d", "e", "k", "z"]
 
 
-def test_what_is_no_run_and_what_cannot_be_read_is_left_out(
-    tmp_path: Path, write_run: WriteRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_run_and_what_cannot_be_read_is_left_out(tmp_path: Path, write_run: WriteRun, capsys: Capture) -> None:
     write_run("a", PRETRAIN)
     copy = tmp_path / "runs" / "mlartifacts" / "0123" / "artifacts"
     copy.mkdir(parents=True)

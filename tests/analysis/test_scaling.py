@@ -7,6 +7,7 @@ import pytest
 
 from analysis.cli import main
 from analysis.scaling import Law, fit
+from tests.conftest import Capture
 
 
 def points_of(law: Law, *, low: float, high: float, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,8 +37,7 @@ def test_points_with_a_little_noise_give_back_about_their_law() -> None:
     law = Law(a=200.0, b=1e12, alpha=0.25, floor=0.1)
     compute, error = points_of(law, low=1e12, high=1e17, count=12)
     found = fit(compute, error * np.exp(np.random.default_rng(0).normal(0, 0.005, 12)))
-    assert found.alpha == pytest.approx(0.25, abs=0.03)
-    assert found.floor == pytest.approx(0.1, abs=0.02)
+    assert found.alpha == pytest.approx(0.25, abs=0.03) and found.floor == pytest.approx(0.1, abs=0.02)
     _, beyond = points_of(law, low=1e18, high=1e19, count=2)
     assert found.error(np.array([1e18, 1e19])) == pytest.approx(beyond, rel=0.1)
 
@@ -59,18 +59,14 @@ FALLING = (0.9, 0.8, 0.7, 0.6, 0.5)
         (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "divide percents by 100"),
         (csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]), "every error must be a share"),
         (csv([0, 10, 100, 1000, 1e4], FALLING), "every compute must be a positive number"),
-        (csv([1, 10, 100, 1000, float("inf")], FALLING), "every compute must be a positive number"),
         (None, "no such file; give a CSV with the columns compute and error"),
         ("a folder", "points.csv"),
         ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
-        ("compute,error\n1,many\n", "needs the columns compute and error, all numbers"),
         ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
         ("", "0 points cannot fix 4 parameters"),
     ],
 )
-def test_points_that_will_not_do_are_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
-) -> None:
+def test_points_that_will_not_do_are_one_clear_line(tmp_path: Path, capsys: Capture, text: str | None, message: str) -> None:
     path = tmp_path / "points.csv"
     if text == "a folder":
         path.mkdir()
@@ -81,7 +77,7 @@ def test_points_that_will_not_do_are_one_clear_line(
     assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
 
 
-def test_the_command_reads_columns_by_name_and_prints_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_columns_by_name_and_prints_the_law(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "points.csv").write_text(csv(*points_of(Law(0.5, 2.0, 0.3, 0.2), low=1, high=1e4, count=8)))
     assert main(["scaling", str(tmp_path / "points.csv")]) == 0
     assert capsys.readouterr().out == "E(C) = 0.5 (2 + C)^-0.3000 + 0.2000\n"

@@ -12,6 +12,7 @@ from analysis.table import Cell, Filled, fill
 from analysis.table_pages import markdown
 from finetune.runs import Run
 from tests.analysis.conftest import WriteRun
+from tests.conftest import Capture, Patch
 
 FLIPPED = {"augment.flip_probability": "0.5", "augment.crop_scale": "None"}
 PLAIN = {"augment.flip_probability": "0.0", "augment.crop_scale": "None", "augment.mixup_alpha": "0.0"}
@@ -218,9 +219,7 @@ def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> 
     assert [line.name for line in tables[2].lines] == ["fine-tune, TTA B-12/Wi-1024 + DA, of imagenet21k, on train"]
 
 
-def test_the_command_reads_runs_and_writes_both_files(
-    tmp_path: Path, write_run: WriteRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "160")  # or a narrow terminal would break a cell in two
     assert analysis(["table", str(tmp_path)]) == 2
     assert "holds no runs; name the folder that they lie in" in capsys.readouterr().err

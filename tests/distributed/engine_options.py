@@ -168,7 +168,7 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
 def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False) -> Any:
     from finetune.session import start_accelerator
     from finetune.tune.config import TuneEngineSettings
-    from finetune.tune.engine import AccelerateEngine
+    from finetune.tune.tune import AccelerateEngine
 
     return AccelerateEngine(
         make_model(spec),

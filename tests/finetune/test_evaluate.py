@@ -26,7 +26,7 @@ from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
 from pretrain.loop.evaluate import evaluate
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
-from tests.conftest import Command
+from tests.conftest import Capture, Command, Patch
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import ALONE, MEAN, STD, evaluation_settings, judge, model_of, plain_logits, predictions, write_folder
 from tests.ranks import run_ranks
@@ -96,8 +96,8 @@ def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> li
     return means
 
 
-def test_test_time_augmentation_is_the_mean_of_views_made_by_hand_of_pictures_that_are_read_once(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_views_are_averaged_as_by_hand_and_pictures_read_once(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     means = mean_over_views(folder, shapes, views=5, seed=3)
     labels = torch.from_numpy(plain_logits(folder, shapes)[1])
@@ -125,8 +125,7 @@ def test_test_time_augmentation_is_the_mean_of_views_made_by_hand_of_pictures_th
 
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
-    changes = {"views": 2, "local_batch_size": 5}
-    settings = evaluation_settings(Path(pretrained), Path(dataset), Path(run_dir), **changes)
+    settings = evaluation_settings(Path(pretrained), Path(dataset), Path(run_dir), views=2, local_batch_size=5)
     result = evaluate_checkpoint(Evaluation.of(settings), world)
     return None if result is None else result["eval/top1"]
 
@@ -147,7 +146,7 @@ def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path:
 
 
 def test_the_command_prints_its_result_and_then_the_stored_one(
-    command: Command, folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, folder: Path, shapes: Path, capsys: Capture
 ) -> None:
     place = Path(shutil.copytree(folder, folder.parent / "copy"))
     words = ["evaluate", str(place), str(shapes), "tracking.enabled=false"]
@@ -177,9 +176,7 @@ def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: P
     assert judge(folder, directory, tmp_path / "run", local_batch_size=50)["eval/real"] == pytest.approx(3 / 5)
 
 
-def test_a_picture_that_does_not_decode_is_left_out_and_named(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_decode_is_left_out_and_named(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     read = ShardReader.read
 
     def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
@@ -199,9 +196,7 @@ def test_a_picture_that_does_not_decode_is_left_out_and_named(
     assert predictions(tmp_path / "run")["sample"] == np.arange(72)[kept].tolist()
 
 
-def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
-    mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_a_mixture_is_judged_on_each_of_its_datasets(mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
     card = Checkpoint.open(mixed).card
     assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
     trained = json.loads((mixed / "result.json").read_text())
@@ -217,9 +212,8 @@ def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
         assert rows["label_name"] == names and [row[0] for row in rows["answer_names"]] == answers
         counts = pq.read_table(Path(result["run_dir"]) / "confusion.parquet").to_pydict()
         strangers = sum(answer not in load_manifest(dataset).classes for answer in answers)
-        assert strangers == sum(
-            count for answer, count in zip(counts["answer"], counts["count"], strict=True) if answer == "(other)"
-        )
+        pairs = zip(counts["answer"], counts["count"], strict=True)
+        assert strangers == sum(count for answer, count in pairs if answer == "(other)")
         if dataset == other_shapes:  # training evaluates on the first of the mixture
             assert trained["eval/top1"] == pytest.approx(expected, abs=1e-9)
     runs = collect(mixed.parent)
@@ -230,9 +224,7 @@ def test_a_checkpoint_of_a_mixture_is_judged_on_each_of_its_datasets(
     draw(runs[1:], tmp_path / "evaluations.png")
 
 
-def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     """At half the model's size, INTER_AREA doubles each pixel."""
     source = {"stored_crop": "longer_side", "stored_interpolation": "area", "fed_interpolation": "area"}
     area, plain = (write_folder(tmp_path / name, shapes, **facts) for name, facts in (("a", source), ("b", {})))
@@ -256,9 +248,7 @@ def test_pixels_are_fed_as_the_card_says_and_squares_of_another_kind_are_told(
         assert ("became squares by center and bicubic, those of the weights' source by longer_side and area" in said) == told
 
 
-def test_training_pictures_are_warned_of_and_other_results_kept(
-    mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_pictures_are_warned_of(mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     judge(mixed, shapes, tmp_path / "run", split="train")
     words = ["evaluate", str(mixed), str(shapes), f"run_dir={tmp_path}/run", "tracking.enabled=false"]
     assert main([*words, "split=train"]) == 0
@@ -266,8 +256,7 @@ def test_training_pictures_are_warned_of_and_other_results_kept(
     before = (tmp_path / "run" / "result.json").read_bytes()
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split: val, was train)"
-    )
+    refused = f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split: val, was train)"
+    assert said.startswith(refused)
     assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
     assert Evaluation.of(evaluation_settings(folder, shapes, None, split="train")).warning() is None

@@ -21,6 +21,7 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
+from tests.conftest import Capture, Patch
 from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, whole
 
 
@@ -30,40 +31,30 @@ def independent_features(folder: Path, dataset: Path) -> torch.Tensor:
 
 
 def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
-    folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder)
-    seen: list[int] = []
-    maker = maker_of(settings)
-    extract = maker.backbone.extract
-
-    def counted(images: torch.Tensor) -> torch.Tensor:
-        seen.append(len(images))
-        return extract(images)
-
+    counted = Mock(side_effect=maker_of(settings).backbone.extract)
     first = maker_of(settings, extract=counted).tables("val", [None])[0]
     assert len(first) == 35 and first.num_features == 24
     torch.testing.assert_close(whole(first), independent_features(folder, other_shapes))
     assert np.bincount(first.labels_N).tolist() == [7] * 5
     assert first.labels_N.tolist() == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
-    assert sum(seen) == 1 + 40  # one to learn the width; five batches of eight, of which the last is padded
+    sizes = [len(call.args[0]) for call in counted.call_args_list]
+    assert sizes == [1, 8, 8, 8, 8, 8]  # one to learn the width; of five batches the last is padded
     again = maker_of(settings, extract=counted).tables("val", [None])[0]
-    assert sum(seen) == 1 + 40 and torch.equal(whole(first), whole(again))
+    assert counted.call_count == len(sizes) and torch.equal(whole(first), whole(again))
     assert "val: features found in" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")] == []
 
 
-def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
-    folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
+def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS)
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
-        backbone = {
-            key: changes.pop(key) for key in ("checkpoint", "image_size", "normalisation", "interpolation") if key in changes
-        }
-        maker = maker_of(settings.model_copy(update=changes), **backbone)
-        return maker.place_of(split, view)
+        names = ("checkpoint", "image_size", "normalisation", "interpolation")
+        backbone = {key: changes.pop(key) for key in names if key in changes}
+        return maker_of(settings.model_copy(update=changes), **backbone).place_of(split, view)
 
     checkpoint = maker_of(settings).backbone.checkpoint
     assert checkpoint is not None
@@ -92,49 +83,34 @@ def test_a_key_changes_with_what_the_numbers_depend_on_and_with_nothing_else(
     assert len({plain, *others}) == 1 + len(others)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        ("cut", "rank-0000.npy has changed"),
-        ("altered", "rank-0000.npy has changed"),
-        ("gone", "No such file"),
-        ("no facts", "No such file"),
-    ],
-)
-def test_damaged_features_are_computed_again(
-    folder: Path, other_shapes: Path, tmp_path: Path, damage: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_features_are_computed_again(folder: Path, other_shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
     good = whole(maker.tables("val", [None])[0]).clone()
     (place,) = (tmp_path / "features").iterdir()
     file = place / "rank-0000.npy"
     content = file.read_bytes()
     assert np.load(file).shape == (35, 24)
-    match damage:
-        case "cut":
-            file.write_bytes(content[:-4])
-        case "altered":
-            file.write_bytes(content[:-4] + b"\0\0\0\1")
-        case _:
-            (file if damage == "gone" else place / FACTS).unlink()
-    assert torch.equal(whole(maker.tables("val", [None])[0]), good)
-    said = capsys.readouterr().err
-    assert words in said and "its features are computed again" in said
-    assert file.read_bytes() == content
+    for harm, words in (
+        (lambda: file.write_bytes(content[:-4]), "rank-0000.npy has changed"),
+        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "rank-0000.npy has changed"),
+        (file.unlink, "No such file"),
+        ((place / FACTS).unlink, "No such file"),
+    ):
+        harm()
+        assert torch.equal(whole(maker.tables("val", [None])[0]), good)
+        said = capsys.readouterr().err
+        assert words in said and "its features are computed again" in said
+        assert file.read_bytes() == content
 
 
-def test_a_kill_leaves_nothing_that_counts_and_two_jobs_that_compute_the_same_end_well(
-    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kill_leaves_nothing_and_two_jobs_may_compute_the_same(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder)
     maker, publish = maker_of(settings), features._publish
-
-    def killed(*unused: object) -> None:
-        raise SystemExit
-
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(features, "_publish", killed)
+            patch.setattr(features, "_publish", Mock(side_effect=SystemExit))
             maker.tables("val", [None])
         assert [path.name[:5] for path in (tmp_path / "features").iterdir()] == [".tmp-"]
     other = maker_of(settings.model_copy(update={"run_dir": "another job's"}))
@@ -152,7 +128,7 @@ def test_a_kill_leaves_nothing_that_counts_and_two_jobs_that_compute_the_same_en
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(
-    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
     with pytest.raises(UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"):
@@ -181,9 +157,7 @@ def test_a_picture_that_does_not_decode_is_named(folder: Path, shapes: Path, tmp
     assert list((tmp_path / "features").iterdir()) == []
 
 
-def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
-    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_is_what_training_shows_in_that_epoch(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS, seed=3)
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])
@@ -196,16 +170,10 @@ def test_a_view_is_what_training_shows_in_that_epoch_and_more_views_add(
             expected = maker.backbone.extract(augmentation.prepare(batch).images_BCHW)
         torch.testing.assert_close(table.gather(torch.from_numpy(ids)), expected)
     assert not torch.equal(*map(whole, tables))
-    made: list[int] = []
-    start = features.FeatureMaker._write_all
-
-    def counted(self: Any, reader: Any, files: Any, views: Any, *, title: str) -> None:
-        made.extend(views)
-        start(self, reader, files, views, title=title)
-
-    monkeypatch.setattr(features.FeatureMaker, "_write_all", counted)
+    made = Mock(side_effect=features.view_of)
+    monkeypatch.setattr(features, "view_of", made)
     maker.tables("train", [0, 1, 2])
-    assert made == [2]
+    assert {call.args[1] for call in made.call_args_list} == {2}
     facts = [json.loads((path / FACTS).read_text())["key"]["view"] for path in (tmp_path / "features").iterdir()]
     assert sorted(facts) == [0, 1, 2]
 

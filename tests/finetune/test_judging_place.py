@@ -19,6 +19,7 @@ from finetune.evaluate.command import print_result
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from pretrain.config import AugmentSettings
 from pretrain.tracking.tracker import Tracker
+from tests.conftest import Capture, Patch
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import evaluation_settings, judge, write_folder
 
@@ -48,20 +49,15 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
 
 
 @pytest.mark.parametrize("where", ["register", "save_result"])
-def test_an_evaluation_that_is_told_to_end_was_killed_and_can_be_done_anew(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_an_evaluation_that_is_killed_can_be_done_anew(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch, where: str
 ) -> None:
-    """Wherever it ends: what has a result.json has been told of."""
+    """Wherever it ends: what has a result.json stands in MLflow."""
     ends: list[str] = []
-
-    def interrupted(*unused: object, **named: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    with monkeypatch.context() as patches:
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr(f"finetune.evaluate.report.{where}", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            judge(folder, shapes, tmp_path / "run")
+        patches.setattr(f"finetune.evaluate.report.{where}", Mock(side_effect=KeyboardInterrupt("SIGTERM")))
+        judge(folder, shapes, tmp_path / "run")
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
     assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
     assert not list((tmp_path / "run").glob(".tmp-*"))
@@ -77,9 +73,7 @@ def run_of(folder: Path, place: Path, config: dict[str, Any], result: dict[str, 
     return place
 
 
-def test_a_killed_evaluation_is_begun_anew_by_other_words_that_mean_the_same(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     run, place = run_of(folder, tmp_path / "x", {"augment": {"crop_scale": None}}), None
     monkeypatch.chdir(tmp_path)
     words: list[tuple[Path, Path, dict[str, Any]]] = [
@@ -115,28 +109,19 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
         "probe": run_of(folder, tmp_path / "probe", {"augment": None}),
         "imported": folder,
     }
-    ratio = AugmentSettings().crop_ratio
     public = AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0), flip_probability=0.5)
-    own = AugmentSettings(crop_scale=(0.75, 1.0), crop_ratio=ratio, flip_probability=0.0)
+    own = AugmentSettings(crop_scale=(0.75, 1.0), flip_probability=0.0)
+    flipped = own.model_copy(update={"flip_probability": 0.5})
     padded = AugmentSettings(crop_padding=4, padding_mode="reflect")
+    cropped = AugmentSettings(crop_scale=(0.5, 1.0), padding_mode="reflect")
     cases: list[tuple[str, dict[str, Any], AugmentSettings, str]] = [
         ("tuned", {}, own, "as tuned was trained"),
         ("padded", {}, padded, "as padded was trained"),
         ("bare", {}, public, "the public command's, for bare was trained without crops and flips"),
         ("probe", {}, public, "the public command's, for the training's is not known"),
         ("imported", {}, public, "the public command's, for the training's is not known"),
-        (
-            "tuned",
-            {"flip_probability": 0.5},
-            own.model_copy(update={"flip_probability": 0.5}),
-            "flip_probability as asked; the rest as tuned was trained",
-        ),
-        (
-            "padded",
-            {"crop_scale": (0.5, 1.0)},
-            padded.model_copy(update={"crop_scale": (0.5, 1.0), "crop_padding": 0}),
-            "crop_scale as asked; the rest as padded was trained",
-        ),
+        ("tuned", {"flip_probability": 0.5}, flipped, "flip_probability as asked; the rest as tuned was trained"),
+        ("padded", {"crop_scale": (0.5, 1.0)}, cropped, "crop_scale as asked; the rest as padded was trained"),
     ]
     for name, asked, expected, source in cases:
         evaluation = Evaluation.of(evaluation_settings(runs[name], shapes, None, views=2, augment=asked))
@@ -160,7 +145,7 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
         print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
         assert ("the plain pictures reach 90.00%: these views may not suit the classes" in said) is hinted
-        assert "crop_scale [0.4, 1], crop_ratio [1, 1], flip_probability 0.5: the public command's" in said
+        assert "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5: the public command's" in said
 
 
 @pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
@@ -185,8 +170,8 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(shapes: Path, tm
         (["viewss=3"], "did you mean"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_heavy(
-    folder: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_a_mistake_is_one_line(
+    folder: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: Capture,
     words: list[str], message: str,
 ) -> None:  # fmt: skip
     cut = Path(shutil.copytree(folder, tmp_path / "cut"))
@@ -198,7 +183,7 @@ def test_a_mistake_is_one_line_before_anything_heavy(
     assert not (folder.parent / "folder-evaluations").exists()
 
 
-def test_the_settings_that_are_shown_can_be_read_again(folder: Path, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_that_are_shown_can_be_read_again(folder: Path, shapes: Path, capsys: Capture) -> None:
     assert main(["evaluate", str(folder), str(shapes), "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
     shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
     assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)

@@ -113,9 +113,8 @@ def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
         Answers.of_ranks([share(3, 0), share(3)], num_samples=4, num_bad=1)
 
 
-@pytest.mark.parametrize(("views", "expected"), [(1, (1,)), (4, (1, 2, 4)), (100, (1, 2, 5, 10, 20, 50, 100))])
-def test_the_moments_of_a_curve(views: int, expected: tuple[int, ...]) -> None:
-    assert moments_up_to(views) == expected
+def test_the_moments_of_a_curve() -> None:
+    assert [moments_up_to(views) for views in (1, 4, 100)] == [(1,), (1, 2, 4), (1, 2, 5, 10, 20, 50, 100)]
 
 
 @pytest.mark.parametrize("size", [6, 60, 1000])
@@ -126,12 +125,8 @@ def test_pictures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int
     names = tuple(f"class number {number:04d}" for number in range(size))
     confusion = Confusion(names, labels, answers, np.ones(len(labels), np.int64))
     bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    for number, figure in enumerate(
-        (
-            draw_confusion(confusion, title=f"{size} classes"),
-            draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"),
-            draw_calibration(bins, title="calibration"),
-        )
-    ):
+    figures = [draw_confusion(confusion, title=f"{size} classes"), draw_calibration(bins, title="calibration")]
+    figures.append(draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"))
+    for number, figure in enumerate(figures):
         figure.savefig(tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").stat().st_size > 5000

@@ -14,8 +14,9 @@ from finetune.cli import main
 from finetune.probe import knn as knn_room
 from finetune.probe.config import KnnSettings
 from finetune.probe.features import Table
-from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows, vote_weights
+from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows
 from pretrain.ranks.world import World
+from tests.conftest import Capture, Patch
 from tests.finetune.tiny import ALONE, CPU, Largest
 from tests.training import Run, finish
 
@@ -41,7 +42,7 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
     parts = unit_rows(torch.split(train.files[0], chunk), device=CPU)
     similarities, places = neighbours_of(queries, parts, count=max(COUNTS))
-    found = answers(similarities, train.labels_N[places], counts=COUNTS, num_classes=CLASSES, weights=weights, temperature=0.2)
+    found = answers(similarities, train.labels_N[places], settings_of(weights=weights, temperature=0.2), num_classes=CLASSES)
     by_hand = {
         "softmax": lambda distances: np.exp((1 - distances) / 0.2),
         "uniform": "uniform",
@@ -56,11 +57,11 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
 
 
 def test_small_temperatures_do_not_overflow() -> None:
-    weights = vote_weights(torch.tensor([[0.9, 0.8, -1.0]]), weights="softmax", temperature=1e-3)
-    assert weights.isfinite().all() and weights[0, 0] == 1
+    similarities, labels = torch.tensor([[0.9, 0.8, -1.0]]), torch.tensor([[1, 0, 2]])
+    assert answers(similarities, labels, settings_of(temperature=1e-3, neighbours=[3]), num_classes=3)[3].tolist() == [1]
 
 
-def test_ranks_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_chunks_change_nothing(monkeypatch: Patch) -> None:
     train, test = table(150, seed=1), table(83, seed=2)
     shared = {"settings": settings_of(), "num_classes": CLASSES, "device": CPU}
     whole = accuracies(train, test, world=ALONE, **shared)  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: 
 
 
 def test_the_command_judges_and_refuses(
-    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("knn.yaml").write_text(f"pretrained: {folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n")

@@ -16,11 +16,11 @@ from finetune.cli import main
 from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
-from finetune.probe.grid import Judged, best_of, candidates_of, draw_grid, edges
 from finetune.probe.heads import Candidate, Score
-from finetune.probe.probe import Splits, choose_and_test, held_out, probe
+from finetune.probe.probe import Judged, Splits, best_of, candidates_of, choose_and_test, draw_grid, edges, held_out, probe
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
+from tests.conftest import Capture, Patch
 from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
 from tests.training import Run, finish
 
@@ -127,8 +127,8 @@ def test_what_is_left_out_fits_the_optimizer() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
-    folder: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_evaluation_of_a_probe_is_the_probes_own_number(
+    folder: Path, other_shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder, **PROBE)
     were_finished: list[bool] = []
@@ -151,8 +151,8 @@ def test_evaluation_of_what_a_probe_leaves_is_the_probes_own_number(
     assert card.step == result["steps"] == 6 * 4 and card.run_key
 
 
-def test_the_command_goes_on_with_the_features_of_a_killed_probe(
-    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_finds_the_features_of_a_killed_probe(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["probe", "probe.yaml", "tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]

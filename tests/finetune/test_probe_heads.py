@@ -10,15 +10,14 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from finetune.probe import lbfgs
+from finetune.probe import heads as heads_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
-from finetune.probe.grid import candidates_of, heads_of
-from finetune.probe.heads import Candidate, Update, judge, order_of, train_heads
-from finetune.probe.lbfgs import minimise
-from finetune.probe.probe import folded
+from finetune.probe.heads import Candidate, Update, judge, minimise, order_of, train_heads
+from finetune.probe.probe import candidates_of, folded, heads_of
 from finetune.probe.rows import OnDevice, Standard
 from pretrain.optim.lion import Lion
+from tests.conftest import Capture, Patch
 from tests.finetune.tiny import CLASSES, CPU, CROPS, FEATURES, Largest, blobs, probe_settings, rows_of
 
 
@@ -128,9 +127,7 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
         np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
 
 
-def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(capsys: Capture, monkeypatch: Patch) -> None:
     rows, settings = (rows_of(blobs(300, seed=1, spread=0.6)), probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)))
 
     def told(epochs: int) -> tuple[int, str]:
@@ -141,7 +138,7 @@ def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
     assert "after 5 passes, not yet 1e-06; more epochs, or a larger tolerance" in told(5)[1]
     ups = itertools.count()
     monkeypatch.setattr(
-        lbfgs, "objective", lambda rows, heads, decays: ([float(next(ups))], torch.full_like(heads, 1e-4))
+        heads_room, "objective", lambda rows, heads, decays: ([float(next(ups))], torch.full_like(heads, 1e-4))
     )  # uphill wherever it goes
     passes, words = told(500)
     assert 2 < passes < 50 and f"the gradient is 1.0e-04 after {passes} passes" in words

@@ -17,9 +17,8 @@ import torch
 
 from data_prep.settings import UserError
 from finetune import session as session_room
-from finetune.probe import features, grid, probe
-from finetune.probe.grid import candidates_of, judged_candidates, shares
-from finetune.probe.probe import tables_of
+from finetune.probe import features, probe
+from finetune.probe.probe import candidates_of, judged_candidates, shares, tables_of
 from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
@@ -48,13 +47,13 @@ PATIENCE_S, WORK_S = 3.0, 4.5
 def patient_case(world: World) -> float:
     """One candidate, which the first rank alone works on, for longer than a collective may wait."""
     start_accelerator(world, timeout_s=PATIENCE_S)
-    plain = grid.heads_of
+    plain = probe.heads_of
 
     def slow(*words: Any, **also: Any) -> Any:
         time.sleep(WORK_S)
         return plain(*words, **also)
 
-    grid.heads_of = slow  # type: ignore[assignment]
+    probe.heads_of = slow  # type: ignore[assignment]
     rows, settings = rows_of(blobs(40, seed=1)), probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
     judged, _ = judged_candidates(rows, rows, settings=settings, num_classes=CLASSES, world=world)
     return judged[0].score.top1

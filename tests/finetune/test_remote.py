@@ -12,6 +12,7 @@ from finetune.probe.config import KnnSettings
 from finetune.probe.knn import knn
 from finetune.probe.probe import probe
 from pretrain.cli import main as pretrain
+from tests.conftest import Patch
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
 from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions, write_tuning
@@ -48,8 +49,8 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
     return found | {"evaluate": {name: value for name, value in judged.items() if name not in OF_THE_PLACE}}
 
 
-def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
-    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_verb_over_http_gives_bit_for_bit_what_the_disk_gives(
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     forget_credentials(monkeypatch)
     local = findings(shapes, tmp_path / "local", folder)
@@ -64,7 +65,7 @@ def test_every_verb_over_http_gives_bit_for_bit_what_it_gives_on_disk(
     assert not list(cache.glob("*.user"))
 
 
-def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     forget_credentials(monkeypatch)
     with web(shapes) as (address, _):
         dataset, results = elsewhere(shapes, tmp_path / "far", address), []
@@ -80,8 +81,8 @@ def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_p
     assert results[0] == results[1] and (tmp_path / "sheet.png").stat().st_size
 
 
-def test_s3_takes_its_options_from_the_section_data_and_no_file_holds_them(
-    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_s3_takes_its_options_from_the_settings_and_no_file_holds_them(
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     forget_credentials(monkeypatch)
     with s3_server(shapes) as storage:
