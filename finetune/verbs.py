@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.settings import Settings, dump
-from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import finished_result
 from pretrain.cli import OK, rank_count
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -32,11 +31,6 @@ def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, he
 
     command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides]
     return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)
-
-
-def open_checkpoint(pretrained: str, world: World) -> Checkpoint:
-    """Its weights are read and hashed once, by one process of a node; the session compares what the ranks have found."""
-    return Checkpoint.open(pretrained, verify=world.local_rank == 0)
 
 
 def finished_before(run_dir: Path, world: World) -> bool:

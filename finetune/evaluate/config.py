@@ -188,16 +188,15 @@ class Evaluation:
 
     def warning(self) -> str | None:
         """Where the model was trained on what it is judged on."""
-        where = "the model was trained on these very pictures: this is no test accuracy"
-        return f"{self.settings.dataset}, {self.settings.split}: {where}" if self._seen_in_training() else None
-
-    def _seen_in_training(self) -> bool:
-        data, split, content = self._owners_data, self.settings.split, self.manifest.content_hash
+        data, content = self._owners_data, self.manifest.content_hash
+        trained_on = [(each.get("dataset"), each.get("split", "train")) for each in data.get("also") or ()]
+        trained_on += [(data.get("dataset"), data.get("train_split", "train"))] if trained_on else []
+        splits = [split for dataset, split in trained_on if _content_of(dataset) == content]
         if self.card.content_hash == content:
-            return bool(split == data.get("train_split", "train"))
-        parts = [(each.get("dataset"), each.get("split", "train")) for each in data.get("also") or ()]
-        parts += [(data.get("dataset"), data.get("train_split", "train"))] if parts else []
-        return any(split == its_split and _content_of(dataset) == content for dataset, its_split in parts)
+            splits = [data.get("train_split", "train")]
+        where = f"{self.settings.dataset}, {self.settings.split}"
+        fault = "the model was trained on these very pictures: this is no test accuracy"
+        return f"{where}: {fault}" if self.settings.split in splits else None
 
 
 def _content_of(dataset: str) -> str | None:

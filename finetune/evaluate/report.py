@@ -91,7 +91,7 @@ def _result(
     evaluation: Evaluation, answers: Answers, reader: ShardReader, confusion: Confusion, per_class: PerClass
 ) -> dict[str, Any]:
     settings = evaluation.settings
-    scores = scores_of(answers) | {"class_top1": per_class.mean_top1}
+    scores = scores_of(answers) | {"class_top1": float(np.nanmean(per_class.top1_K))}
     real = RealLabels.of(reader.parts[0], num_answers=len(evaluation.card.classes), device=torch.device("cpu"))
     if real is not None:
         tops_N, everywhere = torch.from_numpy(answers.answers_NA[:, 0].copy()), torch.ones(len(answers), dtype=torch.bool)

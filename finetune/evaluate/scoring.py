@@ -200,10 +200,6 @@ class PerClass:
         taken_for[confusion.labels[rising]] = confusion.answers[rising]  # the last, most frequent one stays
         return cls(counts, top1, top5, precision, loss, taken_for)
 
-    @property
-    def mean_top1(self) -> float:
-        return float(np.nanmean(self.top1_K))
-
     def order(self) -> Ids:
         """The classes that have pictures, the worst first; of equal ones the larger loss."""
         present = np.flatnonzero(self.counts_K)

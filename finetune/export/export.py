@@ -11,7 +11,6 @@ import errno
 import platform
 import shutil
 import sys
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,7 @@ def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
         "origin": card.origin,
         "num_parameters": facts.num_parameters,
         "checks": {
-            graph: asdict(found) | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
+            graph: found._asdict() | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
             for graph, found in checks.items()
         },
         "results": [each._asdict() for each in facts.results],

@@ -135,11 +135,11 @@ def _training(facts: Facts) -> str:
     card, run = facts.card, facts.run
     is_same = run is not None and run.manifest is not None and run.manifest.content_hash == card.content_hash
     num_images = run.num_images if run is not None and is_same else None
-    images = f", {num_images:,} images" if num_images is not None else f", number of images {UNKNOWN}"
+    images = f"{num_images:,} images" if num_images is not None else f"number of images {UNKNOWN}"
     commit = run.tags.get("mlflow.source.git.commit", "") if run else ""
     content = f", content `{card.content_hash}`" if card.content_hash else ""
     rows = [
-        ("Data", f"{card.dataset}{images}{content}"),
+        ("Data", f"{card.dataset}, {images}{content}"),
         ("Started from", (run.started_from if run else "") or UNKNOWN),
         ("Step", f"{card.step:,}" if card.step else UNKNOWN),
         ("Run", run.name if run else UNKNOWN),

@@ -8,7 +8,7 @@ from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import SettingsError, load_settings
 from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
-from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, open_checkpoint, show, warn_once
+from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import OK, leave, world_of
@@ -16,14 +16,12 @@ from pretrain.ranks.world import World
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    probe = verbs.add_parser(
-        "probe", help="train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
-    )
-    probe.add_argument("config", help="a YAML file, such as configs/probe/demo.yaml")
-    add_common(probe, _probe)
-    knn = verbs.add_parser("knn", help="judge a checkpoint's features by the nearest training pictures")
-    knn.add_argument("config", help="a YAML file, such as configs/knn/demo.yaml")
-    add_common(knn, _knn)
+    grid = "train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
+    nearest = "judge a checkpoint's features by the nearest training pictures"
+    for name, words, run in (("probe", grid, _probe), ("knn", nearest, _knn)):
+        verb = verbs.add_parser(name, help=words)
+        verb.add_argument("config", help=f"a YAML file, such as configs/{name}/demo.yaml")
+        add_common(verb, run)
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -87,7 +85,8 @@ def _run(
     check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
     checkpoint = None
     if settings.pretrained is not None:
-        checkpoint = open_checkpoint(settings.pretrained, world)
+        # its weights are read and hashed once, by one process of a node; the session compares what the ranks have found
+        checkpoint = Checkpoint.open(settings.pretrained, verify=world.local_rank == 0)
         card = checkpoint.card
         if settings.image_size not in (None, card.image_size):
             trained = f"{settings.pretrained} was trained at {card.image_size}"

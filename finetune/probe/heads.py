@@ -30,15 +30,11 @@ from pretrain.config import ScheduleSettings
 from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
-JUDGED_NUMBERS = 8_000_000
-"""Logits that are in memory at a time while heads are judged."""
-HISTORY = 10
-ENOUGH = 1e-4
-"""Armijo's share of the promised descent."""
-ROUNDING = 1e-7
-"""Of a loss in single precision: a trial that is worse by less is not known to be worse."""
-PASS_NUMBERS = 16_000_000
-"""Logits held at a time by L-BFGS."""
+JUDGED_NUMBERS, PASS_NUMBERS = 8_000_000, 16_000_000
+"""Logits that are in memory at a time while heads are judged; in a pass of L-BFGS."""
+HISTORY, ENOUGH, ROUNDING = 10, 1e-4, 1e-7
+"""Of L-BFGS: the steps that a head remembers; Armijo's share of the promised descent; the share by which a loss in single precision
+may be worse without being known to be."""
 _ORDER = 0x68656164
 """Part of the key, so that the order has nothing to do with other permutations under the same seed."""
 

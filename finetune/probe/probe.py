@@ -123,7 +123,7 @@ def choose_and_test(
             rows = Rows(train, standard=standard, **place)
         head = heads_of(rows, [best.candidate], settings=settings, num_classes=num_classes)[0]
     classifier = folded(head.weights_EK, standard)
-    result = test_scores(classifier, Rows([splits.test], standard=none, **place))
+    result = scores_on_test(classifier, Rows([splits.test], standard=none, **place))
     result |= {f"chosen_{name}": value for name, value in best.candidate._asdict().items()}
     result |= {"holdout_top1": best.score.top1, "steps": head.num_steps}
     cells = []
@@ -153,7 +153,7 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
 
 
 @torch.no_grad()
-def test_scores(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]:
+def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]:
     """`rows` are not standardised. The mean over classes is of those that have samples."""
     weight_DK, bias_K = classifier[0].T.to(rows.device), classifier[1].to(rows.device)
     num_features, num_classes = weight_DK.shape
@@ -171,9 +171,6 @@ def test_scores(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]
         "test_top5": float(right5 / total),
         "test_class_mean": float((right_K[present] / number_K[present]).mean()),
     }
-
-
-test_scores.__test__ = False  # type: ignore[attr-defined]  # pytest takes what is called test for its own
 
 
 def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
@@ -281,11 +278,8 @@ def best_of(judged: list[Judged]) -> Judged:
         lowest = judged[0].candidate.lr
         raise UserError(f"lrs: all {len(judged)} candidates have diverged, down to {lowest:g}; choose smaller ones")
 
-    def rank(each: Judged) -> tuple[float, ...]:
-        candidate, score = each.candidate, each.score
-        return -score.top1, round(score.loss, 3), candidate.lr, candidate.epochs, -candidate.weight_decay
-
-    return min(usable, key=rank)
+    ranked = [(-score.top1, round(score.loss, 3), cell.lr, cell.epochs, -cell.weight_decay) for cell, score in usable]
+    return usable[ranked.index(min(ranked))]
 
 
 def edges(best: Judged, judged: list[Judged]) -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -198,8 +197,8 @@ class AccelerateEngine:
         weights, optimizer = kept_buffers(self.module), {}
         for name, parameter in self.module.named_parameters():
             weights[name] = _copy(parameter)
-            for kind, value in self._state_of(parameter).items():
-                if value.ndim:
+            for kind, value in self._optimizer.state[parameter].items():
+                if torch.is_tensor(value) and value.ndim:
                     optimizer[f"{kind}.{name}"] = _copy(value)
         return EngineState(weights, optimizer, self._num_updates)
 
@@ -214,9 +213,6 @@ class AccelerateEngine:
                 if state.num_updates and counts_steps(self._optimizer):
                     slots["step"] = torch.tensor(float(state.num_updates), device=self.device)
         restore_buffers(self.module, state.weights)
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return {kind: value for kind, value in self._optimizer.state[parameter].items() if torch.is_tensor(value)}
 
 
 def _copy(tensor: Tensor) -> Tensor:

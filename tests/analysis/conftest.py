@@ -11,8 +11,7 @@ import yaml
 from torch import Tensor
 
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.files import Snapshot, TrainerState, publish
-from pretrain.engine.step import EngineState
+from pretrain.checkpoints.files import save_folder
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
 WriteRun = Callable[..., Path]
@@ -26,17 +25,15 @@ def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, im
         model=spec,
         image_size=image_size,
         classes=("ant", "bee"),
-        channel_mean=(0.5, 0.5, 0.5),
-        channel_std=(0.2, 0.2, 0.2),
+        channel_mean=(0.5,) * 3,
+        channel_std=(0.2,) * 3,
         dataset="animals",
         content_hash="0" * 64,
         step=10,
         run_key="key",
     )
-    state = EngineState(weights=weights, optimizer={}, num_updates=10)
-    snapshot = Snapshot(state, TrainerState(step=10, samples_consumed=40), card)
-    publish(run, snapshot)
-    return snapshot.place(run)
+    save_folder(run / "checkpoints" / "step-00000010", card=card, weights=weights)
+    return run / "checkpoints" / "step-00000010"
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_what_has_no_filters_is_one_clear_line(tmp_path: Path, weights: torch.Te
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("structured", "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer"),
-        ("damaged", "model.safetensors has changed"),
+        ("damaged/checkpoints/step-00000010", "model.safetensors has changed"),
         ("empty", "holds no checkpoint; give a run directory"),
     ):
         assert main(["filters", str(tmp_path / name), "--out", str(tmp_path / "x.png")]) == 2

@@ -129,39 +129,35 @@ def test_the_last_recipe_stands_not_the_best_and_a_seed_counts_once() -> None:
     assert (found.mean, found.num_repetitions, found.num_left_out) == (pytest.approx(85.0), 2, 2)
 
 
+SMALL, TINY = {"tags": {"model": "B-6/Wi-1024"}}, {"tags": {"model": "MLP-6/1024"}}
+
+
+def origin(length: int) -> dict[str, Any]:
+    return {"tags": {"origin": f"scaling_mlps: B-12_Wi-1024_res_64_imagenet21_epochs_{length}_weights, sha256 0"}}
+
+
+def scratch(epochs: int, **params: str) -> dict[str, Any]:
+    return {"task": "scratch", "params": {"train.duration": f"{epochs} epochs"} | params}
+
+
 @pytest.mark.parametrize(
     ("changes", "row"),
     [
-        ({"params": PLAIN, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024, no DA"),
-        ({"params": PLAIN | {"augment.mixup_alpha": "0.8"}, "tags": {"model": "B-6/Wi-1024"}}, "fine-tune B-6/Wi-1024 + DA"),
-        (
-            {"parent_key": "", "tags": {"origin": "scaling_mlps: B-12_Wi-1024_res_64_imagenet21_epochs_800_weights, sha256 0"}},
-            "fine-tune B-12/Wi-1024 + DA, public checkpoint",
-        ),
-        ({"parent_key": "", "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_400"}}, ROW),
-        (
-            {"task": "scratch", "tags": {"model": "B-6/Wi-1024"}, "params": {"train.duration": "1000 epochs"}},
-            "MLP-Inv + DA, 1000 epochs",
-        ),
-        (
-            {"task": "scratch", "tags": {"model": "MLP-6/1024"}, "params": PLAIN | {"train.duration": "100 epochs"}},
-            "MLP, 100 epochs",
-        ),
+        (SMALL | {"params": PLAIN}, "fine-tune B-6/Wi-1024, no DA"),
+        (SMALL | {"params": PLAIN | {"augment.mixup_alpha": "0.8"}}, "fine-tune B-6/Wi-1024 + DA"),
+        (origin(800) | {"parent_key": ""}, "fine-tune B-12/Wi-1024 + DA, public checkpoint"),
+        (origin(400) | {"parent_key": ""}, ROW),
+        (SMALL | scratch(1000), "MLP-Inv + DA, 1000 epochs"),
+        (TINY | scratch(100, **PLAIN), "MLP, 100 epochs"),
         # what the papers have no row for
         ({"params": PLAIN}, "fine-tune B-12/Wi-1024, no DA, of imagenet21k"),
         ({"tags": {"model": "Mixer P4 C24 L2"}}, "fine-tune Mixer P4 C24 L2 + DA, of imagenet21k"),
         ({"parent_key": ""}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
         ({"params": {"data.eval_split": "val"}}, "fine-tune B-12/Wi-1024 + DA, of imagenet21k, on val"),
-        (
-            {"parent_key": "gone", "tags": {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_800"}},
-            "fine-tune B-12/Wi-1024 + DA, of unknown",
-        ),
-        (
-            {"task": "scratch", "tags": {"model": "B-6/Wi-1024"}, "params": {"train.duration": "300 epochs"}},
-            "from scratch B-6/Wi-1024 + DA, 300 epochs",
-        ),
+        (origin(800) | {"parent_key": "gone"}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
+        (SMALL | scratch(300), "from scratch B-6/Wi-1024 + DA, 300 epochs"),
     ],
-)  # fmt: skip
+)
 def test_a_run_stands_in_the_row_of_its_model_augmentation_and_weights(changes: dict[str, Any], row: str) -> None:
     tables = fill(TABLES, [BODY, tuned("a", 0.5, **changes)])
     filled = [line.name for table in tables for line in table.lines if line.cells[0].mean == 50.0]
@@ -202,17 +198,14 @@ def test_probes_neighbours_and_other_datasets() -> None:
 def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> None:
     origin = {"origin": "B-12_Wi-1024_res_64_imagenet21_epochs_800"}
     body = [tuned(f"t{seed}", 0.9, seed=seed, parent_key="", tags=origin) for seed in (0, 1)]
-    seen = [
-        run(f"e{seed}", "evaluate", top1, parent_key=f"t{seed}",
-            params={"views": "100", "pretrained": f"runs/t{seed}", "split": "test"},
-            tags={"target": "cifar10"} | origin)
-        for seed, top1 in ((0, 0.95), (1, 0.97))
-    ]  # fmt: skip
-    plain = run("e", "evaluate", 0.1, parent_key="t0", params={"views": "0"}, tags={"target": "cifar10"})
-    seen_in_training = run(
-        "e2", "evaluate", 0.999, parent_key="t0", params={"views": "100", "split": "train"}, tags={"target": "cifar10"}
-    )
-    tables = fill(TABLES, [*body, *seen, plain, seen_in_training])
+
+    def judged(key: str, top1: float, of: str, **params: str) -> Run:
+        return run(key, "evaluate", top1, parent_key=of, params=params, tags={"target": "cifar10"} | origin)
+
+    both = ((0, 0.95), (1, 0.97))
+    seen = [judged(f"e{n}", top1, f"t{n}", views="100", pretrained=f"runs/t{n}", split="test") for n, top1 in both]
+    others = [judged("e", 0.1, "t0", views="0"), judged("e2", 0.999, "t0", views="100", split="train")]
+    tables = fill(TABLES, [*body, *seen, *others])
     found = cell(tables, "fine-tune B-12/Wi-1024 + DA + TTA, public checkpoint", "CIFAR-10")
     assert (found.mean, found.num_repetitions) == (pytest.approx(96.0), 2) and found.gap == pytest.approx(0.5)
     assert cell(tables, "fine-tune B-12/Wi-1024 + DA, public checkpoint", "CIFAR-10").mean == pytest.approx(90.0)
@@ -237,11 +230,8 @@ def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monk
     assert "of 3 finished runs among 4" in shown and "91.2 / 93.6 / -2.4" in shown
     assert analysis(["table", str(runs)]) == 0
     assert (runs / "transfer.md").read_bytes() == (tmp_path / "out" / "transfer.md").read_bytes()
-    rows = [
-        [word.strip() for word in line.strip("|").split(" | ")]
-        for line in (runs / "transfer.md").read_text().splitlines()
-        if line.startswith("| ")
-    ]
+    lines = [line for line in (runs / "transfer.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[word.strip() for word in line.strip("|").split(" | ")] for line in lines]
     assert {len(row) for row in rows[:7]} == {5} and {len(row) for row in rows[7:16]} == {6}
     assert [row[1:3] for row in rows if row[0] == ROW] == [["91.2 / 93.6 / -2.4", "not run / 79.2"]]
     with Image.open(runs / "transfer.png") as picture:

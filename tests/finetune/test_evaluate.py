@@ -28,7 +28,18 @@ from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 from tests.conftest import Capture, Command, Patch
 from tests.data_prep.samples import change_manifest
-from tests.finetune.tiny import ALONE, MEAN, STD, evaluation_settings, judge, model_of, plain_logits, predictions, write_folder
+from tests.finetune.tiny import (
+    ALONE,
+    MEAN,
+    STD,
+    evaluation_settings,
+    judge,
+    model_of,
+    plain_logits,
+    predictions,
+    spoil,
+    write_folder,
+)
 from tests.ranks import run_ranks
 from tests.training import finish, start, write_config
 
@@ -52,6 +63,7 @@ def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(folder
     assert result["eval/top1"] == pytest.approx(sk.accuracy_score(labels, chances.argmax(1)), abs=1e-9)
     assert result["eval/top5"] == pytest.approx(sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9)
     assert result["eval/loss"] == pytest.approx(sk.log_loss(labels, chances), rel=1e-5)
+    assert result["eval/class_top1"] == pytest.approx(sk.balanced_accuracy_score(labels, chances.argmax(1)))
 
     reader, augmentation = open_split(shapes, load_manifest(shapes), "val"), views_of(AugmentSettings(), seed=0)
     with torch.no_grad():
@@ -177,14 +189,8 @@ def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: P
 
 
 def test_what_does_not_decode_is_left_out_and_named(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    read = ShardReader.read
-
-    def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
-        rows = np.flatnonzero(places.ids == 11).tolist()
-        return read(self, places, batch_BHWC) + [Unreadable(row, 11, "shard", "key", "cut") for row in rows]
-
     with monkeypatch.context() as patches:
-        patches.setattr(ShardReader, "read", failing)
+        spoil(patches, 11)
         result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
     logits, labels = plain_logits(folder, shapes)
     kept = np.arange(72) != 11

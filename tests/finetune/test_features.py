@@ -10,9 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import DatasetError, load_manifest, save_manifest
 from data_prep.settings import UserError
 from finetune.probe import features
@@ -22,7 +20,7 @@ from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, whole
+from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, spoil, whole
 
 
 @torch.no_grad()
@@ -136,24 +134,11 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     assert list((tmp_path / "features").iterdir()) == []
 
 
-def test_a_picture_that_does_not_decode_is_named(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    for number in range(5):
-        place_of_class = tmp_path / "pictures" / "train" / f"class{number % 2}"
-        place_of_class.mkdir(parents=True, exist_ok=True)
-        noise = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(place_of_class / f"{number}.jpg")
-    out = tmp_path / "data"
-    words = [f"source.path={tmp_path}/pictures", "encoding=keep", "num_workers=1", "image_size=16"]
-    assert data_prep(["build", "--source", "folder", "--out", str(out), *words]) == 0
-    manifest = load_manifest(out)
-    reader = open_split(out, manifest, "train", image_size=16)
-    ((shard, key),) = reader.names(np.array([2]))
-    place = reader.locate(np.array([2]))
-    tar = bytearray((out / manifest.splits["train"].shards[0].file).read_bytes())
-    tar[int(place.offsets[0]) : int(place.offsets[0]) + 40] = bytes(40)
-    (out / manifest.splits["train"].shards[0].file).write_bytes(tar)
-    with pytest.raises(DatasetError, match=f"{shard}: .*{Path(key).name} does not decode.*data_prep subset"):
-        maker_of(feature_settings(out, tmp_path, folder)).tables("train", [None])
+def test_a_picture_that_does_not_decode_is_named(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    ((shard, key),) = open_split(other_shapes, load_manifest(other_shapes), "val").names(np.array([34]))
+    spoil(monkeypatch, 34)  # of the last batch, which is padded with it
+    with pytest.raises(DatasetError, match=f"{shard}: {key} does not decode.*data_prep subset"):
+        maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
 

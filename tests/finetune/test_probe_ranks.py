@@ -153,7 +153,7 @@ def with_one_stuck_rank(words: list[str]) -> int:
 
 def with_long_work_of_the_first_rank(words: list[str]) -> int:
     """For some beats after the other one has left, which stood still for long in its last one."""
-    plain_scores, plain_leave = probe.test_scores, Heartbeat._leave
+    plain_scores, plain_leave = probe.scores_on_test, Heartbeat._leave
 
     def slow(*given: object) -> object:
         time.sleep(5)
@@ -166,7 +166,7 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
         plain_leave(heartbeat, message)
 
     if os.environ["RANK"] == "0":
-        probe.test_scores = slow  # type: ignore[assignment]
+        probe.scores_on_test = slow  # type: ignore[assignment]
     else:
         Heartbeat._leave = leave  # type: ignore[method-assign]
     return training.main("finetune", words)

@@ -23,11 +23,12 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.config import AugmentSettings
-from pretrain.data.reader import open_split
+from pretrain.data.reader import Places, ShardReader, Unreadable, open_split
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MlpSpec
 from pretrain.ranks.world import World
+from tests.conftest import Patch
 
 ALONE = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
 CPU = torch.device("cpu")
@@ -77,6 +78,17 @@ def normalised(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
 def plain_logits(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
     images, labels = normalised(checkpoint, dataset)
     return model_of(checkpoint)(images), labels
+
+
+def spoil(patch: Patch, sample: int) -> None:
+    """The picture does not decode from now on."""
+    read = ShardReader.read
+
+    def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
+        rows = np.flatnonzero(places.ids == sample).tolist()
+        return read(self, places, batch_BHWC) + [Unreadable(row, sample, "shard", "key", "cut") for row in rows]
+
+    patch.setattr(ShardReader, "read", failing)
 
 
 # evaluations
