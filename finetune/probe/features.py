@@ -185,14 +185,13 @@ class FeatureMaker:
     @torch.no_grad()
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
         size, world, block = self.backbone.image_size, self.world, self.settings.feature_batch_size
-        assert reader.num_samples > 0
         num_features = self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
         rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
         shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
         writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]  # another job may make the same now
-        names = [place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}") for place in wanted]
-        files = [_File(name, shape, dtype, rank=world.rank) for name in names]
+        temporary = [place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}") for place in wanted]
+        files = [_File(directory, shape, dtype, rank=world.rank) for directory in temporary]
         num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
 
         def lay_out() -> None:

@@ -11,7 +11,8 @@ import yaml
 from torch import Tensor
 
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.files import save_folder
+from pretrain.checkpoints.files import Snapshot, TrainerState, publish
+from pretrain.engine.step import EngineState
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
 WriteRun = Callable[..., Path]
@@ -32,8 +33,10 @@ def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, im
         step=10,
         run_key="key",
     )
-    save_folder(run / "checkpoints" / "step-00000010", card=card, weights=weights)
-    return run / "checkpoints" / "step-00000010"
+    state = EngineState(weights=weights, optimizer={}, num_updates=10)
+    snapshot = Snapshot(state, TrainerState(step=10, samples_consumed=40), card)
+    publish(run, snapshot)
+    return snapshot.place(run)
 
 
 @pytest.fixture

@@ -83,18 +83,16 @@ def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
-            patches.setattr("finetune.evaluate.evaluate.report", Mock(side_effect=KeyboardInterrupt))
+            patches.setattr("finetune.evaluate.evaluate.answer", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
         evaluation = Evaluation.of(evaluation_settings(pretrained, dataset, None, **changes))
         assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
         place = evaluation.run_dir.resolve()
     assert place is not None and place.parent == run / "evaluations"
-    other = Evaluation.of(evaluation_settings(run, shapes, place, views=3))
-    with pytest.raises(
-        SettingsError, match=r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
-    ):
-        other.stored_result()
+    refusal = r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
+    with pytest.raises(SettingsError, match=refusal):  # also where it was begun after this one had looked
+        judge(run, shapes, place, views=3)
     result = judge(run, shapes, None, views=2)
     assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(json.dumps(result))
 

@@ -89,16 +89,14 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(pretrained: Path
     assert (far - body).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("encoding", [["raw", "image_size=24"], ["keep"]])
-def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(
-    pretrained: Path, other_shapes: Path, tmp_path: Path, encoding: list[str]
-) -> None:
-    words = [f"source.path={other_shapes}-images", "num_workers=1", f"encoding={encoding[0]}", *encoding[1:]]
-    assert data_prep(["build", "--source", "folder", "--out", str(tmp_path / "dataset"), *words]) == 0
-    config = write_tuning(tmp_path, pretrained, tmp_path / "dataset")
-    finish(start_tuning(config, tmp_path / "run", UNTRACKED, "train.duration=2 steps"))
-    card = Checkpoint.open(tmp_path / "run").card
-    assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+    for name, encoding in (("raw", ["encoding=raw", "image_size=24"]), ("keep", ["encoding=keep"])):
+        words = ["--out", str(tmp_path / name), f"source.path={other_shapes}-images", "num_workers=1", *encoding]
+        assert data_prep(["build", "--source", "folder", *words]) == 0
+        config, run_dir = write_tuning(tmp_path, pretrained, tmp_path / name), tmp_path / f"{name}-run"
+        finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps"))
+        card = Checkpoint.open(run_dir).card
+        assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
 
 
 def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
