@@ -260,7 +260,7 @@ def draw_views(curve: Sequence[Moment], *, title: str) -> Figure:
         values = [getattr(moment, name) for moment in curve]
         axes.plot(counts, values, marker="o", markersize=4, color=colour)
         axes.annotate(form.format(values[-1]), (counts[-1], values[-1]), xytext=(0, 7), textcoords="offset points", ha="center")
-        axes.set(title=name, xlabel="views", xscale="log")
+        axes.set(title=name.replace("1", "-1"), xlabel="views", xscale="log")
         axes.set_xticks(marked, [f"{count:,}" for count in marked])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))

@@ -71,8 +71,8 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
 
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
-    """A thousand steps of four candidates with 50 classes: their rates by column would be 800 kB."""
-    rows, settings = rows_of(blobs(2000, seed=1)), probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
+    """250 steps of four candidates with 50 classes: their rates by column would be 200 kB."""
+    rows, settings = rows_of(blobs(500, seed=1)), probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
     with Largest() as largest:
         train_heads(rows, candidates_of(settings)[:4], settings=settings, num_classes=50)
     assert 10_000 < largest.num_bytes < 100_000

@@ -67,18 +67,16 @@ def test_every_verb_over_http_gives_bit_for_bit_what_the_disk_gives(
 
 def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     forget_credentials(monkeypatch)
+    cache = tmp_path / "cache"
     with web(shapes) as (address, _):
-        dataset, results = elsewhere(shapes, tmp_path / "far", address), []
-        for place in (shapes, dataset):
-            words = [f"data.cache_dir={tmp_path / 'cache'}", "train.global_batch_size=16", "tracking.enabled=false"]
-            config = write_tuning(tmp_path, folder, place)
-            finish(start_tuning(config, tmp_path / f"{place.name}-run", *words))
-            result = json.loads((tmp_path / f"{place.name}-run" / "result.json").read_text())
-            results.append({name: value for name, value in result.items() if name != "images_per_s"})
-        config = write_config(tmp_path, dataset=dataset)
-        words = [str(config), f"data.cache_dir={tmp_path / 'cache'}", "run_dir=x", "--out", str(tmp_path / "sheet.png")]
-        assert pretrain(["preview", *words, "--count", "8"]) == 0
-    assert results[0] == results[1] and (tmp_path / "sheet.png").stat().st_size
+        dataset = elsewhere(shapes, tmp_path / "far", address)
+        words = [f"data.cache_dir={cache}", "train.global_batch_size=16", "tracking.enabled=false"]
+        finish(start_tuning(write_tuning(tmp_path, folder, dataset), tmp_path / "run", *words))
+        words = [str(write_config(tmp_path, dataset=dataset)), f"data.cache_dir={cache}", "run_dir=x", "--count", "8"]
+        assert pretrain(["preview", *words, "--out", str(tmp_path / "sheet.png")]) == 0
+    shards = [each for split in load_manifest(shapes).splits.values() for each in split.shards]
+    assert {path.stem for path in cache.glob("*.tar")} == {each.sha256 for each in shards}
+    assert (tmp_path / "run" / "result.json").exists() and (tmp_path / "sheet.png").stat().st_size
 
 
 def test_s3_takes_its_options_from_the_settings_and_no_file_holds_them(
