@@ -128,18 +128,11 @@ def in_words(seconds: float) -> str:
     """45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
     if seconds < 59.5:
         return f"{round(seconds)} s"
-    if seconds < 599.5:
-        return _two(round(seconds), 60, "min", "s")
-    if seconds < 3570:
+    if 599.5 <= seconds < 3570:
         return f"{round(seconds / 60)} min"
-    if seconds < 86_370:
-        return _two(round(seconds / 60), 60, "h", "min")
-    return _two(round(seconds / 3600), 24, "d", "h")
-
-
-def _two(count: int, size: int, large: str, small: str) -> str:
-    """`count` small units, `size` of which are a large one."""
-    whole, rest = divmod(count, size)
+    units = (1, 60, "min", "s") if seconds < 3570 else (60, 60, "h", "min") if seconds < 86_370 else (3600, 24, "d", "h")
+    unit_s, size, large, small = units
+    whole, rest = divmod(round(seconds / unit_s), size)
     return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
 
 

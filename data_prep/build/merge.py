@@ -45,10 +45,6 @@ class TooManyRejected(ValueError):  # noqa: N818
         self.manifest = manifest
 
 
-class IncompleteParts(UserError):  # noqa: N818
-    """Array tasks that have not ended, or parts that are not theirs; nothing has been changed."""
-
-
 def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
     """Publishes the dataset that array tasks have written into `directory`; with `trust`, without reading the shards again."""
     if not directory.is_dir():
@@ -137,14 +133,14 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
     tars = {path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)}
     strangers = sorted(tars - {plan.name for plan in work.shards})
     if strangers:
-        raise IncompleteParts(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
+        raise UserError(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
     if not faults:
         check, shards = partial(damaged_files, directory, trust=trust), [record.shard for record in records]
         damaged = sweep(check, shards, title="verifying parts", unit="shards", num_workers=num_workers)
         faults = {number: f"{files[0]} is not as it was written" for number, files in enumerate(damaged) if files}
     if faults:
         tasks = ", ".join(f"{number}/{num_tasks}" for number in sorted({number % num_tasks for number in faults}))
-        raise IncompleteParts(
+        raise UserError(
             f"{directory}: {len(faults)} of {len(work.shards)} shards cannot be merged ({next(iter(faults.values()))}); "
             f"run the tasks {tasks} again, they write only what is missing"
         )

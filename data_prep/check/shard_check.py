@@ -3,7 +3,7 @@
 The tar is read as a plain tar, from its first header to its last, and walked beside the index:
 
 1. hashes of the tar, the index and the paths;
-2. every row of the index points exactly at the picture of the next sample of the tar, with the label that its `.cls` says;
+2. every row of the index points exactly at the picture of a sample of its own, with the label that its `.cls` says;
 3. a shard that was built has no other samples, and strictly ascending keys; one that is borrowed (`subset`, `index`) may have;
 4. every picture of the index decodes, has the size of the manifest, and a label in range.
 """
@@ -11,7 +11,7 @@ The tar is read as a plain tar, from its first header to its last, and walked be
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,14 +23,13 @@ from data_prep.images import Rejection, decode
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.publish import sha256_of
 from data_prep.remote import MissingError, RemoteError
-from data_prep.tar import Member, Run, TarError, members, runs
+from data_prep.tar import Run, TarError, members, runs
 from data_prep.workers import Tally
 
 BORROWED = ("subset", "index")
 """The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""
 MAX_LISTED = 100
 """Faults that are spelled out for one shard; the others are counted."""
-_BESIDE_PICTURES = ("cls", "json", "txt")
 
 
 @dataclass
@@ -113,7 +112,8 @@ def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Sh
                 what = f"{'size' if is_same else 'sha256'} differs from the manifest"
                 faults.add(f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)")
             if index is not None:
-                _Walk(shard, expected, content, index, faults).check(path)
+                for fault in _walk(path, shard, expected, content, index):
+                    faults.add(fault)
     except (DatasetError, MissingError, RemoteError) as error:
         faults.add(str(error))
     return findings
@@ -153,72 +153,57 @@ def _index(directory: Path, shard: Shard, faults: Faults) -> NDArray[np.int64] |
     return index
 
 
-class _Walk:
-    """One pass over a tar and its index, side by side."""
+def _walk(path: Path, shard: Shard, expected: Expected, content: mmap.mmap | bytes, index: NDArray[np.int64]) -> Iterator[str]:
+    """One pass over the tar, beside the rows of its index."""
+    rows = {offset: (number, length, label) for number, (offset, length, label) in enumerate(index.tolist())}
+    num_samples, key = 0, ""
+    try:
+        for sample in runs(members(path, ignore_zeros=expected.is_borrowed)):
+            if expected.is_borrowed and not sample.key:
+                continue  # belongs to no sample
+            num_samples += 1
+            if not expected.is_borrowed and sample.key <= key:
+                yield f"{shard.file} {sample.key}: does not come after {key}; keys ascend strictly"
+            key, name = sample.key, f"{shard.file} {sample.key}"
+            picture = next((member for _, member in sample.members if member.offset in rows), None)
+            if picture is not None:
+                Tally.add(1)
+                _, length, label = rows.pop(picture.offset)
+                if picture.num_bytes != length or not _is_label(label, sample, expected, content):
+                    yield f"{name}: the index points elsewhere"
+                if not (0 <= label < expected.num_classes or (label == -1 and expected.is_unlabelled)):
+                    yield f"{name}: label {label} of {expected.num_classes} classes"
+                yield from _picture_faults(name, content[picture.offset : picture.offset + picture.num_bytes], expected)
+            elif not expected.is_borrowed:  # of those, only the chosen ones have rows
+                yield f"{name}: the index points elsewhere"
+    except (TarError, OSError) as error:
+        yield f"{shard.file}: not readable after {num_samples} samples ({error})"
+    else:
+        yield from (f"{shard.file}: row {number} of {shard.index_file} points at no picture" for number, _, _ in rows.values())
+    if not expected.is_borrowed and num_samples != shard.num_samples:
+        yield f"{shard.file}: {num_samples} samples, {shard.num_samples} expected"
 
-    def __init__(self, shard: Shard, expected: Expected, content: mmap.mmap | bytes, index: NDArray[np.int64], faults: Faults):
-        self.shard, self.expected, self.content, self.faults = shard, expected, content, faults
-        self.rows: list[list[int]] = index.tolist()
-        self.row = 0
 
-    def check(self, path: Path) -> None:
-        num_samples, key = 0, ""
-        try:
-            for sample in runs(members(path, ignore_zeros=self.expected.is_borrowed)):
-                if self.expected.is_borrowed and not sample.key:
-                    continue  # belongs to no sample
-                num_samples += 1
-                if not self.expected.is_borrowed and sample.key <= key:
-                    self.faults.add(f"{self.shard.file} {sample.key}: does not come after {key}; keys ascend strictly")
-                key = sample.key
-                self._check_sample(sample)
-        except (TarError, OSError) as error:
-            self.faults.add(f"{self.shard.file}: not readable after {num_samples} samples ({error})")
-        if self.expected.is_borrowed:
-            self._skip_rows_before(len(self.content) + 1)
-        elif num_samples != self.shard.num_samples:
-            self.faults.add(f"{self.shard.file}: {num_samples} samples, {self.shard.num_samples} expected")
+def _is_label(label: int, sample: Run, expected: Expected, content: mmap.mmap | bytes) -> bool:
+    """Whether the `.cls` of the sample holds what this label is stored as."""
+    if expected.stored_labels is None:
+        return True
+    member = next((member for suffix, member in sample.members if suffix.lower() == "cls"), None)
+    try:
+        found = int(content[member.offset : member.offset + member.num_bytes]) if member else None
+    except ValueError:
+        found = None
+    if found is None and expected.is_borrowed:
+        return True  # in tars of others, members that belong to no sample may stand between a picture and its `.cls`
+    return found == (expected.stored_labels[label] if 0 <= label < len(expected.stored_labels) else label)
 
-    def _check_sample(self, sample: Run) -> None:
-        self._skip_rows_before(sample.members[0][1].offset)
-        offset, length, label = self.rows[self.row] if self.row < len(self.rows) else (-1, -1, -1)
-        picture = next((member for _, member in sample.members if member[1:] == (offset, length)), None)
-        if picture is None and self.expected.is_borrowed and offset not in (member.offset for _, member in sample.members):
-            return  # not one of the chosen
-        self.row += 1
-        Tally.add(1)
-        name = f"{self.shard.file} {sample.key}"
-        found, stored = self._label_in_tar(sample), self.expected.stored_labels
-        # in tars of others, members that belong to no sample may stand between a picture and its `.cls`
-        is_comparable = stored is not None and not (found is None and self.expected.is_borrowed)
-        expected = stored[label] if stored is not None and 0 <= label < len(stored) else label
-        if picture is None or (is_comparable and found != expected):
-            self.faults.add(f"{name}: the index points elsewhere")
-        if not (0 <= label < self.expected.num_classes or (label == -1 and self.expected.is_unlabelled)):
-            self.faults.add(f"{name}: label {label} of {self.expected.num_classes} classes")
-        picture = picture or next((member for suffix, member in sample.members if suffix not in _BESIDE_PICTURES), None)
-        if picture is not None:
-            self.faults.add(*self._picture_faults(name, picture))
 
-    def _skip_rows_before(self, offset: int) -> None:
-        """Rows that point between samples."""
-        while self.row < len(self.rows) and self.rows[self.row][0] < offset and self.expected.is_borrowed:
-            self.faults.add(f"{self.shard.file}: row {self.row} of {self.shard.index_file} points at no picture")
-            self.row += 1
-
-    def _label_in_tar(self, sample: Run) -> int | None:
-        found = next((member for suffix, member in sample.members if suffix.lower() == "cls"), None)
-        try:
-            return int(self.content[found.offset : found.offset + found.num_bytes]) if found else None
-        except ValueError:
-            return None
-
-    def _picture_faults(self, name: str, picture: Member) -> Iterable[str]:
-        try:
-            image, _ = decode(self.content[picture.offset : picture.offset + picture.num_bytes])
-        except Rejection as rejection:
-            return [f"{name}: {rejection}"]
-        size = self.expected.picture_size
-        if size is not None and image.size != (size, size):
-            return [f"{name}: {image.size} pixels, {(size, size)} expected"]
-        return []
+def _picture_faults(name: str, data: bytes, expected: Expected) -> Iterator[str]:
+    try:
+        image, _ = decode(data)
+    except Rejection as rejection:
+        yield f"{name}: {rejection}"
+        return
+    size = expected.picture_size
+    if size is not None and image.size != (size, size):
+        yield f"{name}: {image.size} pixels, {(size, size)} expected"

@@ -68,6 +68,7 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+_STORAGE = 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "dataset": {"dataset": {"type": Path}},
     "config": {
@@ -76,17 +77,8 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
-    "workers": {
-        "--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": "processes (one for each core)"},
-    },
-    "storage": {
-        "--storage": {
-            "type": _options,
-            "default": {},
-            "metavar": "JSON",
-            "help": 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\'',
-        }
-    },
+    "workers": {"--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": "processes (one a core)"}},
+    "storage": {"--storage": {"type": _options, "default": {}, "metavar": "JSON", "help": _STORAGE}},
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }  # fmt: skip
 """Options that several verbs have, by the word that a verb asks for them with."""
