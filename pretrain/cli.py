@@ -215,7 +215,8 @@ def console() -> "Console":
 def _models(options: argparse.Namespace) -> int:
     from pretrain.models.listing import list_models, print_models
 
-    print_models(list_models(match=options.match, num_classes=options.classes, image_size=options.image_size), console())
+    rows, unfit = list_models(match=options.match, num_classes=options.classes, image_size=options.image_size)
+    print_models(rows, unfit, console())
     return OK
 
 
@@ -233,7 +234,7 @@ def _widths(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from pretrain.engine.plan import Plan, print_plan
+    from pretrain.engine.zero_cost import Plan, print_plan
     from pretrain.models.listing import parse_channels
     from pretrain.models.presets import spec_of
 

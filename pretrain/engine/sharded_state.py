@@ -9,7 +9,6 @@ the others pay for nothing else. Writing: each rank takes its own elements out o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +23,6 @@ _GATHERED_ELEMENTS = 2**26
 """Of all ranks together: what the first rank's device has to spare while it gathers."""
 
 
-@dataclass(frozen=True)
-class Flat:
-    tensor: Tensor
-    layout: Layout
-
-
 class ShardedState:
     def __init__(self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device):
         """`optimizer`: what `deepspeed.initialize` returned."""
@@ -40,11 +33,12 @@ class ShardedState:
         self._names = [name for name, _ in named]
         self._shapes = [tuple(getattr(each, "ds_shape", each.shape)) for _, each in named]
         numbers = {id(each): number for number, (_, each) in enumerate(named)}
-        self.flats = [Flat(tensor, layout) for tensor, layout in self._flats(numbers)]
+        self.layouts = dict(self._layouts(numbers))
+        """Of every tensor that the optimizer steps."""
 
     # ---- the layout: private ---------------------------------------------------------------------------------------
 
-    def _flats(self, numbers: Mapping[int, int]) -> Iterator[tuple[Tensor, Layout]]:
+    def _layouts(self, numbers: Mapping[int, int]) -> Iterator[tuple[Tensor, Layout]]:
         ranks, zero = self.world.num_ranks, self._optimizer
         if self.stage == 0:
             for group in self.plain.param_groups:
@@ -68,7 +62,7 @@ class ShardedState:
             zero.update_lp_params()
         elif self.stage == 3:
             zero._partition_all_parameters()  # what was gathered before is out of date
-            for number in range(len(self.flats)):
+            for number in range(len(self.layouts)):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
             if len(zero.persistent_parameters) > 0:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
@@ -76,41 +70,37 @@ class ShardedState:
     def forget_gradients(self) -> None:
         """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to gradients that are not finite."""
         if self.stage in (1, 2):
-            sums = self._optimizer.averaged_gradients
-            sums.update(dict.fromkeys(sums))
+            self._optimizer.averaged_gradients.update(dict.fromkeys(self._optimizer.averaged_gradients))
 
     def my_segments(self) -> dict[Tensor, list[Segment]]:
         """This rank's part of every tensor that is stepped."""
-        return {flat.tensor: list(flat.layout[self.world.rank]) for flat in self.flats}
+        return {tensor: list(layout[self.world.rank]) for tensor, layout in self.layouts.items()}
 
     # ---- the optimizer's state -------------------------------------------------------------------------------------
 
     def weights(self) -> list[Tensor]:
-        return [flat.tensor for flat in self.flats]
+        return list(self.layouts)
 
     def kinds(self) -> list[str]:
         """Names of the per-weight state tensors, the same on every rank."""
-        return sorted(
-            {
-                kind
-                for flat in self.flats
-                for kind, value in self.plain.state.get(flat.tensor, {}).items()
-                if torch.is_tensor(value) and value.shape == flat.tensor.shape
-            }
-        )
+        found = set[str]()
+        for tensor in self.layouts:
+            state = self.plain.state.get(tensor, {})
+            found |= {kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == tensor.shape}
+        return sorted(found)
 
     def of_kind(self, kind: str) -> list[Tensor]:
-        return [self.plain.state[flat.tensor][kind] for flat in self.flats]
+        return [self.plain.state[tensor][kind] for tensor in self.layouts]
 
     def create(self, kinds: Sequence[str], *, num_updates: int) -> None:
         """What the optimizer's first steps would have made, so that there is something to fill."""
         counts = counts_steps(self.plain)
-        for flat in self.flats:
-            state = self.plain.state[flat.tensor]
+        for tensor in self.layouts:
+            state = self.plain.state[tensor]
             for kind in kinds:
-                state.setdefault(kind, torch.zeros_like(flat.tensor, requires_grad=False))
+                state.setdefault(kind, torch.zeros_like(tensor, requires_grad=False))
             if counts and num_updates:
-                state["step"] = torch.tensor(float(num_updates), device=flat.tensor.device)
+                state["step"] = torch.tensor(float(num_updates), device=tensor.device)
 
     # ---- whole tensors ---------------------------------------------------------------------------------------------
 
@@ -131,11 +121,11 @@ class ShardedState:
         on_gpu = self.device.type == "cuda"
         found = {name: torch.empty(shape, pin_memory=on_gpu) for name, shape in zip(self._names, self._shapes, strict=True)}
         rows = [found[name].view(-1) for name in self._names]
-        for flat, shard in zip(self.flats, shards, strict=True):
+        for layout, shard in zip(self.layouts.values(), shards, strict=True):
             offset = 0
             for piece in self._pieces(shard) if self.stage else [shard.detach().view(-1)]:
                 for rank, held in enumerate(self._gathered(piece)):
-                    _copy_out(held, offset, flat.layout[rank], rows)
+                    _copy_out(held, offset, layout[rank], rows)
                 offset += piece.numel()
         return found
 
@@ -153,9 +143,9 @@ class ShardedState:
 
     @torch.no_grad()
     def write(self, shards: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> None:
-        for flat, shard in zip(self.flats, shards, strict=True):
+        for layout, shard in zip(self.layouts.values(), shards, strict=True):
             row = shard.detach().view(-1)
-            for each in flat.layout[self.world.rank]:
+            for each in layout[self.world.rank]:
                 source = tensors[self._names[each.parameter_number]].reshape(-1)
                 row.narrow(0, each.offset, each.length).copy_(source.narrow(0, each.start, each.length))
 

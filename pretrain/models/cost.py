@@ -164,15 +164,6 @@ def _vit_b_4(image_size: int) -> Cost:
 # ---- effective width and connections per layer -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Widest:
-    """The widest mixer of an Omega, as real numbers: a model takes the integers nearby."""
-
-    num_tokens: float
-    num_channels: float
-    width: float
-
-
 def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
     """S of a mixer with so many channels and connections per layer: the positive root of gamma (C S^2 + C^2 S) / 2 = Omega. Omega
     is the same when S and C change places, so it is C of a mixer with so many tokens, too."""
@@ -189,11 +180,10 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
     return found
 
 
-def widest(omega: float, *, gamma: float = 1.0) -> Widest:
-    """C* = S* = (Omega / gamma)^(1/3): m is the greatest where tokens and channels are as many."""
+def widest_side(omega: float, *, gamma: float = 1.0) -> float:
+    """C* = S* = (Omega / gamma)^(1/3): m = S C is the greatest where tokens and channels are as many."""
     _check_positive(omega=omega, gamma=gamma)
-    side = math.cbrt(omega / gamma)
-    return Widest(num_tokens=side, num_channels=side, width=side**2)
+    return math.cbrt(omega / gamma)
 
 
 def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
@@ -202,23 +192,8 @@ def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
     return max(1, round(math.sqrt(omega / (density * gamma))))
 
 
-def effective_width(spec: AnySpec, *, image_size: int) -> int | None:
-    """m; None for the models that have no one width."""
-    match spec:
-        case MlpSpec():
-            return spec.width
-        case MixerSpec():
-            return spec.tokens(image_size=image_size) * spec.num_channels
-        case SparseMlpSpec():
-            return spec.width_at(image_size=image_size)
-        case StructuredMlpSpec():
-            return spec.num_rows * spec.num_columns
-        case _:
-            return None
-
-
-def average_connections(spec: AnySpec, *, image_size: int) -> float | None:
-    """Omega of the blocks' matrices as they are built (hidden sizes rounded); None where the papers define none.
+def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None, float | None]:
+    """m, and Omega of the blocks' matrices as they are built (hidden sizes rounded); None where the papers define none.
 
     A first block that makes S tokens of S0 counts like the others, and a mask's entries by their expected number.
 
@@ -228,16 +203,18 @@ def average_connections(spec: AnySpec, *, image_size: int) -> float | None:
     """
     match spec:
         case MlpSpec():
-            return float(spec.width * (spec.hidden_width if spec.bottleneck == "inverted" else spec.width))
+            return spec.width, float(spec.width * (spec.hidden_width if spec.bottleneck == "inverted" else spec.width))
         case MixerSpec():
             tokens, channels = spec.tokens(image_size=image_size), spec.num_channels
-            one_layer = spec.layers_per_mixing == 1
-            across = (tokens, channels) if one_layer else spec.hidden_sizes(num_tokens=tokens)
-            return tokens * channels * sum(across) / 2
+            across = (tokens, channels) if spec.layers_per_mixing == 1 else spec.hidden_sizes(num_tokens=tokens)
+            return tokens * channels, tokens * channels * sum(across) / 2
         case SparseMlpSpec():
-            return spec.density * (spec.expansion or 1.0) * spec.width_at(image_size=image_size) ** 2
-        case _:
-            return None
+            width = spec.width_at(image_size=image_size)
+            return width, spec.density * (spec.expansion or 1.0) * width**2
+        case StructuredMlpSpec():
+            return spec.num_rows * spec.num_columns, None
+        case TimmSpec():
+            return None, None
 
 
 def _check_positive(**given: float) -> None:

@@ -40,8 +40,8 @@ class ImageModel(nn.Module, ABC):
     @abstractmethod
     def embed(self, x_BCHW: Tensor) -> Tensor: ...
 
-    @abstractmethod
-    def pool(self, x_BF: Tensor) -> Tensor: ...
+    def pool(self, x_BF: Tensor) -> Tensor:
+        return x_BF.flatten(1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
         """(B, channels, height, width); a single place where features have none."""

@@ -1,15 +1,16 @@
 """`pretrain models` and `pretrain widths`: the named models with their costs, and sizes that have a given Omega (no torch here)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
 
 from data_prep.settings import UserError, nearest
-from pretrain.models.cost import Cost, average_connections, cost_of, effective_width, sparse_width, tokens_for, widest
+from pretrain.models.cost import Cost, cost_of, sparse_width, tokens_for, widest_side, width_and_connections
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
@@ -22,6 +23,9 @@ FAMILIES = {
 }
 
 
+COLUMNS = ("name", "params", "multiply-adds", "S", "C", "width m", "Omega", "px", "source")
+
+
 @dataclass(frozen=True)
 class Row:
     name: str
@@ -31,29 +35,25 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        spec, size = self.spec, {"image_size": self.image_size}
+        """By COLUMNS."""
+        spec = self.spec
+        width, connections = width_and_connections(spec, image_size=self.image_size)
         return (
             self.name,
             f"{self.cost.num_parameters:,}",
             _short(self.cost.multiply_adds),
-            _whole(spec.tokens(**size) if isinstance(spec, MixerSpec) else None),
-            _whole(spec.num_channels if isinstance(spec, MixerSpec | SparseMlpSpec) else None),
-            _whole(effective_width(spec, **size)),
-            _short(average_connections(spec, **size)),
+            f"{spec.tokens(image_size=self.image_size):,}" if isinstance(spec, MixerSpec) else "",
+            f"{spec.num_channels:,}" if isinstance(spec, MixerSpec | SparseMlpSpec) else "",
+            "" if width is None else f"{width:,}",
+            "" if connections is None else _short(connections),
             str(self.image_size),
             PRESETS[self.name].source,
         )
 
 
-@dataclass(frozen=True)
-class Listing:
-    rows: list[Row]
-    unfit: list[str]
-    """Models that cannot take images of the size asked for."""
-
-
-def list_models(*, match: str = "*", num_classes: int | None = None, image_size: int | None = None) -> Listing:
-    """The named models that `match` (a shell pattern) fits, with classes and image size as they are meant unless given."""
+def list_models(*, match: str = "*", num_classes: int | None = None, image_size: int | None = None) -> tuple[list[Row], list[str]]:
+    """The named models that `match` (a shell pattern) fits, with classes and image size as they are meant unless given; and the
+    names of those that cannot take images of the size asked for."""
     for field, value in (("--classes", num_classes), ("--image-size", image_size)):
         if value is not None and value < 1:
             raise UserError(f"{field}: {value} will not do; give 1 or more")
@@ -65,61 +65,64 @@ def list_models(*, match: str = "*", num_classes: int | None = None, image_size:
         preset, spec = PRESETS[name], spec_of(name)
         size, classes = image_size or preset.image_size, num_classes or preset.num_classes
         try:
-            spec.check(image_size=size)
+            found.append(Row(name, spec, cost_of(spec, num_classes=classes, image_size=size), size))
         except ValueError as error:
             unfit.append(name)
             reason = str(error)
-        else:
-            found.append(Row(name, spec, cost_of(spec, num_classes=classes, image_size=size), size))
     if not found:
         raise UserError(f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})")
-    return Listing(found, unfit)
+    return found, unfit
 
 
-def print_models(listing: Listing, console: Console) -> None:
+def print_models(rows: Sequence[Row], unfit: Sequence[str], console: Console) -> None:
     """One table for each family, all with the same columns."""
-    header = ("name", "params", "multiply-adds", "S", "C", "width m", "Omega", "px", "source")
-    sizes = [max(map(len, column)) for column in zip(header, *(row.cells for row in listing.rows), strict=True)]
+    sizes = [max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)]
     for family, title in FAMILIES.items():
-        members = [row for row in listing.rows if row.spec.kind == family]
-        if not members:
-            continue
-        console.print(title, style="bold")
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for number, (word, size) in enumerate(zip(header, sizes, strict=True)):
-            is_text = number in (0, len(header) - 1)
-            table.add_column(word, justify="left" if is_text else "right", min_width=size, no_wrap=True)
-        for row in members:
-            table.add_row(*row.cells)
-        console.print(table)
-        console.print()
+        members = [row.cells for row in rows if row.spec.kind == family]
+        if members:
+            console.print(title, style="bold")
+            console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
+            console.print()
     console.print(
         "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of two operations each, FLOPs are "
         "twice as many. Omega: average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for images of "
         "32 px and less, or --classes (11230 for paper B's table of sizes).",
         style="dim",
     )
-    if listing.unfit:
-        console.print(f"Left out, as they cannot take images of that size: {', '.join(listing.unfit)}.")
+    if unfit:
+        console.print(f"Left out, as they cannot take images of that size: {', '.join(unfit)}.")
 
 
 def print_widths(omega: float, *, gamma: float, channels: Iterable[int], densities: Iterable[float], console: Console) -> None:
     """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections per layer."""
     mixers = [(count, tokens_for(omega, num_channels=count, gamma=gamma)) for count in channels]
     sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
-    best = widest(omega, gamma=gamma)
+    side = widest_side(omega, gamma=gamma)
     console.print(f"Omega = {omega:,.0f}, gamma = {gamma:g}", style="bold")
-    console.print(f"widest mixer: S = C = {best.num_channels:.1f}, m = {best.width:,.0f}")
+    console.print(f"widest mixer: S = C = {side:.1f}, m = {side**2:,.0f}")
     if mixers:
-        table = _table(("C", "S", "m = S C"))
-        for count, tokens in mixers:
-            table.add_row(f"{count:,}", f"{tokens:,}", f"{count * tokens:,}")
-        console.print(table)
+        cells = [(f"{count:,}", f"{tokens:,}", f"{count * tokens:,}") for count, tokens in mixers]
+        console.print(_table(("C", "S", "m = S C"), cells))
     if sparse:
-        table = _table(("p", "1 - p", "m of a SW-MLP"))
-        for density, width in sparse:
-            table.add_row(f"{density:g}", f"{1 - density:g}", f"{width:,}")
-        console.print(table)
+        cells = [(f"{density:g}", f"{1 - density:g}", f"{width:,}") for density, width in sparse]
+        console.print(_table(("p", "1 - p", "m of a SW-MLP"), cells))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, sizes: Sequence[int] = (), style: str = "bold") -> Table:
+    table = Table(box=None, pad_edge=False, header_style=style)
+    for word, size in zip_longest(columns, sizes):
+        table.add_column(word, justify="left" if word in ("name", "source") else "right", min_width=size, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _short(value: float) -> str:
+    """Four digits and a unit."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:#.4g} {unit}"
+    return f"{value:#.4g}"
 
 
 def parse_power(text: str) -> float:
@@ -152,24 +155,3 @@ def _numbers(text: str, *, field: str, pattern: str, example: str) -> list[str]:
     if wrong:
         raise UserError(f"{field}: {wrong[0]!r} will not do; give numbers with commas between them, such as {example}")
     return words
-
-
-def _table(columns: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _whole(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _short(value: float | None) -> str:
-    """Four digits and a unit."""
-    if value is None:
-        return ""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:#.4g} {unit}"
-    return f"{value:#.4g}"

@@ -1,27 +1,23 @@
 """The MLPs of "Scaling MLPs": the whole image is one vector. Shapes: B batch, D = 3 H W, M width, K classes."""
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear, hidden_linear
-from pretrain.models.spec import MlpSpec
+from pretrain.models.spec import Activation, MlpSpec
 
-NORMS: dict[Literal["layer", "batch", "none"], type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm1d, "none": nn.Identity}
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm1d, "none": nn.Identity}
 
 
 class InvertedBlock(nn.Module):
     """z + Wc act(We norm(z)), We: M -> expansion M."""
 
-    def __init__(self, spec: MlpSpec):
+    def __init__(self, norm: nn.Module, expand: nn.Module, contract: nn.Module, *, activation: Activation, dropout: float):
         super().__init__()
-        self.norm = NORMS[spec.norm](spec.width)
-        self.expand = hidden_linear(spec.width, spec.hidden_width)
-        self.activation = ACTIVATIONS[spec.activation]()
-        self.contract = Linear(spec.hidden_width, spec.width)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.norm, self.expand, self.contract = norm, expand, contract
+        self.activation = ACTIVATIONS[activation]()
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BM: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.expand(self.norm(x_BM))))
@@ -45,10 +41,15 @@ class StandardBlock(nn.Module):
         return self.dropout(y_BM)
 
 
+def _inverted(spec: MlpSpec) -> InvertedBlock:
+    expand, contract = hidden_linear(spec.width, spec.hidden_width), Linear(spec.hidden_width, spec.width)
+    return InvertedBlock(NORMS[spec.norm](spec.width), expand, contract, activation=spec.activation, dropout=spec.dropout)
+
+
 class Mlp(ImageModel):
     def __init__(self, spec: MlpSpec, *, num_classes: int, image_size: int):
         super().__init__(num_features=spec.width, num_classes=num_classes, pixels_per_place=image_size)
-        block = InvertedBlock if spec.bottleneck == "inverted" else StandardBlock
+        block = _inverted if spec.bottleneck == "inverted" else StandardBlock
         self.stem = Linear(3 * image_size**2, spec.width)
         self.blocks = nn.ModuleList(block(spec) for _ in range(spec.depth))
         self.norm = nn.Identity()
@@ -56,6 +57,3 @@ class Mlp(ImageModel):
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         return self.stem(x_BCHW.flatten(1))
-
-    def pool(self, x_BF: Tensor) -> Tensor:
-        return x_BF

@@ -49,13 +49,12 @@ def expand_preset(model: object) -> object:
 
 
 def _mlps() -> dict[str, Preset]:
-    sizes = [(6, 256), (6, 512), (6, 1024), (12, 256), (12, 512), (12, 768), (12, 1024)]
-    inverted = {
-        f"mlp_b{depth}_wi{width}": Preset({"kind": "mlp", "depth": depth, "width": width}, 64, "B, table of models")
-        for depth, width in sizes
-    }
+    found = {}
+    for depth, width in [(6, 256), (6, 512), (6, 1024), (12, 256), (12, 512), (12, 768), (12, 1024)]:
+        fields = {"kind": "mlp", "depth": depth, "width": width}
+        found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "B, table of models")
     standard = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none"}
-    return inverted | {"mlp_l6_wi1024": Preset(standard, 64, "B, standard MLP")}
+    return found | {"mlp_l6_wi1024": Preset(standard, 64, "B, standard MLP")}
 
 
 def _mixers() -> dict[str, Preset]:
@@ -63,12 +62,14 @@ def _mixers() -> dict[str, Preset]:
 
     Mixer-B-W: its table prints Omega = 2.6e8, its gamma = 4.57 gives 2.90e8 (`expansion=4` would give 2.54e8).
     Mixer-SS-W: it prints 255M connections; C = 487 gives 276M, and `num_channels=467` would give 255M.
+    The sweep over P: C = 3 P^2, S from Omega = 290,217,984 (that of S = 196, C = 768, gamma = 4), first block S x S0.
+    S-Mixers: of the width sweep (Omega = 2^18, gamma = 1) and of the depth sweep.
     """
     b_16 = {"kind": "mixer", "patch_size": 16, "num_channels": 768, "token_hidden": 384, "channel_hidden": 3072}
     b_w = {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.57}
     ss_8 = {"kind": "mixer", "patch_size": 8, "num_channels": 986, "depth": 2}
     ss_w = {"kind": "mixer", "patch_size": 4, "num_channels": 487, "depth": 2}
-    return {
+    found = {
         "mixer_b_16": Preset(b_16, 224, "A, ImageNet-1k"),
         "mixer_b_4": Preset({"kind": "mixer", "patch_size": 4}, 64, "B, efficiency"),
         "mixer_b_w": Preset(b_w, 224, "A, ImageNet-1k"),
@@ -77,49 +78,32 @@ def _mixers() -> dict[str, Preset]:
         "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "A, cost"),
         "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "A, RP variant", 10),
     }
-
-
-def _patch_sweep() -> dict[str, Preset]:
-    """C = 3 P^2, S from Omega = 290,217,984 (that of S = 196, C = 768, gamma = 4), first block S x S0."""
-    tokens = {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}
-    return {
-        f"mixer_p{patch}": Preset(
-            {"kind": "mixer", "patch_size": patch, "num_channels": 3 * patch**2, "depth": 8, "num_tokens": count},
-            224,
-            "A, sweep over P",
-        )
-        for patch, count in tokens.items()
-    }
-
-
-def _simple_mixers() -> dict[str, Preset]:
-    """S-Mixers of the width sweep (Omega = 2^18, gamma = 1) and of the depth sweep, and their RP variants."""
-    shapes = {"c32": (32, 113, 8), "c128": (128, 128, 8)}
-    found = {}
-    for name, (channels, tokens, depth) in shapes.items():
-        fields = {"kind": "mixer", "patch_size": 4, "num_channels": channels, "num_tokens": tokens, "depth": depth}
-        fields["layers_per_mixing"] = 1
-        found[f"smixer_{name}"] = Preset(fields, 32, "A, Fig. 5 and 7", 10)
-        found[f"rp_smixer_{name}"] = Preset({**fields, "permuted_blocks": "all"}, 32, "A, Fig. 5 and 7", 10)
+    for patch, tokens in {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}.items():
+        fields = {"kind": "mixer", "patch_size": patch, "num_channels": 3 * patch**2, "depth": 8, "num_tokens": tokens}
+        found[f"mixer_p{patch}"] = Preset(fields, 224, "A, sweep over P")
+    for channels, tokens in ((32, 113), (128, 128)):
+        fields = {
+            "kind": "mixer",
+            "patch_size": 4,
+            "num_channels": channels,
+            "num_tokens": tokens,
+            "depth": 8,
+            "layers_per_mixing": 1,
+        }
+        found[f"smixer_c{channels}"] = Preset(fields, 32, "A, Fig. 5 and 7", 10)
+        found[f"rp_smixer_c{channels}"] = Preset({**fields, "permuted_blocks": "all"}, 32, "A, Fig. 5 and 7", 10)
     return found
 
 
-def _sparse_mlps() -> dict[str, Preset]:
-    """Omega = p m^2 = 2^18."""
-    widths = {540: 0.9, 612: 0.7, 724: 0.5, 935: 0.3, 1619: 0.1}
-    return {
-        f"sw_mlp_{width}": Preset({"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10)
-        for width, density in widths.items()
-    }
-
-
 def _others() -> dict[str, Preset]:
-    structured = {
-        f"{form}_mnist": Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10) for form in ("monarch", "kronecker")
-    }
-    # Without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py).
-    compared = {name: Preset({"kind": "timm", "name": name}, 64, "B, efficiency") for name in ("resnet152_64", "vit_b_4")}
-    return structured | compared
+    found = {}
+    for width, density in {540: 0.9, 612: 0.7, 724: 0.5, 935: 0.3, 1619: 0.1}.items():  # Omega = p m^2 = 2^18
+        found[f"sw_mlp_{width}"] = Preset({"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10)
+    for form in ("monarch", "kronecker"):
+        found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
+    for name in ("resnet152_64", "vit_b_4"):  # without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py)
+        found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
+    return found
 
 
-PRESETS: dict[str, Preset] = {**_mlps(), **_mixers(), **_patch_sweep(), **_simple_mixers(), **_sparse_mlps(), **_others()}
+PRESETS: dict[str, Preset] = {**_mlps(), **_mixers(), **_others()}

@@ -19,6 +19,7 @@ from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.layers.linear import Linear
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 from pretrain.models.mixer import patches
+from pretrain.models.mlp import InvertedBlock
 from pretrain.models.spec import SparseMlpSpec
 
 
@@ -41,21 +42,11 @@ class SparseBlock(nn.Module):
         return x_BM + self.dropout(self.activation(self.linear(self.norm(x_BM))))
 
 
-class SparseHiddenBlock(nn.Module):
+def _hidden(spec: SparseMlpSpec, width: int) -> InvertedBlock:
     """x + (M2 * W2) act((M1 * W1) LN(x)), W1: m -> gamma m."""
-
-    def __init__(self, spec: SparseMlpSpec, width: int):
-        super().__init__()
-        hidden = spec.hidden_width(width)
-        self.norm = nn.LayerNorm(width)
-        self.expand = _layer(spec, width, width=width, num_outputs=hidden)
-        self.activation = ACTIVATIONS[spec.activation]()
-        self.contract = _layer(spec, hidden, width=width, num_outputs=width)
-        self.dropout = nn.Dropout(spec.dropout)
-
-    def forward(self, x_BM: Tensor) -> Tensor:
-        hidden = self.dropout(self.activation(self.expand(self.norm(x_BM))))
-        return x_BM + self.dropout(self.contract(hidden))
+    hidden = spec.hidden_width(width)
+    expand, contract = (_layer(spec, num, width=width, num_outputs=out) for num, out in ((width, hidden), (hidden, width)))
+    return InvertedBlock(nn.LayerNorm(width), expand, contract, activation=spec.activation, dropout=spec.dropout)
 
 
 class SparseMlp(ImageModel):
@@ -66,13 +57,10 @@ class SparseMlp(ImageModel):
         num_entries = (image_size // spec.patch_size) ** 2 * spec.num_channels
         self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.widen = nn.Identity() if width == num_entries else Linear(num_entries, width)
-        block = SparseBlock if spec.expansion is None else SparseHiddenBlock
+        block = SparseBlock if spec.expansion is None else _hidden
         self.blocks = nn.ModuleList(block(spec, width) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(width)
         self.head = classifier(width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         return self.widen(self.stem(patches(x_BCHW, size=self.patch_size)).flatten(1))
-
-    def pool(self, x_BF: Tensor) -> Tensor:
-        return x_BF

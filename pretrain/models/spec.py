@@ -94,10 +94,8 @@ class MixerSpec(Settings):
     def _parts_fit(self) -> "MixerSpec":
         wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
         if wrong:
-            raise ValueError(
-                f"model.permuted_blocks: there is no block {wrong[0]}; with depth {self.depth} give numbers from 0 to "
-                f"{self.depth - 1}, or all"
-            )
+            remedy = f"with depth {self.depth} give numbers from 0 to {self.depth - 1}, or all"
+            raise ValueError(f"model.permuted_blocks: there is no block {wrong[0]}; {remedy}")
         if self.layers_per_mixing == 1:
             check_unread(self.expansion, where="layers_per_mixing 1")
         elif self.token_hidden and self.channel_hidden:

@@ -75,6 +75,3 @@ class StructuredMlp(ImageModel):
     def embed(self, x_BCHW: Tensor) -> Tensor:
         rows_BHV = x_BCHW.mean(1) if self.greyscale else x_BCHW.transpose(1, 2).flatten(2)
         return self.stem(rows_BHV)
-
-    def pool(self, x_BF: Tensor) -> Tensor:
-        return x_BF.flatten(1)

@@ -18,7 +18,12 @@ from pretrain.models.spec import TimmSpec
 
 class TimmModel(ImageModel):
     def __init__(self, spec: TimmSpec, *, num_classes: int, image_size: int):
-        body = _resnet152() if spec.name == "resnet152_64" else _vit_b_4(image_size=image_size)
+        if spec.name == "resnet152_64":
+            body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
+            body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
+            body.maxpool = nn.Identity()
+        else:
+            body = timm.create_model("vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0)
         super().__init__(num_features=body.num_features, num_classes=num_classes, pixels_per_place=1)
         self.body = body
         self.blocks = nn.ModuleList()  # they are within the body
@@ -59,14 +64,3 @@ def _within_body(names: Any) -> Any:
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]
-
-
-def _resnet152() -> "timm.models.ResNet":
-    body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
-    body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
-    body.maxpool = nn.Identity()
-    return body
-
-
-def _vit_b_4(*, image_size: int) -> "timm.models.VisionTransformer":
-    return timm.create_model("vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0)

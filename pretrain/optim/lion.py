@@ -1,20 +1,29 @@
 """Lion, with sign(0) = 0 and no way for a gradient that is not a number to hide.
 
-On a CPU in fp32 it is one pass over memory, compiled (`lion_on_cpu.py`), elsewhere torch's operations on many tensors at once; both
-give the same bits, which are those of the plain lines in the docstring with fused multiply-adds, as torch and timm compute them.
+In fp32 on a CPU a step is one compiled pass that reads weight, gradient and momentum and writes weight and momentum, elsewhere
+torch's operations on many tensors at once, which go over memory 17 to 20 times instead of 5. Milliseconds per step of 50 million
+weights on 2 cores, medians of 5 rounds in one run: the pass 58, torch's operations 320, copying as many bytes 70 to 90. Both give
+the same bits, which are those of the formula below with fused multiply-adds, as torch and timm compute them.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
 
+import numba
+import numpy as np
 import torch
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-try:
-    from pretrain.optim import lion_on_cpu
-except ImportError:  # a platform that numba does not know
-    lion_on_cpu = None  # type: ignore[assignment]
+Function = TypeVar("Function", bound=Callable[..., object])
+Floats = NDArray[np.float32]
+
+SMALLEST_PART = 1 << 18
+"""Entries: less is not worth another thread."""
+_OPTIONS = {"nogil": True, "error_model": "numpy"}  # no fast math: its bits would depend on the compiler
 
 
 class Lion(Optimizer):
@@ -39,12 +48,11 @@ class Lion(Optimizer):
                 if "exp_avg" not in self.state[weight]:
                     self.state[weight]["exp_avg"] = torch.zeros_like(weight)
             momenta: list[Tensor] = [self.state[weight]["exp_avg"] for weight in weights]
-            on_cpu = lion_on_cpu is not None and lion_on_cpu.takes([*weights, *gradients, *momenta])
-            (lion_on_cpu.update if on_cpu else update)(weights, gradients, momenta, group)
+            update = in_one_pass if suit_one_pass([*weights, *gradients, *momenta]) else by_operations
+            update(weights, gradients, momenta, group)
 
 
-def update(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
-    """On any device."""
+def by_operations(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
     if lr * weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
@@ -55,3 +63,54 @@ def update(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
     torch._foreach_mul_(momenta, beta2)
     torch._foreach_add_(momenta, gradients, alpha=1 - beta2)
     torch._foreach_add_(weights, momenta, alpha=0)  # nothing, unless the momentum is not finite
+
+
+# ---- the compiled pass --------------------------------------------------------------------------------------------------
+
+
+def suit_one_pass(tensors: list[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+
+
+def in_one_pass(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+    lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
+    numbers = np.array([1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2], np.float32)
+    parts = []
+    for three in zip(weights, gradients, momenta, strict=True):
+        rows: list[Floats] = [tensor.detach().view(-1).numpy() for tensor in three]
+        size = max(SMALLEST_PART, -(-len(rows[0]) // torch.get_num_threads()))
+        parts += [[row[start : start + size] for row in rows] for start in range(0, len(rows[0]), size)]
+    num_threads = min(torch.get_num_threads(), len(parts), sum(len(part[0]) for part in parts) // SMALLEST_PART)
+    if num_threads < 2:
+        for part in parts:
+            _update(numbers, *part)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in [pool.submit(_update, numbers, *part) for part in parts]:
+            done.result()
+
+
+def _kept(function: Function) -> Function:
+    try:
+        return cast(Function, numba.njit(cache=True, **_OPTIONS)(function))
+    except RuntimeError:  # no directory for numba's cache can be written: compile in every process
+        return cast(Function, numba.njit(**_OPTIONS)(function))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001 (numba's signature)
+    """a b + c, rounded once: what torch's `add` with an `alpha` is."""
+    return a(a, b, c), lambda _context, builder, _signature, values: builder.fma(*values)
+
+
+@_kept
+def _update(numbers: Floats, weights: Floats, gradients: Floats, momenta: Floats) -> None:
+    kept_share, lr, beta1, rest1, beta2, rest2 = numbers
+    zero, one = np.float32(0), np.float32(1)
+    for i in range(weights.shape[0]):
+        gradient, momentum = gradients[i], momenta[i]
+        update = _fma(rest1, gradient, momentum * beta1)
+        sign = one if update > zero else (-one if update < zero else zero)
+        momentum = _fma(rest2, gradient, momentum * beta2)
+        momenta[i] = momentum
+        weights[i] = _fma(zero, momentum, _fma(-lr, sign, weights[i] * kept_share))

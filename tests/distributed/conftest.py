@@ -10,19 +10,24 @@ from tests.distributed.engine_cells import CELLS, cell, elsewhere
 from tests.distributed.engine_options import options
 from tests.distributed.engines import from_all_ranks
 from tests.distributed.test_agreement import agreements
+from tests.distributed.test_zero_cost import CELLS as COST_CELLS
+from tests.distributed.test_zero_cost import cell as cost_cell
+from tests.distributed.test_zero_cost import count_traffic
 from tests.ranks import run_ranks
 
 
 def everything(world: World, folder: str) -> dict[str, Any]:
     from pretrain.engine.deepspeed import start_distributed
 
+    traffic = count_traffic()  # before DeepSpeed takes hold of the functions
     start_distributed(world, timeout_s=60)
     gc.freeze()  # DeepSpeed collects garbage for every engine, and would look through all that was imported
+    cost = [cost_cell(world, traffic, *each) for each in COST_CELLS]
     found = {identity: cell(world, identity, folder) for identity in CELLS}
     for identity in CELLS:
         found[identity] |= elsewhere(world, identity, folder)
     agreed = from_all_ranks(agreements(world, folder))
-    return {"cells": found, "options": options(world, folder), "agreements": agreed}
+    return {"costs": cost, "cells": found, "options": options(world, folder), "agreements": agreed}
 
 
 @pytest.fixture(scope="session")

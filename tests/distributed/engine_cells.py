@@ -12,6 +12,7 @@ from tests.distributed.engines import (
     DECAY,
     DTYPES,
     advance,
+    apart,
     distance,
     from_all_ranks,
     global_batch,
@@ -86,9 +87,7 @@ def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, 
     return {
         "from_published": float((inside - expected).norm() / expected.norm()),
         "moved": float((inside - before).norm() / before.norm()),
-        "left": max(
-            float((again - before).abs().max()), distance(state.weights, after.weights), distance(state.optimizer, after.optimizer)
-        ),
+        "left": max(float((again - before).abs().max()), apart(state, after)),
     }
 
 
@@ -122,10 +121,10 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
         torch.save(kept, Path(folder) / f"{identity}.pt")
     return found | {
         "applied": from_all_ranks([each.applied for each in skipped]),
-        "untouched": max(distance(middle.weights, untouched.weights), distance(middle.optimizer, untouched.optimizer)),
+        "untouched": apart(middle, untouched),
         "scales": [middle.scale, untouched.scale, end.scale, again.scale],
         "updates": [state.num_updates for state in (*states, untouched, again)],
-        "resumed": max(distance(end.weights, again.weights), distance(end.optimizer, again.optimizer)),
+        "resumed": apart(end, again),
         "from_plain": relative(
             {name: value - raw(first)[name] for name, value in raw(end).items()},
             {name: value - raw(first)[name] for name, value in plain.items()},
@@ -149,7 +148,7 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
     other.import_state(state)
     kept = shared(other.export_state())
     return found | {
-        "kept": max(distance(state.weights, kept.weights), distance(state.optimizer, kept.optimizer)),
+        "kept": apart(state, kept),
         "kept_scale": [state.scale, kept.scale],
         "losses_of_moved": advance(other, world, range(1, 3)),
     }

@@ -153,6 +153,10 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def apart(one: EngineState, other: EngineState) -> float:
+    return max(distance(one.weights, other.weights), distance(one.optimizer, other.optimizer))
+
+
 def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest error of one tensor against its own size, or against a hundredth of the whole where it is smaller than that."""
     assert one.keys() == other.keys() and one

@@ -30,7 +30,7 @@ def test_a_stage_that_has_nothing_to_offload_says_so(stage: int, offload: str) -
 
 
 def test_recomputed_activations_change_nothing_even_with_dropout(results: dict[str, Any]) -> None:
-    assert results["options"]["checkpointed"] == [0, 0]
+    assert results["options"]["checkpointed"] == 0
 
 
 def test_permutations_are_restored_on_every_rank(results: dict[str, Any]) -> None:
@@ -52,9 +52,9 @@ def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> No
     assert results["options"]["tuned"] == {"applied": [False, False], "apart": 0, "updates": [2, 2]}
 
 
-def test_tuning_that_goes_on_ends_at_the_same_bits_with_every_optimizer(results: dict[str, Any]) -> None:
-    """And so does tuning that recomputes activations."""
-    assert results["options"]["tuning_goes_on"] == {"lion": 0, "sgd": 0, "adamw": 0, "lamb": 0}
+def test_tuning_that_goes_on_ends_at_the_same_bits(results: dict[str, Any]) -> None:
+    """With an optimizer that counts its steps and one that does not; and so does tuning that recomputes activations."""
+    assert results["options"]["tuning_goes_on"] == {"lion": 0, "lamb": 0}
 
 
 def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(results: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain.cli import main as pretrain
-from pretrain.engine.plan import Plan, rows
+from pretrain.engine.zero_cost import Plan, rows
 
 
 def test_a_row_is_what_one_works_out_by_hand() -> None:

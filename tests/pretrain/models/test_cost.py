@@ -1,5 +1,6 @@
 """Costs: every named model's as literals, the formulas against built modules and torch's counter, and the papers' tables."""
 
+import functools
 from typing import Any, Literal
 
 import pytest
@@ -8,17 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.models.build import build_model
-from pretrain.models.cost import (
-    Cost,
-    Widest,
-    average_connections,
-    cost_of,
-    effective_width,
-    num_parameters,
-    sparse_width,
-    tokens_for,
-    widest,
-)
+from pretrain.models.cost import Cost, cost_of, num_parameters, sparse_width, tokens_for, widest_side, width_and_connections
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 
@@ -91,6 +82,7 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
 }
 
 
+@functools.cache
 def counted(spec: AnySpec, *, num_classes: int, image_size: int, padding: int = 0) -> tuple[Cost, int]:
     """Of the built model: by torch's counter; and what fvcore has on top of it, by the entries that the norms are seen to read (5
     for each of a layer norm, 2 of a batch norm). `padding`: of a ResNet's stem."""
@@ -201,7 +193,7 @@ def test_paper_a_cost_of_mixers(
     spec = mixer(patch_size=patch, num_channels=channels, depth=depth, expansion=gamma)
     tokens = (image_size // patch) ** 2
     assert 2 * depth * gamma * (tokens**2 + channels**2) == weights
-    assert average_connections(spec, image_size=image_size) == omega
+    assert width_and_connections(spec, image_size=image_size)[1] == omega
     around = tokens * 3 * patch**2 * channels + channels * 10  # stem and head
     assert cost_of(spec, num_classes=10, image_size=image_size).multiply_adds - around == 4 * depth * omega
 
@@ -235,16 +227,13 @@ def test_the_widths_of_sparse_mlps(zeros: float, width: int) -> None:
     spec = spec_of(f"sw_mlp_{width}")
     assert isinstance(spec, SparseMlpSpec)
     assert spec.density == pytest.approx(1 - zeros)
-    assert effective_width(spec, image_size=32) == width
-    assert average_connections(spec, image_size=32) == pytest.approx(2**18, rel=2e-3)
+    assert width_and_connections(spec, image_size=32) == (width, pytest.approx(2**18, rel=2e-3))
 
 
 def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
-    assert widest(2**18) == Widest(64, 64, 4096)
-    assert widest(2**21) == Widest(128, 128, 16384)
-    assert widest(2**19, gamma=2) == Widest(64, 64, 4096)
+    assert (widest_side(2**18), widest_side(2**21), widest_side(2**19, gamma=2)) == (64, 128, 64)
     for omega, fewer, more in FIGURE_5:
-        assert fewer * more < widest(omega).width
+        assert fewer * more < widest_side(omega) ** 2
     assert tokens_for(2**21, num_channels=128) == 128
 
 
@@ -261,8 +250,7 @@ def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
 )
 def test_mixers_of_the_tables(name: str, tokens: int, channels: int, connections: int) -> None:
     size = PRESETS[name].image_size
-    assert effective_width(spec_of(name), image_size=size) == tokens * channels
-    assert average_connections(spec_of(name), image_size=size) == connections
+    assert width_and_connections(spec_of(name), image_size=size) == (tokens * channels, connections)
 
 
 @pytest.mark.parametrize(
@@ -286,14 +274,12 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: Mixe
             )
     model(next(model.parameters()).new_zeros(1, 3, 8, 8))
     assert used
-    assert average_connections(spec, image_size=8) == sum(used) / len(used)
+    assert width_and_connections(spec, image_size=8)[1] == sum(used) / len(used)
 
 
 def test_models_without_such_sizes_have_none() -> None:
-    assert average_connections(spec_of("vit_b_4"), image_size=64) is None
-    assert effective_width(spec_of("vit_b_4"), image_size=64) is None
-    assert effective_width(spec_of("monarch_mnist"), image_size=28) == 28 * 28
-    assert average_connections(spec_of("monarch_mnist"), image_size=28) is None
+    assert width_and_connections(spec_of("vit_b_4"), image_size=64) == (None, None)
+    assert width_and_connections(spec_of("monarch_mnist"), image_size=28) == (28 * 28, None)
 
 
 def test_impossible_sizes_are_named() -> None:

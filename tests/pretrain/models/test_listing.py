@@ -20,9 +20,9 @@ def test_every_model_has_one_whole_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_classes_size_and_pattern_are_obeyed_and_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = {row.name: row.cost.num_parameters for row in list_models(match="mlp_b*", num_classes=11_230).rows}
+    counts = {row.name: row.cost.num_parameters for row in list_models(match="mlp_b*", num_classes=11_230)[0]}
     assert len(counts) == 7 and counts["mlp_b12_wi1024"] == 124_843_998
-    assert {row.name for row in list_models(match="mixer_p*", image_size=32).rows} == {"mixer_p8", "mixer_p16", "mixer_p32"}
+    assert {row.name for row in list_models(match="mixer_p*", image_size=32)[0]} == {"mixer_p8", "mixer_p16", "mixer_p32"}
     assert main(["models", "--match", "mixer_p*", "--image-size", "32"]) == 0
     assert "Left out, as they cannot take images of that size: mixer_p7, mixer_p14, mixer_p28." in capsys.readouterr().out
 

@@ -115,22 +115,17 @@ def test_a_permutation_is_drawn_on_the_cpu_whatever_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (torch.tensor([0, 1, 1, 3]), "1 stands there 2 times, 2 not at all"),
-        (torch.tensor([0, 1, 2, 4]), "entry 3 is 4, which is not from 0 to 3"),
-        (torch.tensor([0, -1, 2, 3]), "entry 1 is -1, which is not from 0 to 3"),
-        (torch.tensor([0.0, 1.0, 2.0, 3.0]), "torch.float32, not one axis of integers"),
-    ],
+    "index",
+    [torch.tensor(each) for each in ([0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3], [0.0, 1.0, 2.0, 3.0])],
     ids=["doubled", "too large", "negative", "not integers"],
 )
-def test_a_wrong_index_is_refused(index: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=f"index is not a permutation: .*{message}"):
+def test_a_wrong_index_is_refused(index: Tensor) -> None:
+    with pytest.raises(ValueError, match="index is not a permutation of 0 to 3"):
         Permutation(index)
     module = nn.Sequential(drawn(4, seed=3))
     kept = module[0].index.clone()
     for strict, assign in ((True, False), (False, True)):
-        with pytest.raises(RuntimeError, match=f"0.index is not a permutation: .*{message}.*another copy") as raised:
+        with pytest.raises(RuntimeError, match=r"0\.index is not a permutation .*another copy") as raised:
             module.load_state_dict({"0.index": index}, strict=strict, assign=assign)
         assert str(raised.value).count("\n") == 1  # torch's heading, and ours
         assert torch.equal(module[0].index, kept)

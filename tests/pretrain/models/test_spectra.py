@@ -70,11 +70,6 @@ def test_all_weights_of_an_s_mixer_meet_the_law_of_gamma_1() -> None:
         assert float(torch.linalg.matrix_norm(weight, 2)) == pytest.approx(2, rel=0.05), name
 
 
-def test_rp_models_have_the_same_spectra() -> None:
-    for name, weight in mixing_weights(permuted_blocks="all").items():
-        assert spacings_from_law(weight, gamma=4) < 4, name
-
-
 def test_torchs_initial_weights_are_smaller_and_can_be_asked_for() -> None:
     """Uniform within 1 / sqrt(inputs): a third of the variance, and for W2 a gamma-th of that."""
     for name, weight in mixing_weights(init="torch").items():

@@ -15,7 +15,6 @@ from pretrain.models.build import build, build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import Lamb, Lion, build_optimizer, lion, parameter_groups, set_lr
 from pretrain.optim.schedule import Schedule
-from pretrain.optim.segments import Segment
 
 SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
 
@@ -60,7 +59,7 @@ def lion_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
 def test_lion_is_its_formula_to_the_bit(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both implementations, for several groups, on one thread and on several."""
     if not in_one_pass:
-        monkeypatch.setattr(lion, "lion_on_cpu", None)
+        monkeypatch.setattr(lion, "suit_one_pass", lambda _: False)
     plain = trained(lambda weights: PlainLion(lion_groups(weights)))
     before = torch.get_num_threads()
     try:
@@ -83,7 +82,7 @@ def test_lion_equals_timms_to_the_bit() -> None:
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_lion_moves_nothing_without_gradient_and_hides_no_nan(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not in_one_pass:
-        monkeypatch.setattr(lion, "lion_on_cpu", None)
+        monkeypatch.setattr(lion, "suit_one_pass", lambda _: False)
     weight = nn.Parameter(torch.ones(6))
     optimizer = Lion([weight], lr=0.1)
     weight.grad = torch.tensor([0.0, 1.0, -1.0, math.nan, math.inf, -0.0])
@@ -158,26 +157,6 @@ def test_lamb_takes_the_whole_step_where_a_norm_is_zero() -> None:
     fresh.grad, settled.grad = torch.ones(3), torch.zeros(3)
     optimizer.step()
     assert fresh.tolist() == pytest.approx([-0.1] * 3) and settled.tolist() == [1.0] * 3
-
-
-def test_lamb_on_shards_is_lamb_on_parameters() -> None:
-    """Two flat tensors, as of two ranks, between which the second of three parameters is cut; zeros fill the last."""
-    sizes, decay = (5, 8, 3), 0.1
-    generator = torch.Generator().manual_seed(1)
-    whole = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
-    joined = torch.cat([*(weight.detach() for weight in whole), torch.zeros(4)])
-    flats = [nn.Parameter(part.clone()) for part in joined.split(10)]
-    plain, sharded = Lamb(whole, lr=0.1, weight_decay=decay), Lamb(flats, lr=0.1, weight_decay=decay)
-    sharded.bind({flats[0]: [Segment(0, 0, 5), Segment(1, 5, 5)], flats[1]: [Segment(1, 0, 3), Segment(2, 3, 3)]})
-    for _ in range(4):
-        for weight in whole:
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        gradients = torch.cat([*(weight.grad for weight in whole if weight.grad is not None), torch.zeros(4)])
-        for flat, gradient in zip(flats, gradients.split(10), strict=True):
-            flat.grad = gradient.clone()
-        plain.step()
-        sharded.step()
-    assert torch.allclose(torch.cat(flats)[:16], torch.cat(whole), rtol=1e-6) and not torch.cat(flats)[16:].any()
 
 
 def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
