@@ -5,7 +5,7 @@ from math import isqrt
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
-from pretrain.models.layers.linear import Linear, hidden_linear
+from pretrain.models.layers.linear import Linear
 from pretrain.models.layers.permutation import generator_beside_weights, pk, random_permutation
 from pretrain.models.spec import MixerSpec
 
@@ -15,7 +15,7 @@ class TwoLayer(nn.Module):
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
-        self.inner = hidden_linear(num_inputs, hidden)
+        self.inner = Linear(num_inputs, hidden, hands_zeros_on=True)
         self.activation = ACTIVATIONS[spec.activation]()
         self.outer = Linear(hidden, num_outputs)
         self.dropout = nn.Dropout(spec.dropout)

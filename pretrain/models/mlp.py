@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.layers.batch_norm import BatchNorm1d
-from pretrain.models.layers.linear import Linear, hidden_linear
+from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation, MlpSpec
 
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm1d, "none": nn.Identity}
@@ -42,7 +42,7 @@ class StandardBlock(nn.Module):
 
 
 def _inverted(spec: MlpSpec) -> InvertedBlock:
-    expand, contract = hidden_linear(spec.width, spec.hidden_width), Linear(spec.hidden_width, spec.width)
+    expand, contract = Linear(spec.width, spec.hidden_width, hands_zeros_on=True), Linear(spec.hidden_width, spec.width)
     return InvertedBlock(NORMS[spec.norm](spec.width), expand, contract, activation=spec.activation, dropout=spec.dropout)
 
 

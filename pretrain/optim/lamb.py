@@ -9,7 +9,7 @@ parameter whose |w| or |r| is zero takes r as it is, too.
 
 ZeRO steps flat shards in which lie pieces of several parameters. The engine says which (`bind`); the squares of the norms are then
 summed over pieces and ranks in one exchange per step, in which every rank takes part, whatever it owns. No step waits for the
-device, but where an offloaded optimizer exchanges over NCCL.
+device, except where an offloaded optimizer exchanges over NCCL.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from pretrain.optim.segments import Segment
 from pretrain.ranks.collectives import is_distributed
 
+EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of one parameter, and where it is to go before the step is given its length."""
+    """A stretch of one parameter, and its direction before the step has its length."""
 
     parameter_number: int
     weight: Tensor
@@ -36,16 +38,8 @@ class _Piece:
 
 
 class Lamb(Optimizer):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_decayed": True})
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "is_decayed": True})
         self._segments: dict[Tensor, tuple[Segment, ...]] | None = None
         self._numbers: dict[Tensor, Tensor] = {}
         """By tensor, beside it on its device: the parameters that its pieces are of."""
@@ -55,7 +49,7 @@ class Lamb(Optimizer):
         """The tensors that are stepped are shards, made of these pieces; every rank calls it. Without it each is a parameter."""
         self._segments = {tensor: tuple(pieces) for tensor, pieces in segments.items()}
         named = {tensor: [each.parameter_number for each in pieces] for tensor, pieces in self._segments.items()}
-        # once, for to bring a list to a GPU is to wait for it
+        # once: what copies a list to a GPU waits for it
         self._numbers = {tensor: torch.tensor(each, dtype=torch.long, device=tensor.device) for tensor, each in named.items()}
         highest = torch.tensor(max((number for each in named.values() for number in each), default=-1))
         self._num_parameters = int(_over_ranks(highest, dist.ReduceOp.MAX)) + 1
@@ -85,7 +79,7 @@ class Lamb(Optimizer):
         """Adam's, plus the decay."""
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
-        (beta1, beta2), eps = group["betas"], group["eps"]
+        beta1, beta2 = group["betas"]
         for kind in ("exp_avg", "exp_avg_sq"):
             if kind not in state:
                 state[kind] = torch.zeros_like(weight)
@@ -93,7 +87,7 @@ class Lamb(Optimizer):
         state["step"] = int(state.get("step", 0)) + 1
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
+        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(EPS)
         direction: Tensor = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(scale)
         return direction.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] else direction
 

@@ -3,7 +3,7 @@
 Matrix kernels read rows in whole vectors. Rows of 588, 2,687 or 487 numbers take slower ones: on an AVX2 CPU (fp32) the three
 products of 588 -> 2,687 run at 0.64, of 487 -> 1,948 at 0.69 of the rate of the next multiples of 8; tensor cores want 16 bytes,
 8 bf16 numbers (not yet run on CUDA). So zeros fill weights, biases and inputs up to a multiple of 8, inside the computation alone:
-parameters and state_dict are as without, results are but for rounding. A hidden layer hands its zeros on (`hidden_linear`):
+parameters and state_dict are as without, results are but for rounding. A hidden layer hands its zeros on (`hands_zeros_on`):
 act(0) = 0 for every activation that a spec can name, and the next weight has zero columns there.
 
 The filled-up weights are made again in the backward pass rather than kept for it; ZeRO 3 gathers the layer's own weights for both.
@@ -25,7 +25,10 @@ def aligned(size: int) -> int:
 
 
 class Linear(nn.Linear):
-    hands_zeros_on = False
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = True, hands_zeros_on: bool = False):
+        """`hands_zeros_on`: its output goes through an activation into another `Linear` and nowhere else."""
+        super().__init__(num_inputs, num_outputs, bias=bias)
+        self.hands_zeros_on = hands_zeros_on
 
     def forward(self, x: Tensor) -> Tensor:
         inputs, outputs = aligned(self.in_features), aligned(self.out_features)
@@ -69,10 +72,3 @@ class _FilledUp(torch.autograd.Function):
 
 def _filled(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     return pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
-
-
-def hidden_linear(num_inputs: int, num_outputs: int) -> Linear:
-    """For a layer whose output goes through an activation into another `Linear` and nowhere else."""
-    layer = Linear(num_inputs, num_outputs)
-    layer.hands_zeros_on = True
-    return layer

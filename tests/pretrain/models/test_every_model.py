@@ -10,18 +10,13 @@ from torch import Tensor, nn
 from pretrain.models.build import build
 from pretrain.models.presets import PRESETS, spec_of
 
-NAMES = sorted(PRESETS)
-DISTINCT = [
-    "mlp_b6_wi256",
-    "mlp_l6_wi1024",
-    "mixer_b_16",
-    "mixer_ss_w",
-    "mixer_p14",
-    "rp_mixer_ss_w",
-    "smixer_c32",
+DISTINCT = ["mlp_b6_wi256", "mlp_l6_wi1024", "mixer_b_16", "mixer_ss_w", "mixer_p14", "rp_mixer_ss_w", "smixer_c32"]
+DISTINCT += [
     "rp_smixer_c32",
-]
-DISTINCT += ["sw_mlp_540", "monarch_mnist", "kronecker_mnist"]  # the others have other sizes; timm's two: test_baselines.py
+    "sw_mlp_540",
+    "monarch_mnist",
+    "kronecker_mnist",
+]  # others have other sizes; timm's: test_baselines.py
 
 
 def short(name: str, **changes: Any) -> nn.Module:
@@ -60,16 +55,6 @@ def logits_and_gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str,
     return logits.detach(), {key: weight.grad for key, weight in model.named_parameters()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_whole_model_runs_forward_and_backward_in_shapes(name: str) -> None:
-    with torch.device("meta"):
-        model = build(name)
-        logits = model(torch.empty_like(pictures(name), device="meta"))
-    assert logits.shape == (2, PRESETS[name].num_classes)
-    logits.sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
 ONE_OF_EACH = [
     ("mlp_b6_wi256", {}),
     ("mlp_l6_wi1024", {"width": 64, "norm": "batch"}),
@@ -95,7 +80,16 @@ def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) 
     assert drawn and not any(one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in drawn)
 
 
-@pytest.mark.parametrize(("name", "changes"), ONE_OF_EACH)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mlp_b6_wi256", {"norm": "batch"}),
+        ("rp_mixer_ss_w", {"num_channels": 24, "num_tokens": 40, "permuted_blocks": (1,)}),
+        ("sw_mlp_540", {"storage": "sparse", "density": 0.1}),
+        ("monarch_mnist", {}),
+        ("kronecker_mnist", {}),
+    ],
+)
 def test_onnx_computes_the_same_for_any_batch(name: str, changes: dict[str, Any]) -> None:
     from onnx.reference import ReferenceEvaluator
 
