@@ -28,10 +28,13 @@ def wait_until(condition: Callable[[], bool], *, lives: Callable[[], bool] = lam
     """Waits for a condition, for as long as those who are to bring it about live; the limit is for what hangs."""
     end_s = time.monotonic() + timeout_s
     while not condition():
-        what = inspect.getsource(condition).strip() if condition.__name__ == "<lambda>" else repr(condition)
-        assert lives(), f"ended before: {what}"
-        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        assert lives(), f"ended before: {_source(condition)}"
+        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {_source(condition)}"
         time.sleep(0.005)
+
+
+def _source(condition: Callable[[], bool]) -> str:
+    return inspect.getsource(condition).strip() if condition.__name__ == "<lambda>" else repr(condition)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Heartbeat:
     def __init__(self, world: World, ranks: RanksSettings):
         self._world, self._timeout_s, self._hang_timeout_s = world, ranks.heartbeat_timeout_s, ranks.hang_timeout_s or 0.0
         self._interval_s = min(2.0, self._timeout_s / 4)
-        self._is_alone, self._me = world.num_ranks == 1, Peer.myself(world.rank)
+        self._is_alone, self._me = world.num_ranks == 1, Peer(world.rank, socket.gethostname(), os.getpid())
         self._token = ""
         self._listener: socket.socket | None = None
         self._wires: dict[int, Wire] = {}

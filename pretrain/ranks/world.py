@@ -36,10 +36,6 @@ class Peer:
     node: str
     pid: int
 
-    @staticmethod
-    def myself(rank: int) -> "Peer":
-        return Peer(rank, socket.gethostname(), os.getpid())
-
     def __str__(self) -> str:
         return f"rank {self.rank} (node {self.node}, pid {self.pid})"
 

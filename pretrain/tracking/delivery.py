@@ -40,6 +40,8 @@ class Delivery:
     def __init__(self, run_dir: Path):
         from pretrain.tracking.store import Store  # and mlflow, for seconds, in which a deliverer already ignores signals
 
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
         self.directory = run_dir / "tracking"
         self.identity = RunIdentity.model_validate_json((self.directory / "identity.json").read_text())
         self._position_path, self._journal_path = self.directory / "delivered.json", self.directory / "journal.jsonl"
@@ -144,7 +146,6 @@ class Delivery:
 
 def sync(run_dir: Path) -> int:
     """Delivers what an earlier delivery could not; returns the number of journal bytes that arrived."""
-    _limit_retries()
     with sole_writer(run_dir / "tracking"):
         delivery, attempt = Delivery(run_dir), 1
         while True:
@@ -166,8 +167,7 @@ def sync(run_dir: Path) -> int:
 
 
 def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
-    """The deliverer's whole life: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
-    _limit_retries()
+    """The deliverer's whole work: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
     with sole_writer(run_dir / "tracking", wait=True):  # for the deliverer of a trainer that was killed just now
         delivery, wait_s, closed_at_s, reported = Delivery(run_dir), POLL_S, None, ""
         while True:
@@ -193,11 +193,6 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
                 wait_s, reported = min(60.0, wait_s * 2), fault
             if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
                 return 1
-
-
-def _limit_retries() -> None:
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
 
 
 def _main() -> int:

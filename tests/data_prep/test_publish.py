@@ -155,18 +155,21 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, has_printed = list[str](), threading.Event()
+    monkeypatch.setattr("builtins.print", lambda line, **_: (printed.append(line), has_printed.set()))
+
     def enter() -> None:
         with sole_writer(tmp_path, wait=True):
             pass
 
-    waiting, said = threading.Thread(target=enter), ""
+    waiting = threading.Thread(target=enter)
     with sole_writer(tmp_path):
         waiting.start()
-        while not said.endswith("\n"):
-            said += capsys.readouterr().err
+        assert has_printed.wait(60)
     waiting.join()
-    assert said.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and capsys.readouterr().err == ""
+    (line,) = printed
+    assert line.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and line.endswith("if that hangs, end it")
 
 
 def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ from pretrain.ranks.world import Peer, read_world
 from tests import training
 from tests.forked import begin, environments, wait
 from tests.moments import wait_until
+from tests.pretrain.ranks.test_heartbeat import announce
 from tests.training import write_config
 
 PEERS = [Peer(rank, f"n{rank // 2}", 100 + rank) for rank in range(8)]
@@ -75,21 +77,13 @@ def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
         num_judged += 1
         return hang(standings, timeout_s)
 
-    def announce(numbers: list[int]) -> list[int]:
-        if world.is_first:
-            (place / "tmp").write_text(" ".join(map(str, numbers)))
-            (place / "tmp").rename(place / "facts")
-        while not (place / "facts").exists():
-            time.sleep(0.01)
-        return [int(word) for word in (place / "facts").read_text().split()]
-
     Standings.hang = counted  # type: ignore[method-assign]
-    heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=silence_timeout_s, hang_timeout_s=500)).start(announce)
+    settings = RanksSettings(heartbeat_timeout_s=silence_timeout_s, hang_timeout_s=500)
+    heartbeat = Heartbeat(world, settings).start(partial(announce, world, place))
     heartbeat.watch(place / "stacks")
     PROGRESS.mark("waiting for data", step=1234)
     (place / f"ready-{world.rank}").touch()
-    while len(list(place.glob("ready-*"))) < world.num_ranks:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(place.glob("ready-*"))) == world.num_ranks)
     match plan if world.rank == world.num_ranks - 1 else "":
         case "holds Python's lock":
             holds_the_lock()
@@ -99,9 +93,8 @@ def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
             for step in range(4):
                 PROGRESS.mark("computing", step=step) if step % 2 else PROGRESS.touch()
                 time_passes(400)
-                before = num_judged
-                while num_judged < before + 4:
-                    time.sleep(0.01)
+                enough = num_judged + 4
+                wait_until(lambda enough=enough: num_judged >= enough)  # type: ignore[misc]
             heartbeat.stop()
             os._exit(0)
     time.sleep(60)
@@ -156,32 +149,29 @@ def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_pat
 
 
 def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait meanwhile. Each rank reports every third second: when one has come at last, and all go on, the reports of the
-    others that they go on come later than its own."""
+    """The others wait meanwhile. When it has come at last, and all go on, their reports of that come later than its own."""
     clock, ranks, standings = [100.0], [Progress(), Progress(), Progress()], Standings()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
 
-    def pass_seconds(number: int, *working: Progress) -> Verdict | None:
-        for _ in range(number):
-            clock[0] += 1
-            for each in working:
-                each.touch()
-            reports = int(clock[0]) % 3
-            standings.note(PEERS[reports], ranks[reports].standing())
-            verdict = standings.hang(10)
-            if verdict is not None:
-                return verdict
-        return None
+    def judged(*reporting: int) -> Verdict | None:
+        verdicts = []
+        for number in reporting:
+            standings.note(PEERS[number], ranks[number].standing())
+            verdicts.append(standings.hang(10))
+        return next(filter(None, verdicts), None)
 
-    for works in ranks:
+    for number, works in enumerate(ranks):
         for each in ranks:
-            each.mark("working")
+            each.mark("waiting" if each is not works else "working")
+        for _ in range(100):
+            clock[0] += 1
+            works.touch()
+            assert judged(0, 1, 2) is None
         for each in ranks:
-            each.mark("waiting") if each is not works else None
-        assert pass_seconds(100, works) is None
-        works.mark("waiting")
-        assert pass_seconds(2, *ranks) is None
-    verdict = pass_seconds(100)
+            each.mark("training")
+        assert judged(number, number, number, *{0, 1, 2} - {number}) is None
+    clock[0] += 11
+    verdict = judged(0, 1, 2, 0, 1, 2, 0, 1, 2)
     assert verdict is not None and verdict.why == "hangs"
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -28,18 +29,18 @@ from tests.moments import wait_until
 LATE_S = 120
 
 
+def announce(world: World, place: Path, numbers: list[int]) -> list[int]:
+    """Those of the first rank, to all."""
+    if world.is_first:
+        (place / "tmp").write_text(json.dumps(numbers))
+        (place / "tmp").rename(place / "facts")
+    wait_until((place / "facts").exists)
+    return list(json.loads((place / "facts").read_text()))
+
+
 def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
     """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for it to do."""
     world, place = read_world(), Path(folder)
-
-    def announce(numbers: list[int]) -> list[int]:
-        if world.is_first:
-            (place / "tmp").write_text(json.dumps(numbers))
-            (place / "tmp").rename(place / "facts")
-        while not (place / "facts").exists():
-            time.sleep(0.01)
-        return list(json.loads((place / "facts").read_text()))
-
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(world.rank) == "waits"
     heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=timeout_s))
@@ -49,13 +50,12 @@ def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
         report=lambda: {"load": world.rank * 10},
         received=lambda rank, report: heard.update({rank: report}),
     )
-    heartbeat.start(announce)
+    heartbeat.start(partial(announce, world, place))
     if world.is_first:
         wait_until(lambda: len(heard) == world.num_ranks)
         assert heard == {rank: {"load": rank * 10} for rank in range(world.num_ranks)}
     (place / f"ready-{world.rank}").write_text(str(os.getpid()))
-    while not (place / "go").exists():
-        time.sleep(0.01)
+    wait_until((place / "go").exists)
     match plans.get(world.rank, "hangs"):
         case "ends":
             heartbeat.stop()
@@ -72,8 +72,7 @@ def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
             heartbeat.stop()
             os._exit(0)
         case "ends when told":
-            while not (place / "end").exists():
-                time.sleep(0.01)
+            wait_until((place / "end").exists)
             heartbeat.stop()
             os._exit(0)
     time.sleep(LATE_S)

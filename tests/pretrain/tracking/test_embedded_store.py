@@ -164,18 +164,19 @@ def test_of_two_that_make_a_store_at_once_the_first_has_made_that_of_both(
     tmp_path: Path, makes: list[Path], monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     """No lock keeps them apart: they may be on two nodes of which neither sees the other's."""
-    first, second, make = EmbeddedStore(tmp_path / "mlflow.db"), EmbeddedStore(tmp_path / "mlflow.db"), store.make_database
+    path, make, published = tmp_path / "mlflow.db", store.make_database, list[os.stat_result]()
 
-    def make_slowly(path: Path, *, files: Path) -> None:
+    def make_slowly(aside: Path, *, files: Path) -> None:
         monkeypatch.setattr(store, "make_database", make)
-        first.open()
-        make(path, files=files)
+        EmbeddedStore(path).open()
+        published.append(path.stat())
+        make(aside, files=files)
 
     monkeypatch.setattr(store, "make_database", make_slowly)
     if not has_links:
         monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
-    second.open()
-    first.check_in_place()
+    EmbeddedStore(path).open()
+    assert [(each.st_ino, each.st_mtime_ns) for each in published] == [(path.stat().st_ino, path.stat().st_mtime_ns)]
     assert len(makes) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db"]
 
 
