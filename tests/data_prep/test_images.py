@@ -222,6 +222,9 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
 
 
+SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -233,6 +236,8 @@ def png_header(width: int, height: int) -> bytes:
         (encoded(picture(seed=1))[:-200], "truncated"),
         (png_header(20_000, 20_000), "too_many_pixels"),
         (png_header(13_378, 13_378), "too_many_pixels"),  # 178,970,884
+        (b"P6 65500 65500 255\n", "too_many_pixels"),
+        (SMALL_JPEG.replace(b"\x08\0\x10\0\x10", b"\x08\xff\xdc\xff\xdc", 1), "too_many_pixels: 65500 x 65500"),
         (png_header(100, 100), "truncated"),
     ],
 )

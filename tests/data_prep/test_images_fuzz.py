@@ -18,9 +18,7 @@ from tests.soak import soaked
 
 SIZE = 8
 NUM_PER_SEED = 45
-SPEC = ImageSpec(
-    image_size=SIZE, crop="center", interpolation="bicubic", encoding="raw", jpeg_quality=95, draft=True, max_pixels=300_000
-)
+SPEC = ImageSpec(image_size=SIZE, max_pixels=300_000)
 NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF)
 
 Mutation = Callable[[bytearray, np.random.Generator], bytes]

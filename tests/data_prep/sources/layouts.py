@@ -93,7 +93,7 @@ def opened(kind: str, path: Path, **fields: object) -> Source:
     return open_source(settings.validate_python(words), num_workers=1)
 
 
-def refused_in_one_line(source: Source, message: str) -> None:
+def refuses(source: Source, message: str) -> None:
     with pytest.raises(SourceError, match=message) as raised:
         listed(source)
     assert str(raised.value).startswith("source.path: ") and "\n" not in str(raised.value)
@@ -166,17 +166,17 @@ def synset_files(wnid: str, count: int) -> dict[str, bytes]:
     return {f"{wnid}_{7 * number + 3}.JPEG": jpeg(int(wnid[1:]) + number) for number in range(count)}
 
 
-def write_synset_folders(root: Path, counts: dict[str, int]) -> Path:
+def synset_folders(root: Path, counts: dict[str, int]) -> Path:
     for wnid, count in counts.items():
         write_files(root / wnid, synset_files(wnid, count))
     return root
 
 
-def write_synset_tars(root: Path, counts: dict[str, int]) -> Path:
+def synset_tars(root: Path, counts: dict[str, int]) -> Path:
     return write_files(root, {f"{wnid}.tar": tar_of(synset_files(wnid, count)) for wnid, count in counts.items()})
 
 
-def write_whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "") -> Path:
+def whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "") -> Path:
     """A tar of synset tars, in no particular order."""
     inner = {f"{prefix}{wnid}.tar": tar_of(synset_files(wnid, counts[wnid])) for wnid in reversed(list(counts))}
     write_files(path.parent, {path.name: tar_of(inner, folder=prefix.rstrip("/"))})
@@ -202,7 +202,7 @@ def devkit_files(numbers: dict[int, str], truth: list[int], *, parents: int = 2)
     }
 
 
-def write_devkit(root: Path, files: dict[str, bytes]) -> Path:
+def devkit(root: Path, files: dict[str, bytes]) -> Path:
     return write_files(root, {"ILSVRC2012_devkit_t12.tar.gz": tar_gz_of(files)}) / "ILSVRC2012_devkit_t12.tar.gz"
 
 

@@ -18,16 +18,16 @@ from data_prep.sources import SourceError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import write_classes, write_files
 from tests.data_prep.sources import test_cifar, test_imagenet1k, test_mnist, test_stl10, test_tinyimagenet
-from tests.data_prep.sources.layouts import SYNSETS, build, listed, opened, write_synset_folders, write_synset_tars, write_whole_tar
+from tests.data_prep.sources.layouts import SYNSETS, build, listed, opened, synset_folders, synset_tars, whole_tar
 
 COUNTS = dict.fromkeys(SYNSETS, 2)
 Case = tuple[str, Callable[[Path], Path], str]
 CASES: dict[str, Case] = {
     "folder": ("folder", lambda root: write_classes(root, {"ant": 2, "ant/more": 1, "bee": 1}), "ant/more/000.jpg"),
     "many files": ("folder", lambda root: write_classes(root, {f"class-{number}": 5 for number in range(5)}), "class-0/000.jpg"),
-    "synset folders": ("imagenet21k", lambda root: write_synset_folders(root, COUNTS), f"{SYNSETS[1]}/{SYNSETS[1]}_3.JPEG"),
-    "synset tars": ("imagenet21k", lambda root: write_synset_tars(root, COUNTS), f"{SYNSETS[1]}.tar"),
-    "whole tar": ("imagenet21k", lambda root: write_whole_tar(root / "whole.tar", COUNTS), ""),
+    "synset folders": ("imagenet21k", lambda root: synset_folders(root, COUNTS), f"{SYNSETS[1]}/{SYNSETS[1]}_3.JPEG"),
+    "synset tars": ("imagenet21k", lambda root: synset_tars(root, COUNTS), f"{SYNSETS[1]}.tar"),
+    "whole tar": ("imagenet21k", lambda root: whole_tar(root / "whole.tar", COUNTS), ""),
     "imagenet1k": ("imagenet1k", test_imagenet1k.downloaded, "ILSVRC2012_img_val.tar"),
     "imagenet1k, flat val": ("imagenet1k", test_imagenet1k.unpacked, "val/ILSVRC2012_val_00000002.JPEG"),
     "tiny zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=False), ""),

@@ -13,17 +13,7 @@ import pytest
 from data_prep.manifest import load_manifest
 from data_prep.sources import Source, SourceError, cifar
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import (
-    build,
-    listed,
-    opened,
-    pixels,
-    ppm_of,
-    python2_pickle,
-    refused_in_one_line,
-    tar_gz_of,
-    written,
-)
+from tests.data_prep.sources.layouts import build, listed, opened, pixels, ppm_of, python2_pickle, refuses, tar_gz_of, written
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 FINE = [f"fine_{number:02d}" for number in range(100)]
@@ -156,12 +146,12 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
     renamed = write_files(tmp_path, {"renamed.tgz": b"whatever it is"}) / "renamed.tgz"
     with monkeypatch.context() as patch:
         patch.setattr(cifar, "read_members", None)
-        refused_in_one_line(source_of(renamed, md5="published"), r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off")
+        refuses(source_of(renamed, md5="published"), r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off")
     path, folder = archive(tmp_path, "cifar-10-python"), archive(tmp_path, "cifar-100-python", unpacked=True)
     found = hashlib.md5(path.read_bytes()).hexdigest()
     message = f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
-    refused_in_one_line(source_of(path, md5="published"), message)
-    refused_in_one_line(source_of(folder, md5="published"), "published is 16019d7e3df5f24257cddd939b257f8d")
+    refuses(source_of(path, md5="published"), message)
+    refuses(source_of(folder, md5="published"), "published is 16019d7e3df5f24257cddd939b257f8d")
     monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
     sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("train", "test", "meta")}
     monkeypatch.setattr(cifar, "CIFAR_FILES", sums)
@@ -207,14 +197,14 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, version: str, name: str,
     files = replaced(VERSIONS[version](), name, data)
     write_files(tmp_path, files | {"archive.tar.gz": tar_gz_of(files)})
     for place in (next(iter(files)).split("/")[0], "archive.tar.gz"):
-        refused_in_one_line(source_of(tmp_path / place), message)
+        refuses(source_of(tmp_path / place), message)
 
 
 def test_what_is_not_cifar_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, {"other.tar.gz": tar_gz_of({"folder/file": b""})})
-    refused_in_one_line(source_of(tmp_path / "nothing"), r"is not there; give the \.tar\.gz as downloaded")
+    refuses(source_of(tmp_path / "nothing"), r"is not there; give the \.tar\.gz as downloaded")
     for place in (tmp_path, tmp_path / "other.tar.gz"):
-        refused_in_one_line(source_of(place), "holds none of the files of CIFAR-10 or CIFAR-100")
+        refuses(source_of(place), "holds none of the files of CIFAR-10 or CIFAR-100")
     with pytest.raises(SourceError, match=r"^source\.labels: .* has no coarse labels"):
         source_of(archive(tmp_path, "cifar-10-binary"), labels="coarse").outline()
 
@@ -224,14 +214,14 @@ def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(0, len(whole), len(whole) // 12):
         path.write_bytes(whole[:length])
-        refused_in_one_line(source_of(path), "download it again")
+        refuses(source_of(path), "download it again")
 
 
 def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "home" / "cifar.tar.gz"
     files = ten_binary()
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../../data_batch_1.bin": b""})})
-    refused_in_one_line(source_of(path), r"holds data_batch_1\.bin twice")
+    refuses(source_of(path), r"holds data_batch_1\.bin twice")
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})})
     assert len(listed(source_of(path))) == 6 * NUM
     assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
@@ -261,7 +251,7 @@ def test_nothing_in_a_pickle_is_ever_run_nor_memory_reserved_for_a_length_that_i
     (folder / "test_batch").write_bytes(HOSTILE[hostile].replace(b"{place}", str(place).encode()))
     tracemalloc.start()
     named = r" \(asks for the global os\.system, which arrays of numbers never need" if hostile == "global" else ""
-    refused_in_one_line(source_of(folder), f"test_batch is cut or damaged{named}")
+    refuses(source_of(folder), f"test_batch is cut or damaged{named}")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert not place.exists()

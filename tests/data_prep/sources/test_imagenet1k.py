@@ -10,19 +10,9 @@ import pytest
 
 from data_prep.manifest import load_annotation, load_manifest, load_paths
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import write_files
+from tests.data_prep.samples import tar_of, write_files
 from tests.data_prep.sources import layouts
-from tests.data_prep.sources.layouts import (
-    SYNSETS,
-    devkit_files,
-    tar_of,
-    val_files,
-    write_devkit,
-    write_synset_folders,
-    write_synset_tars,
-    write_whole_tar,
-    written,
-)
+from tests.data_prep.sources.layouts import SYNSETS, devkit, devkit_files, synset_folders, synset_tars, val_files, whole_tar
 
 NUMBERS = {1: SYNSETS[2], 2: SYNSETS[0], 3: SYNSETS[1]}
 """The devkit's numbers are not in the order of the wnids."""
@@ -34,15 +24,15 @@ COUNTS = dict.fromkeys(SYNSETS, 4)
 
 def downloaded(root: Path) -> Path:
     """The three archives as they come."""
-    write_whole_tar(root / "ILSVRC2012_img_train.tar", COUNTS)
+    whole_tar(root / "ILSVRC2012_img_train.tar", COUNTS)
     (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val_files(5)))
-    write_devkit(root, devkit_files(NUMBERS, TRUTH))
+    devkit(root, devkit_files(NUMBERS, TRUTH))
     return root
 
 
 def unpacked(root: Path) -> Path:
     """train as folders, val flat, the development kit unpacked."""
-    write_synset_folders(root / "train", COUNTS)
+    synset_folders(root / "train", COUNTS)
     write_files(root / "val", val_files(5))
     write_files(root, devkit_files(NUMBERS, TRUTH))
     return root
@@ -50,7 +40,7 @@ def unpacked(root: Path) -> Path:
 
 def sorted_by_hand(root: Path) -> Path:
     """What the usual shell script makes: val in synset folders; no development kit needed."""
-    write_synset_tars(root / "train", COUNTS)
+    synset_tars(root / "train", COUNTS)
     for (name, data), label in zip(val_files(5).items(), WANTED, strict=True):
         write_files(root / "val" / SYNSETS[label], {name: data})
     return root
@@ -66,7 +56,7 @@ def build(path: Path, out: Path, *overrides: str) -> int:
 
 def samples_of(out: Path, split: str) -> dict[str, tuple[bytes, int]]:
     """(bytes, label) by file name."""
-    return {path.rpartition("/")[2]: sample for path, sample in written(out, split).items()}
+    return {path.rpartition("/")[2]: sample for path, sample in layouts.written(out, split).items()}
 
 
 def real_labels_of(out: Path) -> dict[int, list[int]]:
@@ -136,10 +126,10 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
         (lambda root: harmed(root, KIT, DANGLING), f"{KIT} is a link to nowhere; mend or remove it"),
         (lambda root: harmed(root, VAL, tar_of({"picture.JPEG": b"x"})), "is not named like a validation picture"),
         (lambda root: harmed(root, KIT, b"\x1f\x8b\x08" + bytes(99)), f"{KIT} is cut or damaged"),
-        (lambda root: write_whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {SYNSETS[0]: 2, SYNSETS[1]: 2}).parent,
+        (lambda root: whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {SYNSETS[0]: 2, SYNSETS[1]: 2}).parent,
             f"train has 2 synsets, the development kit 3 (for example {SYNSETS[2]} is in one only)"),
-        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground_truth.txt is cut or"),
-        (lambda root: write_devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "meta.mat cannot be read"),
+        (lambda root: devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground_truth.txt is cut or"),
+        (lambda root: devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "meta.mat cannot be read"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_damaged_is_one_clear_line(

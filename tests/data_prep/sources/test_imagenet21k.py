@@ -15,17 +15,7 @@ from data_prep.sources.synsets import find_synsets
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import tar_of, write_files
 from tests.data_prep.sources import layouts
-from tests.data_prep.sources.layouts import (
-    SYNSETS,
-    jpeg,
-    listed,
-    opened,
-    synset_files,
-    write_synset_folders,
-    write_synset_tars,
-    write_whole_tar,
-    written,
-)
+from tests.data_prep.sources.layouts import SYNSETS, listed, opened, synset_files, synset_folders, synset_tars, whole_tar, written
 
 COUNTS = dict(zip(SYNSETS, (9, 3, 7), strict=True))
 
@@ -47,10 +37,10 @@ def files_of_split(out: Path, split: str) -> list[str]:
 
 
 FORMS: dict[str, Callable[[Path], Path]] = {
-    "folders": lambda root: write_synset_folders(root / "winter21_whole", COUNTS),
-    "tars": lambda root: write_synset_tars(root / "winter21_whole", COUNTS),
-    "whole tar": lambda root: write_whole_tar(root / "fall11_whole.tar", COUNTS),
-    "whole tar with a folder": lambda root: write_whole_tar(root / "w.tar", COUNTS, prefix="winter21_whole/"),
+    "folders": lambda root: synset_folders(root / "winter21_whole", COUNTS),
+    "tars": lambda root: synset_tars(root / "winter21_whole", COUNTS),
+    "whole tar": lambda root: whole_tar(root / "fall11_whole.tar", COUNTS),
+    "whole tar with a folder": lambda root: whole_tar(root / "w.tar", COUNTS, prefix="winter21_whole/"),
 }
 
 
@@ -96,7 +86,7 @@ def test_a_class_of_just_the_limit_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> None:
-    alone = write_synset_tars(tmp_path / "alone", {SYNSETS[0]: COUNTS[SYNSETS[0]]})
+    alone = synset_tars(tmp_path / "alone", {SYNSETS[0]: COUNTS[SYNSETS[0]]})
     ridnik(FORMS["tars"](tmp_path), tmp_path / "all")
     ridnik(alone, tmp_path / "one")
     ridnik(alone, tmp_path / "other", "source.seed=1")
@@ -192,7 +182,7 @@ def _whole_twice(path: Path, _: dict[str, int]) -> Path:
     return path
 
 
-TARS, FOLDERS, TAR = write_synset_tars, write_synset_folders, f"{SYNSETS[1]}.tar"
+TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
 NEITHER = "1 entries that are neither folders nor files of its own"
 
 
@@ -202,7 +192,7 @@ NEITHER = "1 entries that are neither folders nor files of its own"
         (TARS, lambda source: (source / TAR).symlink_to("gone.tar"), f"{NEITHER} ({TAR}: a link to nowhere)"),
         (FOLDERS, lambda source: (source / SYNSETS[1]).symlink_to("elsewhere"), f"{NEITHER} ({SYNSETS[1]}: a link to nowhere)"),
         (FOLDERS, lambda source: (source / SYNSETS[1]).symlink_to("."), f"({SYNSETS[1]}: a link to a folder that it lies in)"),
-        (FOLDERS, lambda source: (source / "picture").write_bytes(jpeg(1)), "1 pictures lie in"),
+        (FOLDERS, lambda source: (source / "picture").write_bytes(b"\xff\xd8\xff"), "1 pictures lie in"),
         (TARS, lambda source: (source / f"{TAR}.part").write_bytes(b"half"), f"{TAR}.part, which is no finished synset tar"),
         (TARS, _name_twice, f"{SYNSETS[0]}.tar holds a name twice"),
         (_whole_twice, lambda _: None, f"holds the synset {SYNSETS[0]} twice"),

@@ -12,7 +12,7 @@ from PIL import Image
 from data_prep.manifest import load_manifest
 from data_prep.sources import Source, mnist
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, opened, pixels, ppm_of, refused_in_one_line, written
+from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, opened, pixels, ppm_of, refuses, written
 
 PICTURES = {"train": pixels(7, 28, 28, seed=1), "test": pixels(3, 28, 28, seed=2)}
 LABELS = {"train": np.array([5, 0, 4, 1, 9, 2, 1], np.uint8), "test": np.array([7, 2, 1], np.uint8)}
@@ -70,8 +70,8 @@ def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
 def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = files()
     path = write_files(tmp_path / "mnist", found)
-    refused_in_one_line(source_of(path, md5="published"), "published is f68b3c2dcbeaaa9fbdd348bbdeb94873")
-    refused_in_one_line(source_of(path, md5="published", variant="fashion"), "published is 8d4fb7e6c68d591d4c3dfef9ec88bf0d")
+    refuses(source_of(path, md5="published"), "published is f68b3c2dcbeaaa9fbdd348bbdeb94873")
+    refuses(source_of(path, md5="published", variant="fashion"), "published is 8d4fb7e6c68d591d4c3dfef9ec88bf0d")
     sums = {name: hashlib.md5(data).hexdigest() for name, data in found.items()}
     monkeypatch.setitem(mnist.MNIST_FILES, "mnist", sums)
     assert len(listed(source_of(path, md5="published"))) == 10
@@ -93,4 +93,4 @@ def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
     found = {other: body for other, body in files(compressed=False).items() if other != name}
     path = write_files(tmp_path / "mnist", found | ({name: data} if data is not None else {}))
-    refused_in_one_line(source_of(path), message)
+    refuses(source_of(path), message)

@@ -12,7 +12,7 @@ from data_prep.archives.gzipped import INDEX_BYTES, GzippedTar, spacing_for
 from data_prep.manifest import load_annotation, load_manifest, load_paths
 from data_prep.sources import Source, stl10
 from tests.data_prep.samples import tar_of, write_files
-from tests.data_prep.sources.layouts import Pixels, build, listed, opened, pixels, ppm_of, refused_in_one_line, tar_gz_of, written
+from tests.data_prep.sources.layouts import Pixels, build, listed, opened, pixels, ppm_of, refuses, tar_gz_of, written
 
 CLASSES = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"]
 PICTURES = {
@@ -75,14 +75,14 @@ def test_a_build_holds_pictures_labels_and_folds_as_published(tmp_path: Path, un
 def test_the_unlabelled_pictures_can_be_left_out(tmp_path: Path) -> None:
     found = {name: data for name, data in WHOLE.items() if "unlabeled" not in name}
     path = place(tmp_path, found, unpacked=False)
-    refused_in_one_line(source_of(path), r"lacks unlabeled_X\.bin; give stl10_binary\.tar\.gz as downloaded")
+    refuses(source_of(path), r"lacks unlabeled_X\.bin; give stl10_binary\.tar\.gz as downloaded")
     assert {entry.container.split for entry in listed(source_of(path, unlabelled=False))} == {"train", "test"}
 
 
 def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, folder = (place(tmp_path, WHOLE, unpacked=unpacked) for unpacked in (False, True))
-    refused_in_one_line(source_of(archive, md5="published"), "published is 91f7769df0f17e558f3565bffb0c7dfb")
-    refused_in_one_line(source_of(folder, md5="published"), "published is 918c2871b30a85fa023e0c44e0bee87f")
+    refuses(source_of(archive, md5="published"), "published is 91f7769df0f17e558f3565bffb0c7dfb")
+    refuses(source_of(folder, md5="published"), "published is 918c2871b30a85fa023e0c44e0bee87f")
     monkeypatch.setattr(stl10, "STL10_ARCHIVE", hashlib.md5(archive.read_bytes()).hexdigest())
     sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in stl10.STL10_FILES}
     monkeypatch.setattr(stl10, "STL10_FILES", sums)
@@ -109,7 +109,7 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes |
     found = {path: body for path, body in WHOLE.items() if not path.endswith(f"/{name}")}
     found |= {f"stl10_binary/{name}": data} if data is not None else {}
     for unpacked in (False, True):
-        refused_in_one_line(source_of(place(tmp_path, found, unpacked=unpacked)), message)
+        refuses(source_of(place(tmp_path, found, unpacked=unpacked)), message)
 
 
 def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_archive_cut_or_altered_anywhere_is_refused(tmp_path: Path) -> None:
     damaged += [data[:-8] + struct.pack("<II", 1, len(tar_of(WHOLE)))]
     for mutant in damaged:
         path.write_bytes(mutant)
-        refused_in_one_line(source_of(path), r"stl10_binary\.tar\.gz")
+        refuses(source_of(path), r"stl10_binary\.tar\.gz")
 
 
 def test_an_archive_in_several_gzip_streams_or_with_padding_is_whole(tmp_path: Path) -> None:
