@@ -14,7 +14,6 @@ lock of OUT:
 4. write the order of every split, then `begun.json`.
 """
 
-import shutil
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -30,7 +29,7 @@ from data_prep.build.parts import BEGUN, PARTS, read_record, record_path, write_
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers
+from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, withdraw
 from data_prep.settings import Settings, UserError, printable
 from data_prep.sources import Arrangement, Source, SourceError
 
@@ -101,14 +100,14 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config_hash, inventory.digest])
     try:
-        if (directory / MANIFEST_NAME).exists():
-            if load_manifest(directory).plan_hash != plan_hash:
-                raise _foreign(directory, "a")
-        elif before is not None and before.plan_hash != plan_hash:
-            raise _foreign(directory, "an unfinished")
+        is_finished = (directory / MANIFEST_NAME).exists()
+        standing = load_manifest(directory) if is_finished else before
+        if standing is not None and standing.plan_hash != plan_hash:
+            raise _foreign(directory, "a" if is_finished else "an unfinished")
         if inventory.directory.name == CANDIDATE_NAME:  # is known only now not to be another dataset's
             place = inventory.directory.with_name(INVENTORY_NAME)
-            shutil.rmtree(place, ignore_errors=True)
+            if place.exists():
+                withdraw(place)
             inventory.directory.rename(place)
             inventory = Inventory(place)
     finally:

@@ -79,6 +79,19 @@ def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(tmp_path: P
 
 
 @soaked
+def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(tmp_path: Path, salt: int) -> None:
+    """Half an inventory is none."""
+    source, parts, out = write_classes(tmp_path / "source", {"ant": 2}), tmp_path / "parts" / "ants", tmp_path / "cut" / "ants"
+    assert build(source, parts, "--task=0/1") == 0
+    os.utime(source / "ant" / "000.jpg", ns=(1, 1))
+    for step in moments(salt)[:8]:  # beyond them the plan stands
+        shutil.copytree(parts, out)
+        assert cut_off_at(step, lambda: build(source, out)) == CUT_OFF
+        assert build(source, out) == 0
+        shutil.rmtree(out)
+
+
+@soaked
 def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
     tmp_path: Path, salt: int
 ) -> None:
