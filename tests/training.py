@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,14 +42,22 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 class Run:
     """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
 
-    def __init__(self, words: list[str], *, ranks: int, program: str = "pretrain", strikes: Mapping[int, Strike] | None = None):
-        """`strikes`: of ranks that send themselves a signal."""
+    def __init__(
+        self,
+        words: list[str],
+        *,
+        ranks: int,
+        threads: int = 1,
+        program: str = "pretrain",
+        strikes: Mapping[int, Strike] | None = None,
+    ):
+        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal."""
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         self.ranks = [
             begin("tests.training:main", program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
-            for rank, environment in enumerate(environments(ranks))
+            for rank, environment in enumerate(environments(ranks, OMP_NUM_THREADS=str(threads)))
         ]
 
     def said(self) -> str:
@@ -83,11 +92,14 @@ def main(program: str, words: list[str], strike: Strike | None = None) -> int:
     if strike is not None:
         strike.arm()
     sys.argv = [program, *words]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which it reads when it is imported, as it has been
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
-def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, strikes: Mapping[int, Strike] | None = None) -> Run:
-    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, strikes=strikes)
+def start(
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, threads: int = 1, strikes: Mapping[int, Strike] | None = None
+) -> Run:
+    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, threads=threads, strikes=strikes)
 
 
 def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> Run:

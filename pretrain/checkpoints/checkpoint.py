@@ -61,7 +61,8 @@ class Checkpoint:
             fault = fault_of(directory, needed=needed) or ""
             if not fault:
                 return cls.read(directory)
-            print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
+            if directory != found[0]:
+                print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
         if found or (checkpoints_dir(run_dir) / LATEST).exists():
             remedy = "copy it again, or use another: training never silently starts over"
             raise CheckpointError(f"{run_dir}: no checkpoint there is whole ({fault}); {remedy}")
