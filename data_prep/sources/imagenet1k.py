@@ -27,7 +27,7 @@ from data_prep.archives.gzipped import read_members
 from data_prep.archives.inventory import Container, Entries, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, by_container
-from data_prep.sources.synsets import SynsetSource, find_synsets, labelled, refuse_gzip
+from data_prep.sources.synsets import SynsetSource, find_synsets, labelled
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
@@ -158,10 +158,8 @@ class ImageNet1kSource(SynsetSource):
             raise SourceError(
                 f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
             )
-        if path.is_file():
-            refuse_gzip(path)
-            if self.settings.md5 == "all":
-                check_md5(path, PUBLISHED_MD5[tar])
+        if path.is_file() and self.settings.md5 == "all":
+            check_md5(path, PUBLISHED_MD5[tar])
         return path.name
 
     def _present(self, *names: str) -> Path | None:

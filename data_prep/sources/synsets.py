@@ -88,17 +88,7 @@ def labelled(synsets: dict[str, Container], classes: tuple[str, ...]) -> list[Co
     return [container._replace(label=labels[wnid]) for wnid, container in sorted(synsets.items())]
 
 
-def refuse_gzip(path: Path) -> None:
-    with open(path, "rb") as file:
-        if file.read(2) == _GZIP_MAGIC:
-            raise SourceError(
-                f"source.path: {path} is compressed, so its pictures cannot be reached one by one; "
-                f"unpack it once (tar xzf {path.name}) and give the folder of synset tars"
-            )
-
-
 def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
-    refuse_gzip(path)
     stamp = stamp_of([path])
     synsets: dict[str, Container] = {}
     for member in _visible(path, path):
@@ -113,6 +103,12 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
 
 def _visible(file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None) -> list[Member]:
     """The members of a tar, or of the range of `file` that is one, called `place`; hidden files aside."""
+    with open(file, "rb") as stream:
+        if stream.read(2) == _GZIP_MAGIC:
+            raise SourceError(
+                f"source.path: {file} is compressed, so its pictures cannot be reached one by one; unpack it once "
+                f"(tar xzf {file.name}) and give the folder of synset tars"
+            )
     try:
         found = list(members(file, start=start, num_bytes=num_bytes))
     except TarError as error:

@@ -122,6 +122,7 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
         (lambda root: harmed(root, VAL, GONE), f"holds neither {VAL} nor val/"),
         (lambda root: harmed(root, VAL, tar_of(val_files(6))), "is beyond the 5 labels of the development kit"),
         (lambda root: harmed(root, VAL, tar_of(val_files(4))), "val has 4 pictures, but labels are known of 5; complete"),
+        (lambda root: harmed(root, VAL, b"\x1f\x8b\x08" + bytes(99)), "is compressed, so its pictures cannot be reached"),
         (lambda root: harmed(root, VAL, DANGLING), f"{VAL} is a link to nowhere; mend or remove it"),
         (lambda root: harmed(root, KIT, DANGLING), f"{KIT} is a link to nowhere; mend or remove it"),
         (lambda root: harmed(root, VAL, tar_of({"picture.JPEG": b"x"})), "is not named like a validation picture"),
