@@ -11,7 +11,7 @@ from PIL import Image
 from data_prep.check.stored import Storage, each_picture
 from data_prep.images import decode, resize
 from data_prep.images.sheet import LabelledPicture, draw_sheet
-from data_prep.manifest import Manifest, Shard, load_index, load_manifest
+from data_prep.manifest import load_index, load_manifest
 from data_prep.settings import UserError
 
 
@@ -29,33 +29,25 @@ def contact_sheet(
     if shard is not None and not 0 <= shard < len(shards):
         raise UserError(f"shard: {shard}, but {split} has the shards 0 to {len(shards) - 1}")
     chosen = shards if shard is None else (shards[shard],)
-    cells = _cells(directory, manifest, chosen, count=count, seed=seed, storage=storage or {})
-    if not cells:
-        raise UserError(f"{directory}: {split} has no samples to show")
-    where = f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}" if shard is None else shards[shard].name
     num_samples = sum(part.num_samples for part in chosen)
-    facts = f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px {manifest.encoding}"
-    return draw_sheet(cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes")
-
-
-def _cells(
-    directory: Path, manifest: Manifest, shards: tuple[Shard, ...], *, count: int, seed: int, storage: Storage
-) -> list[LabelledPicture]:
-    num_samples = sum(shard.num_samples for shard in shards)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     positions = np.sort(np.argsort(draws, kind="stable")[:count])
     found: list[tuple[int, LabelledPicture]] = []
     start = 0
-    for shard in shards:
-        low, high = np.searchsorted(positions, (start, start + shard.num_samples))
-        if low < high:
-            rows = positions[low:high] - start
-            labels = load_index(directory, shard)[rows, 2].tolist()
-            pictures = each_picture(decode, directory, shard, storage=storage, rows=rows)
+    for part in chosen:
+        rows = positions[(positions >= start) & (positions < start + part.num_samples)] - start
+        start += part.num_samples
+        if len(rows):
+            labels = load_index(directory, part)[rows, 2].tolist()
+            pictures = each_picture(decode, directory, part, storage=storage or {}, rows=rows)
             for label, (whole, _) in zip(labels, pictures, strict=True):
                 # as training does
                 picture = resize(whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)
                 name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
                 found.append((label, LabelledPicture(picture, name)))
-        start += shard.num_samples
-    return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
+    if not found:
+        raise UserError(f"{directory}: {split} has no samples to show")
+    cells = [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
+    where = f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}" if shard is None else shards[shard].name
+    facts = f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px {manifest.encoding}"
+    return draw_sheet(cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes")

@@ -92,8 +92,11 @@ def find_duplicates(
             cache.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"hashes: {cache} is no directory; name one, it may be a new one") from None
-    found = (_hashes(part, cache=cache, num_workers=num_workers, storage=storage or {}) for part in parts)
-    hashes = np.concatenate([np.zeros(0, DTYPE), *found])
+    found = [np.zeros(0, DTYPE)]
+    for part in parts:
+        work, title = partial(shard_hashes, part.directory, cache, storage or {}), f"hashing {part.manifest.name}/{part.split}"
+        found += each_shard(work, part.shards, title=title, num_workers=num_workers)
+    hashes = np.concatenate(found)
     first = next(part.start for part in parts if part.may_lose)
     like, distance = compare(hashes, near=near, first=first)
     positions = np.flatnonzero((like >= 0) & (np.arange(len(like)) >= first))
@@ -118,12 +121,6 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     for place, found, split, may_lose in wanted:
         parts.append(Part(place, found, split, parts[-1].stop if parts else 0, may_lose))
     return parts
-
-
-def _hashes(part: Part, *, cache: Path | None, num_workers: int, storage: Storage) -> Hashes:
-    work = partial(shard_hashes, part.directory, cache, storage)
-    title = f"hashing {part.manifest.name}/{part.split}"
-    return np.concatenate([np.zeros(0, DTYPE), *each_shard(work, part.shards, title=title, num_workers=num_workers)])
 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
