@@ -63,10 +63,10 @@ class BadSamples:
             self._known.add(bad.sample)
             print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
             if self._log is not None:
-                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason}
+                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason, "stand_in": stand_in}
                 self._log.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._log, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line | {"stand_in": stand_in}) + "\n")
+                    file.write(json.dumps(line) + "\n")
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
@@ -83,7 +83,6 @@ def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: float) -> None:
     """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged against an epoch at least."""
     if num_bad > max_share * max(num_seen, num_samples):
-        raise TooManyBadSamples(
-            f"{num_bad:,} of {num_seen:,} samples do not decode, more than data.max_bad_share={max_share:g} allows; their names "
-            "are in RUN/bad_samples/ (run data_prep verify on the dataset, then subset with an exclusion list, or raise the share)"
-        )
+        too_many = f"{num_bad:,} of {num_seen:,} samples do not decode, more than data.max_bad_share={max_share:g} allows"
+        remedy = "run data_prep verify on the dataset, then subset with an exclusion list, or raise the share"
+        raise TooManyBadSamples(f"{too_many}; their names are in RUN/bad_samples/ ({remedy})")

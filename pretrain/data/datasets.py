@@ -224,10 +224,9 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:
-        raise ValueError(
-            f"data.image_size: {data.image_size} will not do with data.also, where some pictures are stored at {min(stored)} px, "
-            f"and {keeping[0].directory} must be read at the same size; set data.image_size={min(stored)}"
-        )
+        reason = f"some pictures are stored at {min(stored)} px, and {keeping[0].directory} must be read at the same size"
+        wrong = f"{data.image_size} will not do with data.also, where {reason}"
+        raise ValueError(f"data.image_size: {wrong}; set data.image_size={min(stored)}")
     first = parts[0].stored_size(data.image_size)
     for part in parts:
         if (size := part.stored_size(data.image_size)) != first:

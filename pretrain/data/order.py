@@ -219,9 +219,8 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
         wanted = np.array([round(1_000_000 * weight) for weight in weights if weight is not None], np.int64)
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
-        raise ValueError(
-            f"data.weight: shares of {' : '.join(map(str, reduced.tolist()))} are too fine; give weights with fewer digits"
-        )
+        shares = " : ".join(map(str, reduced.tolist()))
+        raise ValueError(f"data.weight: shares of {shares} are too fine; give weights with fewer digits")
     return tuple(reduced.tolist())
 
 

@@ -33,10 +33,8 @@ class RealLabels:
             return None
         bits, num_classes = load_annotation(part.directory, part.content, NAME), len(part.manifest.classes)
         if bits.shape[1] != num_classes:
-            raise DatasetError(
-                f"{part.directory}: its annotation {NAME!r} is of {bits.shape[1]:,} classes, the dataset has {num_classes:,}; "
-                "build it again"
-            )
+            differs = f"its annotation {NAME!r} is of {bits.shape[1]:,} classes, the dataset has {num_classes:,}"
+            raise DatasetError(f"{part.directory}: {differs}; build it again")
         column_of = torch.full((num_answers,), -1)
         column_of[list(part.classes or range(num_classes))] = torch.arange(num_classes)
         return cls(bits, column_of.to(device))

@@ -3,8 +3,8 @@ bound of the cache, and credentials are written nowhere.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +65,32 @@ def remote(server: tuple[str, Web], tmp_path: Path) -> Path:
     return tmp_path / "remote"
 
 
-def store_at(tmp_path: Path, *, max_bytes: int) -> ShardStore:
-    return ShardStore(tmp_path / "cache", setting="data.cache_dir", max_bytes=max_bytes, storage={})
+@pytest.fixture
+def far(remote: Path, tmp_path: Path) -> Iterator[Callable[..., ShardReader]]:
+    """A reader through a cache, which is new if none is given, with room for so many shards."""
+    with ExitStack() as stack:
+
+        def open_reader(num_shards: int, *, store: ShardStore | None = None) -> ShardReader:
+            if store is None:
+                how = {"setting": "data.cache_dir", "max_bytes": num_shards * shard_bytes(remote)}
+                store = stack.enter_context(closing(ShardStore(tmp_path / "cache", storage={}, **how)))  # type: ignore[arg-type]
+            return stack.enter_context(closing(opened(remote, image_size=16, store=store)))
+
+        yield open_reader
 
 
 def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
-    folder: Path, remote: Path, server: tuple[str, Web], tmp_path: Path
+    folder: Path, far: Callable[..., ShardReader], server: tuple[str, Web], tmp_path: Path
 ) -> None:
     assert index(tmp_path / "local", f"{folder}/s-*.tar") == 0
     local = opened(tmp_path / "local", image_size=16)
     whole = local.images(np.arange(local.num_samples))
-    room = 3 * shard_bytes(remote)
-    with closing(store_at(tmp_path, max_bytes=room)) as store:
-        reader = opened(remote, image_size=16, store=store)
-        for _ in range(2):
-            for start_id in range(0, reader.num_samples, PER_SHARD):
-                ids = np.arange(start_id, start_id + PER_SHARD)
-                reader.fetch_ahead(ids)
-                assert torch.equal(reader.images(ids), whole[ids])
-                assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")) <= room
-        reader.close()
+    reader = far(3)
+    for start_id in [*range(0, reader.num_samples, PER_SHARD)] * 2:
+        ids = np.arange(start_id, start_id + PER_SHARD)
+        reader.fetch_ahead(ids)
+        assert torch.equal(reader.images(ids), whole[ids])
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")) <= 3 * shard_bytes(tmp_path / "remote")
     assert min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS  # some came twice: evicted
 
 
@@ -93,52 +99,39 @@ def batches_of(reader: ShardReader, order: Order, *, steps: int, plan: BatchPlan
         return [next(batches).samples.tolist() for _ in range(steps)]
 
 
-def test_shards_are_fetched_ahead_and_once(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
-    with closing(store_at(tmp_path, max_bytes=10**9)) as store:
-        reader = opened(remote, image_size=16, store=store)
-        found = batches_of(reader, Order(reader.num_samples, 3), steps=16)
-        reader.close()
+def test_shards_are_fetched_ahead_and_once(far: Callable[..., ShardReader], server: tuple[str, Web]) -> None:
+    found = batches_of(far(99), Order(96, 3), steps=16)
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
 
 
 def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
     monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
-    room = 4 * shard_bytes(remote)
-    with closing(store_at(tmp_path, max_bytes=room)) as store:
-        reader = opened(remote, image_size=16, store=store)
-        found = batches_of(reader, Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1)
-        reader.close()
+    found = batches_of(far(4), Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1)
     assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
 
 
 def test_training_and_evaluation_share_a_store_that_holds_either(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one reader keeps for later makes room for what the other needs now."""
     monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
-    with closing(store_at(tmp_path, max_bytes=4 * shard_bytes(remote))) as store:
-        readers = [opened(remote, image_size=16, store=store) for _ in range(2)]
-        ids = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)]
-        found = []
-        for _ in range(2):
-            for reader, mine in zip(readers, ids, strict=True):
-                reader.fetch_ahead(mine)
-                found.append([reader.images(part) for part in np.split(mine, 3)])
-        assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
-        for reader in readers:
-            reader.close()
+    readers = [far(4)]
+    readers.append(far(4, store=readers[0]._store))
+    ids, found = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)], []
+    for reader, mine in [*zip(readers, ids, strict=True)] * 2:
+        reader.fetch_ahead(mine)
+        found.append([reader.images(part) for part in np.split(mine, 3)])
+    assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
 
 
-def test_a_cache_too_small_for_the_order_is_one_clear_error(remote: Path, tmp_path: Path) -> None:
-    with closing(store_at(tmp_path, max_bytes=3 * shard_bytes(remote))) as store:
-        reader = opened(remote, image_size=16, store=store)
-        with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
-            batches_of(reader, Order(reader.num_samples, 3), steps=1)
+def test_a_cache_too_small_for_the_order_is_one_clear_error(far: Callable[..., ShardReader]) -> None:
+    with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
+        batches_of(far(3), Order(96, 3), steps=1)
 
 
 def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(folder: Path, remote: Path, tmp_path: Path) -> None:
