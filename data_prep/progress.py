@@ -59,7 +59,7 @@ class ProgressLine:
         if time.monotonic() - self._logged_s >= LOG_INTERVAL_S * (SELDOM_TIMES if seldom else 1):
             self._log(self._left())
 
-    def tell(self) -> None:
+    def log_now(self) -> None:
         """Logs a line at once for what has just been found; a terminal's bar shows it anyway."""
         if self._enabled and not sys.stderr.isatty():
             self._log(self._left())

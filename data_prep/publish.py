@@ -251,7 +251,7 @@ LOCK = ".lock"
 
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Holds `directory` against a second writer, and says who holds it; the kernel lets go of the lock however this process ends.
+    """Holds `directory` against a second writer, and records who holds it; the kernel frees it however this process ends.
 
     `notice` is printed before a wait; by default a line that names the holder.
     """
@@ -283,7 +283,7 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 
 
 def is_held(directory: Path) -> tuple[bool, Holder | None]:
-    """Whether a process writes there now, and which, if it has said so by now."""
+    """Whether a process writes there now, and which, if it has recorded that by now."""
     try:
         with open(directory / LOCK) as file:
             try:

@@ -153,11 +153,11 @@ def tried(
     num_attempts: int,
     first_pause_s: float,
     stop: threading.Event | None = None,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> T:
     """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
 
-    `tell` receives what goes wrong: of the first failure, which passes as a rule, only if it took long.
+    `report` receives what goes wrong: of the first failure, which passes as a rule, only if it took long.
     """
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()
@@ -173,9 +173,9 @@ def tried(
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
                 raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
-            if tell is not None and (attempt > 1 or time.monotonic() - began_s > SLOW_S):
-                said = _said(error).removeprefix(f"{shown(url)}: ")
-                tell(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
+            if report is not None and (attempt > 1 or time.monotonic() - began_s > SLOW_S):
+                what = _said(error).removeprefix(f"{shown(url)}: ")
+                report(f"{shown(url)}: {what}; attempt {attempt + 1} of {num_attempts} follows")
         pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
         if stop is None:
             time.sleep(pause_s)
@@ -185,10 +185,10 @@ def tried(
 
 
 def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
-    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, tell=tell)
+    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, report=report)
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
@@ -215,7 +215,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _said(error: Exception) -> str:
-    """fsspec says FileNotFoundError of whatever goes wrong with a web server; what it was is the cause."""
+    """fsspec raises FileNotFoundError for whatever goes wrong with a web server; what it was is the cause."""
     root = error.__cause__ or error
     return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
 

@@ -268,7 +268,7 @@ class Trainer:
         self.saver.judge(self.step, top1=scores.top1)
         self.tracker.metrics(scores.metrics("eval"), step=self.step)
         self.line.note = in_words(self.reading, scores)
-        self.line.tell()  # new scores have a line of their own in a log
+        self.line.log_now()  # new scores have a line of their own in a log
 
     def _state(self) -> TrainerState:
         """All that a resume needs besides weights."""

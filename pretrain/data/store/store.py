@@ -189,7 +189,7 @@ class ShardStore:
 
         if file.is_remote:
             how: dict[str, Any] = {"num_attempts": NUM_ATTEMPTS, "first_pause_s": FIRST_PAUSE_S, "stop": self._stop}
-            tried(file.source, attempt, **how, tell=self._warn)
+            tried(file.source, attempt, **how, report=self._warn)
         else:
             attempt()
 
