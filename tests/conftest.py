@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,28 @@ def pytest_report_header() -> str:
     return f"soak: SOAK={soak.FACTOR} SOAK_SEED={soak.FIRST}"
 
 
+_started: list[str] = []
+"""Python processes that were started since the last test ended, by its fixtures too."""
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "os.fork" or (event == "subprocess.Popen" and "python" in str(arguments[0])):
+        _started.append(f"{event} {arguments[:2]}")
+
+
+def _start(process: BaseProcess, start: Callable[[BaseProcess], None] = BaseProcess.start) -> None:
+    _started.append(repr(process))
+    start(process)
+
+
+sys.addaudithook(_note)
+BaseProcess.start = _start  # type: ignore[method-assign]
+
+
 @pytest.fixture(autouse=True)
-def no_rank_is_left_behind() -> Iterator[None]:
-    """A test that fails half-way leaves nothing running. And a command that a test calls in this process makes it a world of one;
-    what the next test starts must not inherit that."""
+def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails half-way leaves nothing running, and one that starts processes has the mark. And a command that a test
+    calls in this process makes it a world of one; what the next test starts must not inherit that."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     yield
@@ -70,6 +89,8 @@ def no_rank_is_left_behind() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    started, _started[:] = list(_started), []
+    assert not started or request.node.get_closest_marker("processes"), f"STARTS misses what starts {started}"
 
 
 @pytest.fixture(scope="session")
