@@ -33,7 +33,7 @@ STARTS = re.compile(
     r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|build)\("
     r"|--ranks|moto|http_server"
 )
-"""Words of a test module, or of a fixture, that starts processes."""
+"""Words of a test module, or of a fixture, that starts processes. What has none of them says so itself: pytest.mark.processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """What starts real runs comes first, or one of the two processes would be left alone with it at the end."""
 
@@ -90,7 +90,7 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         else:
             os.environ[name] = value
     started, _started[:] = list(_started), []
-    assert not started or request.node.get_closest_marker("processes"), f"STARTS misses what starts {started}"
+    assert not started or request.node.get_closest_marker("processes"), f"mark it pytest.mark.processes: it started {started}"
 
 
 @pytest.fixture(scope="session")

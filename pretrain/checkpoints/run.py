@@ -91,7 +91,7 @@ def is_begun(
     """
     path, advice = directory / record, f"name another {field}, or remove it"
     if not path.exists():
-        if any(directory.glob("*" if alone else CONFIG_FILE)):
+        if (alone and directory.is_file()) or any(directory.glob("*" if alone else CONFIG_FILE)):
             raise SettingsError(f"{field}: {directory} exists and is not {what}; {advice}")
         check_place(directory, field=field)
         return False

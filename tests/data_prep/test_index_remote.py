@@ -22,6 +22,7 @@ from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_
 
 NAMES = [f"s-{number:03d}.tar" for number in range(3)]
 PATTERN = "s-{000..002}.tar"
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)

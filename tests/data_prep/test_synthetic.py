@@ -39,6 +39,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.processes
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, drawn: Path) -> None:
     assert draw(tmp_path / "images", num_workers=2) == pictures(drawn)
 

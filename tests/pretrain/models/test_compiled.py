@@ -75,6 +75,7 @@ def test_filled_up_products_learn_the_same_under_autocast(spec: AnySpec) -> None
     torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.processes
 def test_inductor_is_eager() -> None:
     spec = MLP.model_copy(update={"depth": 1})  # a minute of compilation for two
     compiled, plain = model(spec), plain_in_float64(spec)
