@@ -21,8 +21,6 @@ rank is the end of all. Features are trusted when their files are what features.
 file is read by one of them: what one rank has written is read by one, however many there are, before any other goes on. Every rank
 maps the whole table; none holds it.
 B batch, D features, N samples.
-
-Long because it is one noun: features from the pictures to the file that probes read.
 """
 
 import errno

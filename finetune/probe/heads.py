@@ -2,9 +2,6 @@
 
 The gradient of the mean cross-entropy by the logits is (softmax - one hot) / B, so nothing is recorded for autograd. Heads begin
 at zero; the order of an epoch is a function of (seed, epoch).
-B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of
-the first class, then of the next; so what is done over classes runs over candidates that lie side by side, which a CPU does faster.
-T steps of an epoch.
 
 By L-BFGS each head minimises mean cross-entropy + decay / 2 |W|^2 (biases free) with a history of its own, and all share each pass
 over the features, which evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for
@@ -12,6 +9,9 @@ rounding) takes it and chooses a new direction; another tries a shorter step in 
 of another, as it would with torch.optim.LBFGS, which takes one head after the other: a pass over the features for each step of each
 head (6 times as long for four decays of 8,000 x 512 features and 10 classes on one core, in as many passes each). Vectors of a head
 are kept in double precision; products over the features are in single.
+B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of
+the first class, then of the next; so what is done over classes runs over candidates that lie side by side, which a CPU does faster.
+T steps of an epoch.
 """
 
 import math

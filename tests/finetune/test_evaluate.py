@@ -51,7 +51,7 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
     """A run trained on both datasets."""
     place = tmp_path_factory.mktemp("mixed")
     config, also = write_config(place, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
-    finish(start(config, place / "run", "train.duration=30 steps", also, ranks=1))
+    finish(start(config, place / "run", "train.duration=6 steps", "train.eval_every=6 steps", also, ranks=1))
     return place / "run"
 
 
