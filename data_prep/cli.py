@@ -9,11 +9,9 @@ import io
 import sys
 
 FIRST = {
-    errno.EACCES: "get the right to write or read there",
-    errno.EPERM: "get the right to write or read there",
     errno.EROFS: "name a disk that can be written to",
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write or read there"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
 }
 """What must be done before the same command can go on."""
 
