@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
@@ -27,52 +26,43 @@ GRACE_S = LAST_WRITE_S + 10.0
 """How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs is then killed."""
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    num_ranks: int,
-    environment: Mapping[str, str] = os.environ,
-    timeout_s: float | None = None,
-    heed_signals: bool = False,
-) -> int:
+def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
     """The exit code of the first rank that failed, or 0. Standard streams are inherited.
 
     `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
     """
-    shared = dict(environment) | {
+    shared = os.environ | {
         LAUNCHED_WITH: f"--ranks {num_ranks}",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    cores = len(os.sched_getaffinity(0))
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+
+    def prepare() -> None:
+        """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and ends instead of training on unnoticed."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if not heed_signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
     ranks: list[subprocess.Popen[bytes]] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:
         for rank in range(num_ranks):
-            facts = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            prepare = partial(_prepare_rank, heed_signals=heed_signals)
-            ranks.append(subprocess.Popen(command, env=shared | facts, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=environment, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
         restore = _forward_signals(ranks, saves=heed_signals)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        return _watch(ranks, deadline_s=time.monotonic() + timeout_s if timeout_s else None)
+        return _watch(ranks)
     finally:
         _end(ranks)
         restore()
 
 
-def _prepare_rank(*, heed_signals: bool) -> None:
-    """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and ends instead of training on unnoticed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not heed_signals:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) -> int:
+def _watch(ranks: list[subprocess.Popen[bytes]]) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
         # a signal first: the others may have ended already because of it
@@ -83,10 +73,6 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, deadline_s: float | None) ->
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):
             return 0
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            hung = [number for number, code in enumerate(codes) if code is None]
-            print(f"launch: ranks {hung} were still running at the time limit; ending them", file=sys.stderr)
-            return 124
         time.sleep(0.05)
 
 

@@ -72,19 +72,6 @@ def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Pa
     assert done.returncode == 7 and done.stdout == "written"
 
 
-def sum_of_ranks(world: World, offset: int) -> float:
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    value = torch.tensor(float(world.rank + offset))
-    torch.distributed.all_reduce(value)
-    return float(value)
-
-
-def test_the_distributed_helper_really_starts_ranks_that_talk() -> None:
-    assert run_ranks(sum_of_ranks, 10, num_ranks=3) == [33.0, 33.0, 33.0]
-
-
 def failing_rank(world: World) -> None:
     import torch
 
