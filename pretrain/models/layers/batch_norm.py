@@ -12,9 +12,8 @@ class _Exact(_BatchNorm):
             self.num_batches_tracked.add_(1)
         exact = self.running_mean.dtype
         statistics, scale, shift = (self.running_mean, self.running_var), self.weight.to(exact), self.bias.to(exact)
-        return batch_norm(x.to(exact), *statistics, scale, shift, training=self.training, momentum=self.momentum, eps=self.eps).to(
-            x.dtype
-        )
+        y = batch_norm(x.to(exact), *statistics, scale, shift, training=self.training, momentum=self.momentum, eps=self.eps)
+        return y.to(x.dtype)
 
 
 class BatchNorm1d(_Exact, nn.BatchNorm1d):

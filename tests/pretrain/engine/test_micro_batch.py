@@ -1,6 +1,8 @@
 """`local_batch_size: auto`: the largest size that fits into a made-up memory, the choice kept with the run."""
 
 import json
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -96,6 +98,22 @@ def test_however_memory_runs_out_it_is_no_error(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Trial, "_step", Mock(side_effect=RuntimeError("mat1 and mat2 shapes")))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         trial.peak_bytes(8)
+
+
+def test_a_gpu_gets_its_memory_back_when_the_error_no_longer_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gone = list[Any](), list[bool]()
+
+    def step(_trial: Trial, _size: int) -> int:
+        held = torch.zeros(10)
+        made.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trial = Trial(model(), settings_of(tmp_path, 8), **SIZE)
+    trial.on_gpu = True
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
+    monkeypatch.setattr(Trial, "_measured", step)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gone.append(made[0]() is None))
+    assert trial.peak_bytes(8) is None and gone == [True]
 
 
 def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(

@@ -119,20 +119,12 @@ def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> No
 # ---- paper B -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "printed"),
-    [  # with the 11,230 classes of the public checkpoints; paper B cuts, it does not round
-        ("mlp_b6_wi256", 9_188_574, 9),
-        ("mlp_b6_wi512", 24_657_374, 24),
-        ("mlp_b6_wi1024", 74_469_342, 74),
-        ("mlp_b12_wi256", 12_345_054, 12),
-        ("mlp_b12_wi512", 37_261_790, 37),
-        ("mlp_b12_wi1024", 124_843_998, 124),
-    ],
-)
-def test_paper_b_pretrained_mlps(name: str, count: int, printed: int) -> None:
-    assert cost_of(spec_of(name), num_classes=11_230, image_size=64).num_parameters == count
-    assert count // 1_000_000 == printed
+def test_paper_b_pretrained_mlps() -> None:
+    """With the 11,230 classes of the public checkpoints; paper B prints 9, 24, 74, 12, 37 and 124 million: it cuts."""
+    sizes = {"b6_wi256": 9_188_574, "b6_wi512": 24_657_374, "b6_wi1024": 74_469_342}
+    sizes |= {"b12_wi256": 12_345_054, "b12_wi512": 37_261_790, "b12_wi1024": 124_843_998}
+    for name, count in sizes.items():
+        assert cost_of(spec_of(f"mlp_{name}"), num_classes=11_230, image_size=64).num_parameters == count
 
 
 @pytest.mark.parametrize(
@@ -280,13 +272,3 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: Mixe
 def test_models_without_such_sizes_have_none() -> None:
     assert width_and_connections(spec_of("vit_b_4"), image_size=64) == (None, None)
     assert width_and_connections(spec_of("monarch_mnist"), image_size=28) == (28 * 28, None)
-
-
-def test_impossible_sizes_are_named() -> None:
-    assert tokens_for(8256, num_channels=128) == 1
-    with pytest.raises(ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"):
-        tokens_for(100, num_channels=128)
-    with pytest.raises(ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"):
-        tokens_for(100, num_channels=0)
-    with pytest.raises(ValueError, match=r"density: nan"):
-        sparse_width(100, density=float("nan"))

@@ -53,7 +53,7 @@ def test_omega_may_be_a_power(text: str, value: float) -> None:
         ("widths --omega 10 --channels 100", "give 5050 or more"),
         ("widths --omega 2^18 --density 1.5", "--density: 1.5 is not a share"),
         ("widths --omega 2^18 --density 0", "--density: 0 is not a share"),
-        ("widths --omega 2^18 --gamma nan", "gamma: nan will not do"),
+        ("widths --omega 2^18 --gamma nan", "gamma: nan will not do; give a number greater than 0"),
     ],
 )
 def test_a_mistake_is_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

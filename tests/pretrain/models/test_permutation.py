@@ -1,4 +1,4 @@
-"""Permutations and `pk` against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
+"""Permutations against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pretrain.models.layers.permutation import Permutation, inverse_of, pk, random_permutation
+from pretrain.models.layers.permutation import Permutation, inverse_of, random_permutation
 
 SIZE = 12
 Kept = Callable[[dict[str, Tensor], Path], dict[str, Tensor]]
@@ -45,20 +45,6 @@ def test_gradients_are_those_of_finite_differences(laid_out: Callable[[Tensor], 
     assert torch.autograd.gradcheck(lambda x: permutation(laid_out(x)), (x,))
     assert torch.autograd.gradgradcheck(lambda x: permutation(laid_out(x)).square(), (x,))
     assert torch.equal(permutation(laid_out(x)), laid_out(x) @ matrix_of(permutation).T)
-
-
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 3), (3, 5), (6, 2)])
-def test_pk_is_the_matrix_of_its_definition(num_inputs: int, num_outputs: int) -> None:
-    """J2 (I (x) W) J1 x for random J1 and J2, gradients of W included."""
-    copies, layer = 4, nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.float64)
-    before, after = drawn(copies * num_inputs, seed=1), drawn(copies * num_outputs, seed=2)
-    x = torch.randn(5, copies * num_inputs, dtype=torch.float64)
-    given = torch.randn(5, copies * num_outputs, dtype=torch.float64)
-    dense = matrix_of(after) @ torch.kron(torch.eye(copies, dtype=torch.float64), layer.weight) @ matrix_of(before)
-    found, expected = pk(x, layer, num_copies=copies, before=before, after=after), x @ dense.T
-    torch.testing.assert_close(found, expected)
-    ours, theirs = (torch.autograd.grad((y * given).sum(), layer.weight)[0] for y in (found, expected))
-    torch.testing.assert_close(ours, theirs)
 
 
 def is_whole(module: nn.Module, index: Tensor) -> bool:

@@ -51,14 +51,6 @@ def test_a_layer_is_its_dense_matrix(form: str) -> None:
     assert all(gradient.all() for gradient in [*gradients[0][0].values(), gradients[0][1]])
 
 
-def test_a_monarch_layer_of_equal_blocks_is_a_kronecker_layer() -> None:
-    one, two = Kronecker((H, V), out=(S, C)), Monarch((H, V), out=(S, C))
-    two.per_row.data = one.of_rows.detach().expand(H, C, V)
-    two.per_column.data = one.of_columns.detach().expand(C, S, H)
-    x = torch.randn(2, H, V)
-    torch.testing.assert_close(one(x), two(x))
-
-
 @FORMS
 @pytest.mark.parametrize("greyscale", [True, False])
 def test_the_model_is_the_papers_formula(form: str, greyscale: bool) -> None:
