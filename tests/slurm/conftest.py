@@ -39,11 +39,11 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A running lab: n1, n2, n3 with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
+    """A running lab: n1, n2, ... with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
 
     RUNNING: ClassVar[list["Cluster"]] = []
 
-    def __init__(self, *, python: Path | None = None, **lab_environment: str):
+    def __init__(self, *, python: Path | None = None, num_nodes: int = 3, **lab_environment: str):
         # not pytest's tmp_path: a munge socket's path is limited to 107 characters
         self.directory = Path(tempfile.mkdtemp(prefix="slurm.", dir="/tmp"))
         self.directory.chmod(0o755)
@@ -62,12 +62,12 @@ class Cluster:
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         # one thread, as in the local runs that the tests compare with
         self.environment = outer | {"PATH": PATH, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-        self._lab_environment = lab_environment
+        self._num_nodes, self._lab_environment = num_nodes, lab_environment | {"LAB_NODES": str(num_nodes)}
 
     def __enter__(self) -> Self:
         self._errors = open(self.directory / "lab.log", "w+")
         self._lab = subprocess.Popen(
-            [LAB, self.directory, str(_free_ports(5))],
+            [LAB, self.directory, str(_free_ports(self._num_nodes + 2))],
             env=self.environment | self._lab_environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

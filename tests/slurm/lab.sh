@@ -9,7 +9,7 @@
 #                         on NODE COMMAND   runs it there, in the node's own namespaces (a mount is seen by that node alone)
 #                       The end of its input ends everything. SLURM_CONF=DIR/slurm.conf is all that clients need.
 #
-# Nodes: n1, n2, n3 (2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
+# Nodes: n1 to nLAB_NODES (3; 2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
 # LAB_CONF (lines) is added to slurm.conf, LAB_HOSTS=none leaves the nodes' names unresolvable.
 #
 # Everything lives in one pid namespace whose pid 1 is this shell, so no process outlives it, however it ends. Each node has its own
@@ -20,7 +20,9 @@ if [ -z "${INSIDE_LAB:-}" ]; then
     INSIDE_LAB=1 exec unshare --mount --uts --pid --fork --mount-proc --kill-child "$0" "$@"
 fi
 lab=$1 port=$2
-declare -A address=([n1]=127.0.0.11 [n2]=127.0.0.12 [n3]=127.0.0.13 [g1]=127.0.0.14)
+nodes=${LAB_NODES:-3}
+declare -A address=([g1]=127.0.0.10)
+for number in $(seq "$nodes"); do address[n$number]=127.0.0.$((10 + number)); done
 export SLURM_CONF=$lab/slurm.conf
 
 configure() {
@@ -81,12 +83,10 @@ MinJobAge=7200
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeAddr=${address[n1]} Port=$((port + 1)) CPUs=2 RealMemory=100000 State=UNKNOWN
-NodeName=n2 NodeAddr=${address[n2]} Port=$((port + 2)) CPUs=2 RealMemory=100000 State=UNKNOWN
-NodeName=n3 NodeAddr=${address[n3]} Port=$((port + 3)) CPUs=2 RealMemory=100000 State=UNKNOWN
-NodeName=g1 NodeAddr=${address[g1]} Port=$((port + 4)) CPUs=4 RealMemory=100000 Gres=gpu:4 State=UNKNOWN
-PartitionName=low Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=n1,n2,n3 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+NodeName=g1 NodeAddr=${address[g1]} Port=$((port + nodes + 1)) CPUs=4 RealMemory=100000 Gres=gpu:4 State=UNKNOWN
+NodeName=n[1-$nodes] NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((port + 1))-$((port + nodes))] CPUs=2 RealMemory=100000 State=UNKNOWN
+PartitionName=low Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=n[1-$nodes] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE
 ${LAB_CONF:-}
 END
@@ -119,7 +119,7 @@ signal_node() { # NODE SIGNAL [NAME]: to all that is there, or to those of that 
 
 first_of() { tr -d ' ' <"/proc/$1/task/$1/children"; }
 
-all_idle() { [ "$(timeout 5 sinfo -h -N -p low,gpu -t idle -o %N 2>/dev/null | wc -l)" = 4 ]; }
+all_idle() { [ "$(timeout 5 sinfo -h -N -p low,gpu -t idle -o %N 2>/dev/null | wc -l)" = $((nodes + 1)) ]; }
 
 hostname controller
 configure

@@ -98,13 +98,9 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     slurm("scontrol", "requeue", job)
     await_progress(slurm, job, run_dir, start=3)
     assert read_starts(slurm.root / "jobs" / job / "starts.jsonl")[1]["how"] == "stopped"
-    urgent = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--wrap", "true")
-    slurm.wait(urgent, "COMPLETED")
-
-    await_progress(slurm, job, run_dir, start=4)
     slurm.tell("crash n2")
     try:
-        await_progress(slurm, job, run_dir, start=5)
+        await_progress(slurm, job, run_dir, start=4)
     finally:
         slurm.tell("revive n2")
 
@@ -118,8 +114,8 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     assert_same_end(run_dir, undisturbed)
     assert tracked(slurm, run_dir) == ["FINISHED"]
     log = slurm.log(job)
-    assert log.count("going on from step-") == 4, log
-    assert "its ranks were told to stop, srun ended with 0" in log and "it was preempted, srun ended with 0" in log, log
+    assert log.count("going on from step-") == 3, log
+    assert "its ranks were told to stop, srun ended with 0" in log, log
 
 
 def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wakes_up(
@@ -163,18 +159,17 @@ def test_fewer_nodes_go_on_where_that_was_asked_for(slurm: Cluster, config: Path
         torch.testing.assert_close(tensor, theirs[name], rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_a_wrong_config_fails_at_once(slurm: Cluster, config: Path) -> None:
+    cases = {
         # found before anything is started
-        ("optimizer.lrr=1e-4", "optimizer.lrr: unknown key; did you mean 'lr'?"),
+        "optimizer.lrr=1e-4": "optimizer.lrr: unknown key; did you mean 'lr'?",
         # found by the ranks
-        ("train.global_batch_size=17", "pretrain: train.global_batch_size: 17 does not split over 2 ranks"),
-    ],
-)
-def test_a_wrong_config_fails_at_once(slurm: Cluster, config: Path, override: str, message: str) -> None:
-    job = slurm.sbatch("--nodes=2", SCRIPT, config, "run_dir=runs/wrong", "augment.mixup_alpha=0", override)
-    ended = slurm.wait(job, "FAILED")
-    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
-    assert message in slurm.log(job), slurm.log(job)
-    assert not (slurm.root / "runs/wrong").exists()
+        "train.global_batch_size=17": "pretrain: train.global_batch_size: 17 does not split over 2 ranks",
+    }
+    words = (SCRIPT, config, "augment.mixup_alpha=0")
+    jobs = {case: slurm.sbatch("--nodes=2", *words, f"run_dir=runs/wrong-{number}", case) for number, case in enumerate(cases)}
+    for case, job in jobs.items():
+        ended = slurm.wait(job, "FAILED")
+        assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
+        assert cases[case] in slurm.log(job), slurm.log(job)
+    assert not list((slurm.root / "runs").glob("wrong-*"))
