@@ -1,4 +1,4 @@
-"""Whether jobs can run here as cluster/site.env has it: Python, what sbatch says, partition, time limit; and of one submission its
+"""Whether jobs can run here as cluster/site.env has it: Python, sbatch's answer, partition, time limit; and of one submission its
 config, data and batch. Started by the script cluster/doctor, which reads site.env.
 
 Asks `sbatch --test-only` and `scontrol show`; nothing is submitted or changed. Imports nothing that must be installed: that may be
@@ -24,7 +24,7 @@ Checks whether jobs can run here as cluster/site.env has it. Nothing is submitte
 With the words of a submission (what would follow cluster/submit) it checks that submission.
 Ends with 1 when there is a FAULT, otherwise with 0."""
 SIGNAL_LEAD_MIN = 5.0
-"""How long before the time limit a job is told to save (--signal=...@300)."""
+"""How long before the time limit a job receives the signal to save (--signal=...@300)."""
 REMEDIES = {
     "partition name": "SBATCH_PARTITION in site.env, or --partition: sinfo -o '%P' lists them",
     "account": "SBATCH_ACCOUNT in site.env: yours are in sacctmgr show assoc user=$USER format=account,partition,qos",
@@ -90,7 +90,7 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]
     if apptainer and pyxis:
         return fault("both APPTAINER_IMAGE and PYXIS_IMAGE are set", "keep one of them in cluster/site.env")
     if image and (apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh")) and not os.access(image, os.R_OK):
-        return fault(f"{image}: no such readable image", "docs/cluster.md says how to make one")
+        return fault(f"{image}: no such readable image", "docs/cluster.md shows how to make one")
     if apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
         remedy = "it may be a module: write module load apptainer into cluster/site.env"
         return fault("neither apptainer nor singularity is in PATH", remedy)
@@ -218,7 +218,7 @@ def _answer(check: str, words: Sequence[str], found: str) -> Finding:
 
 
 def num_ranks(submission: Submission, environment: Mapping[str, str]) -> int | None:
-    """As the job will have them, where the submission tells: RANKS_PER_NODE, or the GPUs that it asks for on each node."""
+    """As the job will have them, where the submission has it: RANKS_PER_NODE, or the GPUs that it asks for on each node."""
     nodes = submission.option("--nodes", "-N") or "1"
     gres = submission.option("--gres") or environment.get("SBATCH_GRES", "")
     asked = submission.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres

@@ -147,34 +147,27 @@ class Job:
         lines: list[str] = []
         with suppress(SlurmError):  # a controller that fails over now ends no job: the names are used as they are
             lines = slurm("scontrol", "-o", "show", "node", environment["SLURM_JOB_NODELIST"], tries=3).splitlines()
-        self.refuse_gpus([int(count) for line in lines for count in re.findall(r"gres/gpu=(\d+)", line)[:1]])
+        least = min((int(count) for line in lines for count in re.findall(r"gres/gpu=(\d+)", line)[:1]), default=self.gpus)
+        if least < self.gpus:
+            text = f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
+            raise End(text, BAD_INPUT)
         if not (self.gpus or per_node or environment.get("RANKS_PER_NODE")):
             self.warn_of_idle_gpus()
         # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
         of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == self.nodes[0]), "")
-        own: list[str] = []
-        with suppress(OSError):
-            own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+        own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
         names = (self.nodes[0], of_slurm, *own[:1])
         environment["MASTER_ADDR"] = next((name for name in names if name and resolves(name)), names[0])
         # Below the ephemeral ports; another for each job and each start, whose ranks may linger; the next one if it is taken.
         environment["MASTER_PORT"] = str(free_port(10000 + (int(self.number) * 16 + 2 * self.restarts) % 20000))
 
-    def refuse_gpus(self, of_nodes: list[int]) -> None:
-        least = min(of_nodes, default=self.gpus)
-        if least < self.gpus:
-            text = f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
-            raise End(text, BAD_INPUT)
-
     def warn_of_idle_gpus(self) -> None:
         with suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
             idle = done.stdout.count("GPU ")
+            remedy = f"ask for them (SBATCH_GPUS_PER_NODE={idle} in cluster/site.env), or set RANKS_PER_NODE={idle}"
             if idle > 1:
-                self.log(
-                    f"WARNING: {self.node} has {idle} GPUs, and the job has asked for none: one rank takes one of them. "
-                    f"Ask for them (SBATCH_GPUS_PER_NODE={idle} in cluster/site.env), or set RANKS_PER_NODE={idle}"
-                )
+                self.log(f"WARNING: {self.node} has {idle} GPUs, and the job has asked for none: one rank takes one; {remedy}")
 
     def run_step(self, name: str, words: list[str], *, wait_s: int, cache: str) -> int:
         """srun's exit code; one log for each task, that of the first shown in the job's.
@@ -257,11 +250,10 @@ class Job:
             self.log("the start before has left no end: was its node lost?")
         self.begin_start()
         commit = (self.snapshot / "COMMIT").read_text().strip()
-        self.log(
-            f"start {self.restarts + 1}: {self.num_nodes} x {self.ranks} ranks on {os.environ['SLURM_JOB_NODELIST']}, "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, code in {os.path.relpath(self.snapshot)} ({commit}), "
-            f"logs in {self.directory}"
-        )
+        ranks = f"{self.num_nodes} x {self.ranks} ranks on {os.environ['SLURM_JOB_NODELIST']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        code_in = f"code in {os.path.relpath(self.snapshot)} ({commit}), logs in {self.directory}"
+        self.log(f"start {self.restarts + 1}: {ranks}, {address}, {code_in}")
         if with_preflight and os.environ.get("PREFLIGHT", "1") != "0":
             self.preflight()
         code = 0 if self.stopped else self.run_step("rank", words, wait_s=int(os.environ.get("SLURM_WAIT") or 45), cache=self.cache)
@@ -276,7 +268,7 @@ class Job:
         if code == BAD_INPUT and not has_trained(read_starts(self.directory / "starts.jsonl")[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        self.stopped = self.stopped or code == 0 or was_stopped(code)  # ranks that were told to stop exit with 0, whoever told them
+        self.stopped = self.stopped or code == 0 or was_stopped(code)  # ranks that receive a signal exit with 0, whoever sent it
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{self.run_dir} is not finished: {why}srun ended with {code}")
         raise self.start_again("stopped" if self.stopped else "failed")
@@ -323,7 +315,7 @@ class Job:
             preempted = about.get("PreemptTime", "None")
             if preempted != "None" and preempted >= about.get("StartTime", ""):
                 return "it was preempted"
-        return "its ranks were told to stop"
+        return "its ranks received a signal"
 
     def start_again(self, how: str) -> End:
         """Puts the job back into the queue, or raises the reason why not. Returned, to be raised, is the end of this start."""
@@ -348,9 +340,9 @@ class Job:
         except SlurmError as error:
             raise End(f"the job cannot be requeued here ({error}); submit it again to go on") from None
         if bad:
-            told = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))  # n9,m[1-3]
-            self.exclude(",".join(dict.fromkeys([*bad, *told])))
-        # SLURM mostly tells this process that it has taken the job back, and kills it after KillWait: no need to wait for that
+            before = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))  # n9,m[1-3]
+            self.exclude(",".join(dict.fromkeys([*bad, *before])))
+        # SLURM mostly sends a signal once it has taken the job back, and kills after KillWait: no need to wait for that
         for _ in range(30):
             if self.stopped:
                 break
@@ -362,22 +354,18 @@ class Job:
         wanted = sorted(set(hosts(about["ReqNodeList"])) & set(bad)) if "ReqNodeList" in about else []
         if wanted:
             raise End(f"not started again: {','.join(wanted)} will not do, and --nodelist asks for it; submit it again without")
-        features = about.get("Features", "")
+        features, partition = about.get("Features", ""), os.environ["SLURM_JOB_PARTITION"]
+        needed = set(filter(None, features.split("&")))
         if not re.fullmatch(r"[A-Za-z0-9_.\-&]*", features):
-            features = ""  # more than a list of what nodes must have
-        partition = os.environ["SLURM_JOB_PARTITION"]
+            features, needed = "", set()  # more than a list of what nodes must have
         try:
             lines = [line.split() for line in slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N %f", tries=3).splitlines()]
         except SlurmError:
             return  # it goes into the queue without the estimate
-        needed = set(filter(None, features.split("&")))
         left = {node for node, has in lines if needed <= set(has.split(","))} - set(bad)
         if len(left) < self.num_nodes:
-            of_kind = f" with {features}" if features else ""
-            raise End(
-                f"not started again: without {','.join(bad)} partition {partition} has {len(left)} nodes{of_kind}; "
-                "submit it again with fewer --nodes"
-            )
+            has_left = f"without {','.join(bad)} partition {partition} has {len(left)} nodes{' with ' * bool(features)}{features}"
+            raise End(f"not started again: {has_left}; submit it again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
         """Only a pending job's nodes can be chosen, and only now is it one: SLURM lets this process go on for KillWait."""

@@ -81,14 +81,11 @@ class Entry(Settings):
 def _entries(given: Any) -> Any:
     if given == ():
         return ()  # the default
-    entries = given if isinstance(given, list) else [given]
-    return tuple(validate(Entry, {"config": entry} if isinstance(entry, str) else _mapping(entry)) for entry in entries)
-
-
-def _mapping(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides: [key=value]}}")
-    return entry
+    entries = [{"config": entry} if isinstance(entry, str) else entry for entry in (given if isinstance(given, list) else [given])]
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError(f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides: [key=value]}}")
+    return tuple(validate(Entry, entry) for entry in entries)
 
 
 Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries)]
@@ -118,7 +115,7 @@ class Member:
     index: int
     work: Work
     own: tuple[str, ...]
-    """The overrides that tell it from the others."""
+    """The overrides in which it differs from the others."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +165,10 @@ class Plan:
         return list(found)
 
     def stage(self, name: str) -> Stage:
-        for stage in self.stages:
-            if stage.name == name and stage.entry.is_grid:
-                return stage
-        grids = [stage.name for stage in self.stages if stage.entry.is_grid]
-        raise SettingsError(f"{self.path}: it has no grid {name!r}; {nearest(name, grids) if grids else 'it has none'}")
+        grids = {stage.name: stage for stage in self.stages if stage.entry.is_grid}
+        if name in grids:
+            return grids[name]
+        raise SettingsError(f"{self.path}: it has no grid {name!r}; {nearest(name, list(grids)) if grids else 'it has none'}")
 
     @property
     def files(self) -> list[str]:
@@ -215,10 +211,8 @@ def compressed(indices: Iterable[int]) -> str:
     """As sbatch's --array takes them: 0-3,7,9-10"""
     spans: list[list[int]] = []
     for index in indices:
-        if spans and spans[-1][-1] == index - 1:
-            spans[-1] = [spans[-1][0], index]
-        else:
-            spans.append([index])
+        first = spans.pop()[:1] if spans and spans[-1][-1] == index - 1 else []
+        spans.append([*first, index])
     return ",".join("-".join(map(str, span)) for span in spans)
 
 
@@ -235,10 +229,8 @@ def _problems(plan: Plan) -> Iterable[str]:
     seen = dict[Path, str]()
     for stage in plan.stages:
         if len(stage.members) > MAX_MEMBERS:
-            yield (
-                f"{stage.name}: {len(stage.members):,} members are more than an array of SLURM takes ({MAX_MEMBERS:,}); "
-                "make two entries of it"
-            )
+            most = f"an array of SLURM takes ({MAX_MEMBERS:,})"
+            yield f"{stage.name}: {len(stage.members):,} members are more than {most}; make two entries of it"
             continue
         for member in stage.members:
             name = f"{stage.name}: member {member.index}" if stage.entry.is_grid else stage.name
@@ -284,9 +276,9 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         axes["seed"] = [Choice(str(seed), (f"{_SEED_SETTING[kind]}={seed}",)) for seed in entry.seeds]
     for name, choices in axes.items():
         labels = [choice.label for choice in choices]
-        doubled = next((label for label in labels if labels.count(label) > 1), None)
-        if doubled is not None:
-            raise SettingsError(f"{name}: two of its values are called {doubled!r}; write cases with names for them")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise SettingsError(f"{name}: two of its values are called {label!r}; write cases with names for them")
     return axes
 
 

@@ -3,7 +3,7 @@ library.
 
 Two lines for each start: {"event": "begin", "restart", "mark", "nodes", "time"} and {"event": "end", "restart", "mark", "how",
 "seconds"}. `mark` is a checksum of the run's checkpoints, or "unknown": a start that left it as it found it led nowhere. `how`:
-finished, failed, refused (exit code 2), stopped, bad-node, or busy: it waited in vain for another start's lock, which is no
+finished, failed, refused (exit code 2), stopped, bad-node, or busy: it waited for another start's lock, which is no
 failure. A start without an end is one whose node was lost.
 """
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
@@ -101,11 +102,11 @@ def _grid(submission: Submission) -> Order:
     plan = load_checked(path)
     stage = plan.stage(name)
     members = stage.members
-    array, last = submission.option("--array", "-a"), len(members) - 1
+    array = submission.option("--array", "-a")
     chosen = indices(array) if array else [member.index for member in members]
-    beyond = [index for index in chosen if index > last]
+    beyond = compressed(index for index in chosen if index >= len(members))
     if beyond:
-        raise SettingsError(f"--array={array}: {name} has no member {compressed(beyond)}; its members are 0 to {last}")
+        raise SettingsError(f"--array={array}: {name} has no member {beyond}; its members are 0 to {len(members) - 1}")
     undone = [members[index] for index in chosen if not members[index].work.is_finished()]
     if not undone:
         raise NothingLeft(f"{path}: all {len(chosen)} members of {name} are finished")
@@ -128,9 +129,9 @@ def _grid(submission: Submission) -> Order:
 
 
 _CHECKS: Mapping[str, Callable[[Submission], Order]] = {
-    "pretrain.slurm": lambda submission: _run(submission, "pretrain"),
-    "probe.slurm": lambda submission: _run(submission, "probe"),
-    "finetune.slurm": lambda submission: _run(submission, "tune"),
+    "pretrain.slurm": partial(_run, kind="pretrain"),
+    "probe.slurm": partial(_run, kind="probe"),
+    "finetune.slurm": partial(_run, kind="tune"),
     "data_prep.slurm": _data,
     "grid.slurm": _grid,
 }
@@ -195,7 +196,7 @@ def submit(submission: Submission) -> tuple[str, ...]:
     if submission.name != "data_prep.slurm":
         return (_sbatch(*options, script, *arguments, writes=order.writes),)
     parts = _sbatch(*options, script, "--parts", *arguments, writes=order.writes)
-    waits = [f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0"]
+    waits = (f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0")
     try:
         merge = _sbatch(*options, *waits, script, "--merge", *arguments, writes=order.writes)
     except RefusedError:
@@ -218,9 +219,9 @@ def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
     return job
 
 
-def _check(order: Order, ranks: str) -> None:
+def _check(submission: Submission, ranks: str) -> None:
     """What `cluster/doctor` asks: whether it would be taken, and the batch splits over so many ranks."""
-    submission = order.submission
+    examine(submission)
     if ranks and submission.name == "pretrain.slurm":
         settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
         assert isinstance(settings, PretrainSettings)
@@ -236,7 +237,7 @@ def main(words: list[str]) -> int:
 
             return queue(words[-1], [word for word in words[:-1] if word != "--dry-run"], dry_run="--dry-run" in words)
         if words and words[0].startswith("--check"):
-            _check(examine(read_submission(words[1:])), words[0].partition("=")[2])
+            _check(read_submission(words[1:]), words[0].partition("=")[2])
             return 0
         jobs = submit(read_submission(words))
     except NothingLeft as left:

@@ -112,7 +112,7 @@ class Work:
         return not isinstance(settings, TuneSettings) or is_finished(settings)  # seeds may have been added
 
     def check(self) -> None:
-        """Raises `ValueError` for what can be told before it starts. Data that is not there yet is not looked at."""
+        """Raises `ValueError` for what is wrong and shows before it starts. Data that is not there yet is not looked at."""
         settings = self.settings
         if self.is_finished() or not isinstance(settings, PretrainSettings):
             return
@@ -127,11 +127,6 @@ class Work:
         return [path for path in found if path and "://" not in path]
 
     @property
-    def absent(self) -> list[str]:
-        """Those of them that are not."""
-        return [path for path in self.reads if not Path(path).exists()]
-
-    @property
     def reads_from(self) -> tuple[str, ...]:
         """The datasets and the run."""
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
@@ -144,7 +139,8 @@ class Work:
             source = getattr(settings.source, "path", None)
             is_there = source is None or "://" in str(source) or Path(source).exists()
             return [] if is_there else [f"source.path: {source} is not there; put it there, or name its place"]
-        absent = [path for path in self.absent if not any(place_of(path).is_relative_to(each) for each in written)]
+        there = [path for path in self.reads if Path(path).exists() or any(place_of(path).is_relative_to(each) for each in written)]
+        absent = [path for path in self.reads if path not in there]
         found = [
             f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit cluster/data_prep.slurm CONFIG builds one"
             for dataset in self.datasets
@@ -166,9 +162,7 @@ class Work:
         where = f" at step {int(checkpoints[-1].name.removeprefix('step-')):,}" if checkpoints else ""
         if _last_end(run_dir) == "FAILED":
             return f"failed{where}"
-        if where:
-            return f"begun,{where}"
-        return "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
+        return f"begun,{where}" if where else "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
 
 
 def place_of(path: str) -> Path:
@@ -212,9 +206,8 @@ def _is_built(settings: BuildSettings) -> bool:
     manifest = load_manifest(settings.out)
     source = settings.source.model_dump(mode="json")
     pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
-    pairs += [
-        (key, getattr(settings, key), getattr(manifest, key)) for key in ("image_size", "encoding", "crop", "interpolation", "seed")
-    ]
+    for key in ("image_size", "encoding", "crop", "interpolation", "seed"):
+        pairs.append((key, getattr(settings, key), getattr(manifest, key)))
     for field, wanted, stored in pairs:
         if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place
             raise SettingsError(f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out, or remove it")
@@ -222,17 +215,14 @@ def _is_built(settings: BuildSettings) -> bool:
 
 
 def _last_end(run_dir: Path) -> str | None:
-    """What its journal says of its last start: FAILED and the like; None while that goes on, or where it was killed."""
+    """How its last start ended, by its journal: FAILED and the like; None while that goes on, or where it was killed."""
     try:
         lines = (run_dir / "tracking" / "journal.jsonl").read_bytes().splitlines()
     except OSError:
         return None
-    for line in reversed(lines):
-        if b'"start"' in line or b'"end"' in line:
-            try:
-                event = json.loads(line)
-            except ValueError:  # a kill has cut the line
-                continue
+    for line in [line for line in reversed(lines) if b'"start"' in line or b'"end"' in line]:
+        with contextlib.suppress(ValueError):  # a kill has cut the line
+            event = json.loads(line)
             if event["event"] in ("start", "end"):
                 return str(event.get("status"))
     return None
@@ -307,7 +297,8 @@ def _asked(words: list[str], snapshot: Path | None) -> Work:
 def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
     state, about = "finished" if work.is_finished() else "unfinished", ""
     if is_starting and state == "unfinished":
-        unseen = [path for path in work.absent if _file_system(Path(path)) != _file_system(Path())]
+        absent = [path for path in work.reads if not Path(path).exists()]
+        unseen = [path for path in absent if _file_system(Path(path)) != _file_system(Path())]
         writer = None if unseen else taken_by(work.writes, os.environ)
         if unseen or writer:
             state, about = ("blind", unseen[0]) if unseen else ("taken", str(writer))

@@ -183,9 +183,9 @@ def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_sti
     ("preempted", "words"),
     [
         ("2026-01-01T10:00:07", "it was preempted"),  # within its first second
-        ("2026-01-01T10:00:01", "its ranks were told to stop"),  # the start before it was
-        ("None", "its ranks were told to stop"),
-        ("", "its ranks were told to stop"),  # SLURM does not answer
+        ("2026-01-01T10:00:01", "its ranks received a signal"),  # the start before it was
+        ("None", "its ranks received a signal"),
+        ("", "its ranks received a signal"),  # SLURM does not answer
     ],
 )
 def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:

@@ -24,8 +24,8 @@ engine: {{zero_stage: 1, precision: fp32, timeout_s: 60, heartbeat_timeout_s: 10
 checkpoint: {{every: 10 steps}}
 """
 # SLURM_WAIT: what is frozen is killed so long after the others have ended
-OPTIONS = "PREFLIGHT=1,PREFLIGHT_TIMEOUT_S=120,SLURM_WAIT=2"
-pytestmark = pytest.mark.timeout(900)  # two pre-flights and two starts of two ranks
+OPTIONS = "PREFLIGHT=1,PREFLIGHT_TIMEOUT_S=120,RANKS_PER_NODE=2,SLURM_WAIT=2"
+pytestmark = pytest.mark.timeout(900)  # three pre-flights and two starts of four ranks
 
 
 @pytest.fixture
@@ -51,22 +51,23 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
     run_dir, config = slurm.root / "runs/hurt/run", slurm.root / "hurt.yaml"
     config.write_text(CONFIG.format(dataset=shapes))
     job = slurm.sbatch("--nodes=2", f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}", "cluster/pretrain.slurm", config.name)
-    slurm.wait_for(job, "start 1: 2 x 1 ranks on n[1-2]")
-    slurm.wait_for(job, "start 2: 2 x 1 ranks on n[1,3]", timeout_s=200)
+    slurm.wait_for(job, "start 1: 2 x 2 ranks on n[1-2]")
+    slurm.wait_for(job, "start 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
     reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"
     assert (slurm.root / "jobs" / job / "bad-nodes").read_text() == reason
     assert slurm.job(job)["ExcNodeList"] == "n2" and "the next start avoids n2" in slurm.log(job)
 
     await_checkpoint(slurm, job, run_dir)
-    os.kill(slurm.rank_process(job, rank=1), signal.SIGSTOP)
+    os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
     slurm.wait(job, "COMPLETED", timeout_s=400)
     log = slurm.log(job)
-    verdict = r"rank 1 \(node n3, pid \d+\) was not heard of for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
+    verdict = r"rank 3 \(node n3, pid \d+\) was not heard of for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
     assert re.search(verdict, log) and "going on from step-" in log, log
-    sound, frozen = ((run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in range(2))
-    assert "rank 0 (node n1" in sound and "pretrain/loop/trainer.py" in sound, sound
+    stacks = [(run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in range(4)]
+    for rank, text in enumerate(stacks[:3]):
+        assert f"rank {rank} (node n" in text and "pretrain/loop/trainer.py" in text, text
     said = "its process is stopped, by SIGSTOP"
-    assert said in frozen and said in slurm.rank_logs(job)[0] and "    rank 1 (node n3, pid" in log, frozen
+    assert said in stacks[3] and said in slurm.rank_logs(job)[2] and "    rank 3 (node n3, pid" in log, stacks[3]
 
     path = slurm.root / "jobs" / job / "starts.jsonl"
     nodes = [each["nodes"] for each in map(json.loads, path.read_text().splitlines()) if each["event"] == "begin"]

@@ -18,7 +18,7 @@ from cluster.starts import read_starts
 from tests.slurm.conftest import Cluster, need_slurm
 
 PYTHON = r"""#!/bin/bash
-# stands in for .venv/bin/python: -m pretrain train CONFIG, where CONFIG tells what the ranks do
+# stands in for .venv/bin/python: -m pretrain train CONFIG, where CONFIG is what the ranks do
 case $1 in
     */cluster/job.py) exec REAL "$@" ;;
     -c) [ -z "${NO_PYTHON:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 127; exit ;;
@@ -110,7 +110,7 @@ def bad_nodes(lab: Cluster, job: str) -> list[str]:
 
 
 def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
-    """Until both of a job's ranks are at work, and hear signals, in this start of it."""
+    """Until both of a job's ranks are at work, and receive signals, in this start of it."""
     for rank in (0, 1):
         deadline_s = time.monotonic() + 150
         while sum(log.count(f"rank {rank} of ") for log in lab.rank_logs(job)) < start:
@@ -146,7 +146,7 @@ def node_names_that_do_not_resolve_are_replaced_by_addresses(lab: Cluster) -> No
 
 
 @scenario
-def a_preempted_job_comes_back_though_only_its_ranks_were_told(lab: Cluster) -> None:
+def a_preempted_job_comes_back_though_only_its_ranks_received_the_signal(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "second-time")
     await_ranks(lab, job)
     urgent = lab.sbatch("--partition=high", f"--nodelist={lab.job(job)['NodeList']}", "--exclusive", "--wrap", "true")
@@ -189,7 +189,7 @@ def what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) -> None
 
 
 @scenario
-def a_start_that_waits_in_vain_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
+def a_start_that_waits_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1,SLURM_WAIT=5", SCRIPT, "busy")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
@@ -293,7 +293,7 @@ def a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -> Non
 def a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
     job = lab.sbatch("--export=ALL,PREFLIGHT=1,SLOW=1", SCRIPT, "quick-measured")
     await_file(lab, "measuring", job)
-    lab("scancel", "--signal=TERM", f"{job}.0")  # some sites tell the steps alone
+    lab("scancel", "--signal=TERM", f"{job}.0")  # some sites send it to the steps alone
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     (log,) = lab.rank_logs(job)
     assert log.count("rank 0 of 1") == 1, lab.log(job)

@@ -115,7 +115,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     assert tracked(slurm, run_dir) == ["FINISHED"]
     log = slurm.log(job)
     assert log.count("going on from step-") == 3, log
-    assert "its ranks were told to stop, srun ended with 0" in log, log
+    assert "its ranks received a signal, srun ended with 0" in log, log
 
 
 def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wakes_up(
