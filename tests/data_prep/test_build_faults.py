@@ -23,11 +23,11 @@ STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
 CUT_OFF = 77
 
 
-APART = 3
+APART = 4
 
 
 def moments(salt: int) -> range:
-    """Every third, or all with three salts."""
+    """Every fourth, or all with four salts."""
     return range(1 + salt % APART, 200, APART)
 
 
