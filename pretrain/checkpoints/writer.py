@@ -202,8 +202,6 @@ class CheckpointWriter:
 
     def news(self) -> dict[str, float]:
         """Figures of what has happened since the last call."""
-        if not self._news:
-            return {}
         with self._changed:
             found, self._news = self._news, {}
             return found

@@ -239,6 +239,15 @@ def test_a_best_that_could_not_be_written_is_none(
     rank.ends_with(left, best)
 
 
+def test_what_was_judged_without_a_checkpoint_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(tmp_path, monkeypatch, refused=(20,))
+    rank.judge_and_save(10, 0.5)
+    rank.judge_and_save(20, 0.7)
+    rank.saver.judge(25, top1=0.6)
+    rank.saver.save(TrainerState(30, 480, skipped_steps=5, skipped_in_a_row=2))
+    rank.ends_with([10, 30], Best(10, 0.5))
+
+
 def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path, monkeypatch, slow=(20,))
     rank.judge_and_save(10, 0.5)
