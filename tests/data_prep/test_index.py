@@ -31,7 +31,7 @@ def test_shards_of_stock_writers_are_read_as_they_are(tmp_path: Path) -> None:
             writer.write(each)
     before = hashes(tmp_path / "in")
     assert len(before) == 3
-    assert index(tmp_path / "out", tmp_path / "in" / "s-{000000..000002}.tar", "num_workers=2") == 0
+    assert index(tmp_path / "out", tmp_path / "in" / "s-{000000..000002}.tar") == 0
     pictures, labels = read(tmp_path / "out")
     assert labels == [number % 3 for number in range(11)]
     np.testing.assert_array_equal(pictures, [seen(each["jpg"]) for each in samples])

@@ -88,6 +88,7 @@ def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder", "folder/inner", "folder/inner/new"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "thing"
@@ -172,6 +173,7 @@ def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, monke
     assert line.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and line.endswith("if that hangs, end it")
 
 
+@pytest.mark.processes
 def test_a_writer_that_raises_or_dies_lets_go_of_its_directory(tmp_path: Path) -> None:
     with pytest.raises(PlugPulledError), sole_writer(tmp_path):
         raise PlugPulledError
