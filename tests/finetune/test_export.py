@@ -6,7 +6,6 @@ import copy
 import errno
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
 from tests.conftest import Capture, Patch
 from tests.finetune.tiny import MEAN, STD, export_of, model_of, write_folder
-from tests.forked import begin, new_output, wait
+from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike
 from tests.training import finish, start, write_config
 
@@ -255,7 +254,7 @@ def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: si
     out, output = tmp_path / "out", new_output()
     words = ["export", str(tmp_path / "folder"), str(out), "--formats", "torch"]
     strike = Strike(tmp_path / ".tmp-out", 7, signal=number)  # where it opens model.pt2
-    process = begin("tests.training:main", "finetune", words, strike, environment=os.environ, output=output)
+    process = begin("tests.training:main", "finetune", words, strike, environment=environments(1)[0], output=output)
     assert wait([process], timeout_s=300) == [130 if number == signal.SIGTERM else -9]
     left = [".tmp-out"] if number == signal.SIGKILL else []
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "folder"]
