@@ -272,3 +272,13 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: Mixe
 def test_models_without_such_sizes_have_none() -> None:
     assert width_and_connections(spec_of("vit_b_4"), image_size=64) == (None, None)
     assert width_and_connections(spec_of("monarch_mnist"), image_size=28) == (28 * 28, None)
+
+
+def test_impossible_sizes_are_named() -> None:
+    assert tokens_for(8256, num_channels=128) == 1
+    with pytest.raises(ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"):
+        tokens_for(100, num_channels=128)
+    with pytest.raises(ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"):
+        tokens_for(100, num_channels=0)
+    with pytest.raises(ValueError, match=r"density: nan"):
+        sparse_width(100, density=float("nan"))

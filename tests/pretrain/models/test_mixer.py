@@ -1,5 +1,6 @@
 """Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent lines, and each other."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -250,3 +251,54 @@ def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
     assert (kept == 0).double().mean() == pytest.approx(0.75, abs=0.02)
     torch.testing.assert_close(kept[kept != 0], 4 * whole[kept != 0])
     torch.testing.assert_close(whole, gelu(x @ mixing.inner.weight.T))
+
+
+def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
+    """Without norms and biases: (1 + R)(1 + Jc' L Jc) vec(X), L and R block-diagonal, whose last term is Monarch: R Jc' L Jc."""
+    block = built(spec_with(layers_per_mixing=1, activation="identity")).blocks[0]
+    block.token_norm, block.channel_norm = nn.Identity(), nn.Identity()
+    across, along = block.token_mixing.linear, block.channel_mixing.linear
+    for layer in (across, along):
+        nn.init.zeros_(layer.bias)
+    left, right = torch.block_diag(*[across.weight] * CHANNELS), torch.block_diag(*[along.weight] * PATCHES)
+    size = PATCHES * CHANNELS
+    jc = torch.zeros(size, size, dtype=torch.float64)
+    for token in range(PATCHES):
+        for channel in range(CHANNELS):
+            jc[channel * PATCHES + token, token * CHANNELS + channel] = 1
+    x, one = torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64), torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(block(x).flatten(1), x.flatten(1) @ ((one + right) @ (one + jc.T @ left @ jc)).T)
+    mixed = block.channel_mixing(block.token_mixing(x.mT).mT)
+    torch.testing.assert_close(mixed.flatten(1), x.flatten(1) @ (right @ jc.T @ left @ jc).T)
+
+
+def test_a_reloaded_rp_model_is_the_same_model() -> None:
+    spec = spec_with(permuted_blocks=(0, 2))
+    first, second = built(spec, seed=1), built(spec, seed=2)
+    assert not torch.allclose(first(images()), second(images()))
+    second.load_state_dict(first.state_dict())
+    found, expected = dict(outputs_and_gradients(second)), dict(outputs_and_gradients(copy.deepcopy(first)))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_deep_mixer_starts_with_sane_activations_and_gradients() -> None:
+    """Each mixing adds gamma E[gelu(N(0,1))^2] = 4 x 0.425 = 1.70 to the mean square; gradients reach all blocks alike."""
+    spec = spec_with(num_channels=96, depth=12, expansion=4.0)
+    model = build_model(spec, num_classes=10, image_size=32, seed=0)
+    sizes: list[float] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _inputs, y: sizes.append(float(y.detach().square().mean())))
+    x = torch.randn(8, 3, 32, 32)
+    start = float(model.embed(x).detach().square().mean())
+    features = model.forward_features(x)
+    (features * torch.randn_like(features)).sum().backward()
+    growth = [(after - before) / 2 for before, after in zip([start, *sizes], sizes, strict=False)]
+    assert len(growth) == 12
+    assert sum(growth) / 12 == pytest.approx(1.70, rel=0.08)
+    assert all(1.70 * 0.75 < each < 1.70 * 1.33 for each in growth)
+    weights = [block.get_parameter("channel_mixing.inner.weight") for block in model.blocks]
+    steepness = [float(weight.grad.square().mean().sqrt()) for weight in weights if weight.grad is not None]
+    read = [((before + after) / 2) ** 0.5 for before, after in zip([start, *sizes], sizes, strict=False)]
+    # LN divides by the size of what it reads, and so is the gradient; nothing else may shrink or grow with depth.
+    shares = [gradient * size for gradient, size in zip(steepness, read, strict=True)]
+    assert max(shares) < 1.3 * min(shares)
