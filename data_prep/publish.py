@@ -196,15 +196,15 @@ def remove_leftovers(*places: Path) -> None:
             _remove(leftover)
 
 
-def sha256_of(path: Path, *, gets_on: Callable[[], None] | None = None) -> str:
-    """`gets_on` is called after each piece, for those who watch whether anything happens."""
+def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None) -> str:
+    """`after_each_piece` is called for those who watch whether anything happens."""
     with open(path, "rb", buffering=0) as file:
-        if gets_on is None:
+        if after_each_piece is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest, piece = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
         while count := file.readinto(piece):
             digest.update(piece[:count])
-            gets_on()
+            after_each_piece()
         return digest.hexdigest()
 
 

@@ -349,7 +349,7 @@ def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     try:
         hashes = json.loads((place / FACTS).read_text())["sha256"]
         for name, expected in sorted(hashes.items())[part::num_parts]:
-            if sha256_of(place / name, gets_on=PROGRESS.touch) != expected:
+            if sha256_of(place / name, after_each_piece=PROGRESS.touch) != expected:
                 return f"{name} has changed"
     except (OSError, ValueError, KeyError) as error:
         return str(error).splitlines()[0]

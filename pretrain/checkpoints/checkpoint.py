@@ -94,7 +94,7 @@ def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
     """What is wrong with the needed files of a directory that holds its hashes, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
-        changed = [name for name in needed if sha256_of(directory / name, gets_on=PROGRESS.touch) != hashes.get(name)]
+        changed = [name for name in needed if sha256_of(directory / name, after_each_piece=PROGRESS.touch) != hashes.get(name)]
         return f"{changed[0]} has changed" if changed else None
     except (OSError, ValueError) as error:
         return str(error)

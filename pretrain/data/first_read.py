@@ -106,7 +106,7 @@ class FirstRead(threading.Thread):
         for (path, sha256), directory in self._mine:
             try:
                 line = _line(path, sha256)
-                found = sha256 if line in known else sha256_of(path, gets_on=self._count_piece)
+                found = sha256 if line in known else sha256_of(path, after_each_piece=self._count_piece)
             except OSError as error:
                 raise DatasetError(f"{path}: cannot be read ({error.strerror}); run data_prep verify {directory}") from None
             if found != sha256:

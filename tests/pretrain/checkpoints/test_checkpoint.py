@@ -360,7 +360,7 @@ def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monk
     assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
 
 
-def test_what_is_read_at_a_resume_says_that_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_at_a_resume_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors, each as long as ten pieces that are hashed, and as twenty that are loaded."""
     path, touches = save(tmp_path, 1), list[str]()
     tensors = {name: torch.arange(1000.0) for name in ("a", "b")}

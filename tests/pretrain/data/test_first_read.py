@@ -41,9 +41,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is hashed."""
     found: list[str] = []
 
-    def counted(path: Path, *, gets_on: Callable[[], None]) -> str:
+    def counted(path: Path, *, after_each_piece: Callable[[], None]) -> str:
         found.append(path.name)
-        return sha256_of(path, gets_on=gets_on)
+        return sha256_of(path, after_each_piece=after_each_piece)
 
     monkeypatch.setattr(first_read, "sha256_of", counted)
     return found
@@ -93,9 +93,9 @@ def train_held(words: list[str], *, is_stopped: bool = False) -> int:
     """No shard is hashed before the trainer waits for it."""
     waits, patch, join = threading.Event(), pytest.MonkeyPatch(), FirstRead.join
 
-    def held(path: Path, *, gets_on: Callable[[], None]) -> str:
+    def held(path: Path, *, after_each_piece: Callable[[], None]) -> str:
         waits.wait()
-        return sha256_of(path, gets_on=gets_on)
+        return sha256_of(path, after_each_piece=after_each_piece)
 
     def waited(thread: FirstRead, timeout: float | None = None) -> None:
         if is_stopped:
