@@ -7,7 +7,7 @@
    the next start may be on other nodes, and "once in a run" ends with the run.
 3. A rank that finds a fault raises it at its next step, and the heartbeat ends the others.
 4. A checkpoint waits until all ranks have hashed their shares, the first one that is, if at all. From the moment at which the run
-   is told to stop it waits no longer than a write may; if they still hash then, it is left out, and all that this start has
+   has to stop it waits no longer than a write may; if they still hash then, it is left out, and all that this start has
    learned is lost. What it has hashed is not, so the next start has less to wait for. (USR2 gives no more time than TERM:
    cluster/job.py passes both on as USR2.)
 

@@ -1,4 +1,4 @@
-"""What tells a hang from work that takes its time: where each rank stands in its training, and since when.
+"""How a hang differs from work that takes its time: where each rank stands in its training, and since when.
 
 The loop marks each stage (`PROGRESS.mark`); long work within a stage reports that it progresses (`touch`). Both cost a moment, take
 no lock and do not wait for a device, so a mark says where Python is, not what a GPU has finished.
@@ -90,7 +90,7 @@ class Verdict:
     def __str__(self) -> str:
         what = {
             "gone": "is gone",
-            "silent": f"was not heard of for {self.detail} s (frozen, or its node is lost)",
+            "silent": f"sent nothing for {self.detail} s (frozen, or its node is lost)",
             "failed": f"has failed ({self.detail})",
             "hangs": self.detail,
             "waits": "waits for data, and all were told to stop",

@@ -14,7 +14,7 @@ class RanksSettings(Settings):
     lock_wait_s: float = Field(180.0, ge=0)
     """A start that finds the run held by another waits so long for it, at most half of timeout_s. The lock of a node that is lost
     goes with its lease: an NFSv4 server of Linux may drop it after 90 s of silence, and does so within another 90; Lustre evicts a
-    client that it has not heard of for 150 s (one and a half times obd_timeout, 100 s by default)."""
+    client that was silent for 150 s (one and a half times obd_timeout, 100 s by default)."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
     """Seconds without any progress (a step, a batch of the evaluation, a piece of a checkpoint, a block of a file, ...) after which
     the run counts as hung: all ranks leave their stacks in RUN/stacks and end, and the one that is behind is named. Longer than the

@@ -61,7 +61,7 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
     os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
     slurm.wait(job, "COMPLETED", timeout_s=400)
     log = slurm.log(job)
-    verdict = r"rank 3 \(node n3, pid \d+\) was not heard of for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
+    verdict = r"rank 3 \(node n3, pid \d+\) sent nothing for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
     assert re.search(verdict, log) and "going on from step-" in log, log
     stacks = [(run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in range(4)]
     for rank, text in enumerate(stacks[:3]):

@@ -99,7 +99,7 @@ GOES_ON = "the run stops; the same command goes on with it"
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 LOCK, BROKEN = "holds Python's lock", "has a broken collective"
-SILENT = "was not heard of for 2 s (frozen, or its node is lost)"
+SILENT = "sent nothing for 2 s (frozen, or its node is lost)"
 FAILED, STUCK = "has failed (ValueError: rank two gives up)", "waits for data, and all were told to stop"
 
 
