@@ -123,7 +123,7 @@ class Nvml:
             prefix = f"gpu_{number}_"
             if library.nvmlDeviceGetUtilizationRates(handle, byref(use)) == 0:
                 values[prefix + "utilization_percentage"] = use.gpu
-            if library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0:
+            if library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0 and memory.total:
                 values[prefix + "memory_usage_megabytes"] = memory.used / 1e6
                 values[prefix + "memory_usage_percentage"] = 100 * memory.used / memory.total
             if library.nvmlDeviceGetPowerUsage(handle, byref(power_mw)) == 0:

@@ -275,9 +275,10 @@ class EmbeddedStore:
         """On this node, then copied: hundreds of small writes, which take a shared file system long. A link replaces nothing: of
         several processes, on nodes whose locks may not reach each other, the first has published the store of all."""
         make_directory(self.files)
-        for end in _BESIDE:
-            left = self.path.with_name(self.path.name + end)
-            if left.exists():
+        for left in [self.path.with_name(self.path.name + end) for end in _BESIDE]:
+            if (
+                left.exists() and not self.path.exists()
+            ):  # in this order: what another process has just published has a journal, too
                 raise UserError(f"{left}: was left by a store that is gone and would spoil a new one; move it away, too")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / self.path.name
@@ -286,15 +287,27 @@ class EmbeddedStore:
             try:
                 shutil.copyfile(made, copy)
                 sync(copy)
-                os.link(copy, self.path)
-            except FileExistsError:
-                pass
-            except OSError:  # no links, as on exFAT: it appears piece by piece, but replaces nothing either
-                with suppress(FileExistsError), open(self.path, "xb") as file:
-                    file.write(made.read_bytes())
+                self._publish(copy)
             finally:
                 copy.unlink(missing_ok=True)
         sync(self.path.parent)
+
+    def _publish(self, copy: Path) -> None:
+        """Replaces nothing."""
+        with suppress(FileExistsError):
+            try:
+                os.link(copy, self.path)
+            except FileExistsError:
+                raise
+            except OSError:  # no links, as on exFAT: it appears piece by piece
+                with open(self.path, "xb") as file:
+                    try:
+                        file.write(copy.read_bytes())
+                        file.flush()
+                        os.fsync(file.fileno())
+                    except BaseException:
+                        self.path.unlink()
+                        raise
 
     def _check(self) -> None:
         uri = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # makes no file; reads one that may only be read

@@ -151,7 +151,8 @@ class ShardStore:
                     directory.publish_record()
             sync(directory.path)
         except BaseException as error:
-            directory.fetching.discard(file.name)
+            with directory.changed:  # which `recorded` holds as well
+                directory.fetching.discard(file.name)
             with suppress(OSError, StoreError), directory.room():  # what the caller must see is the error that led here
                 part.unlink(missing_ok=True)
                 directory.publish_record()

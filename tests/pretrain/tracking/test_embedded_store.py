@@ -1,5 +1,6 @@
 """The SQLite store: one whole file whoever starts together, left alone where it is not whole, made anew from the journals."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -187,6 +188,17 @@ def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(store, "make_database", die)
     with pytest.raises(KeyboardInterrupt):
+        EmbeddedStore(tmp_path / "mlflow.db").open()
+    assert [path.name for path in tmp_path.iterdir()] == ["mlartifacts"]
+
+
+@pytest.mark.usefixtures("makes")
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_disk_that_fills_up_leaves_no_part_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
+    monkeypatch.setattr(*((store, "sync") if has_links else (store.os, "fsync")), full)
+    with pytest.raises(OSError, match="No space left"):
         EmbeddedStore(tmp_path / "mlflow.db").open()
     assert [path.name for path in tmp_path.iterdir()] == ["mlartifacts"]
 
