@@ -4,11 +4,11 @@ The size changes how gradients are rounded, so a run that goes on must have the 
 kind of device and number of ranks that the run has seen.
 
 1. What is written there for this kind of device and number of ranks counts, and nothing is tried.
-2. Each rank measures what two training steps of a copy of the model take, first with the smallest part of its share: a GPU loads
-   its kernels and libraries while there is room. n times the samples take at most n times the memory, so the next try is the
-   largest part that is sure to fit, and so on until no larger one is. No try passes the limit: a CPU would not report that, the
-   kernel would end the process. Where memory runs out nevertheless (somebody else took some), at most half as many samples are
-   tried next. The steps are not compiled: a compiled one takes no more.
+2. Each rank measures what two training steps of a copy of the model take, first with the smallest part of its share (a GPU loads
+   its kernels and libraries while there is room) and with twice as many samples. A line through the last two peaks then leads to
+   the largest part that fits, at most eight times as far at once: no try passes the limit knowingly, since a CPU would not report
+   that, the kernel would end the process. Where memory runs out nevertheless (somebody else took some), at most half as many
+   samples are tried next. The steps are not compiled: a compiled one takes no more.
 3. The lowest size over all ranks is taken, written down by the first rank, and printed.
 """
 
@@ -113,17 +113,26 @@ def recall(path: Path) -> list[dict[str, Any]]:
 
 
 def largest_that_fits(sizes: Sequence[int], peak_bytes: Callable[[int], int | None], *, budget: int) -> int:
-    """Of ascending sizes; 0: none. `peak_bytes`: None where memory ran out."""
-    found, per_sample = 0, 0.0
-    while fitting := [size for size in sizes if size > found and size * per_sample <= budget]:
-        size = fitting[-1] if found else fitting[0]
+    """Of ascending sizes; 0: none. Upward, where a line through the last two peaks leads within the budget, and at most eight times
+    as far as before: memory is not passed on the way. `peak_bytes`: None where it ran out."""
+    points, most, size = list[tuple[int, int]](), sizes[-1], sizes[0]
+    while size <= most and (not points or size > points[-1][0]):
         PROGRESS.touch()
         peak = peak_bytes(size)
         if peak is None or peak > budget:
-            sizes = [each for each in sizes if each <= size // 2]
+            most = size // 2
         else:
-            found, per_sample = size, peak / size
-    return found
+            points.append((size, peak))
+        if not points:
+            return 0
+        (low, at_low), (high, at_high) = points[-2:] if len(points) > 1 else [(0, 0), points[0]]
+        if high == sizes[0]:
+            size = 2 * high  # whether or not it is one of the sizes: one point is no line
+        else:
+            per_sample = max(1.0, (at_high - at_low) / (high - low))
+            within = [each for each in sizes if each <= min(most, high + (budget - at_high) / per_sample)]
+            size = min(within[-1], 8 * high)
+    return max(each for each in sizes if each <= points[-1][0])
 
 
 # ---- what there is, and what the engine takes -------------------------------------------------------------------------

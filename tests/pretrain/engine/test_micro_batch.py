@@ -66,11 +66,13 @@ def test_what_is_alive_counts_whoever_keeps_it() -> None:
 @pytest.mark.parametrize(
     ("fixed", "per_sample", "lost_from", "found", "tried"),
     [
-        (0, 10, 999, 60, [1, 60]),
-        (0, 20, 999, 30, [1, 30]),
-        (100, 10, 999, 30, [1, 5, 20, 30]),
+        (0, 10, 999, 60, [1, 2, 16, 60]),
+        (0, 20, 999, 30, [1, 2, 16, 30]),
+        (300, 5, 999, 60, [1, 2, 16, 60]),  # what does not grow with the batch does not count against it
+        (100, 10, 999, 30, [1, 2, 16, 30]),
+        (590, 10, 999, 1, [1, 2]),
         (0, 601, 999, 0, [1]),
-        (0, 10, 21, 15, [1, 60, 30, 15]),  # memory that somebody else took
+        (0, 10, 21, 15, [1, 2, 16, 60, 30]),  # memory that somebody else took
         (0, 10, 1, 0, [1]),
     ],
 )
@@ -83,11 +85,12 @@ def test_the_largest_part_is_found_from_below(fixed: int, per_sample: int, lost_
         assert PROGRESS._touched_s is not None
         PROGRESS._touched_s = None
         sizes.append(size)
-        assert fixed + per_sample * size <= 600 or size == 1
+        assert fixed + per_sample * size <= 600 or size <= 2
         return None if size >= lost_from else fixed + per_sample * size
 
     parts = [size for size in range(1, 61) if 60 % size == 0]
     assert largest_that_fits(parts, peak_bytes, budget=600) == found and sizes == tried
+    assert largest_that_fits([2, 254], lambda size: 100 + size, budget=600) == 254  # of a share with few divisors, too
 
 
 def test_however_memory_runs_out_it_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
