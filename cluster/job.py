@@ -139,7 +139,7 @@ class Job:
         """How many, and where they meet."""
         environment = os.environ
         self.gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0)
-        self.ranks = per_node or int(environment.get("RANKS_PER_NODE") or self.gpus or 1)
+        self.ranks = per_node or setting("RANKS_PER_NODE", self.gpus or 1)
         smallest = min(map(int, re.sub(r"\([^)]*\)", "", environment["SLURM_JOB_CPUS_PER_NODE"]).split(",")))
         self.cpus = max(1, smallest // self.ranks)
         environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
@@ -155,7 +155,9 @@ class Job:
             self.warn_of_idle_gpus()
         # This node is the first, and rank 0's. torch waits minutes for a name that does not resolve: then the address in SLURM.
         of_slurm = next((facts(line).get("NodeAddr", "") for line in lines if facts(line).get("NodeName") == self.nodes[0]), "")
-        own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+        own: list[str] = []
+        with suppress(OSError):  # a node may lack that program
+            own = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
         names = (self.nodes[0], of_slurm, *own[:1])
         environment["MASTER_ADDR"] = next((name for name in names if name and resolves(name)), names[0])
         # Below the ephemeral ports; another for each job and each start, whose ranks may linger; the next one if it is taken.
@@ -230,11 +232,11 @@ class Job:
 
     def preflight(self) -> None:
         """Ends the start if a node is bad."""
-        known, patience_s = len(self.bad_nodes()), float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60)
+        known, patience_s = len(self.bad_nodes()), setting("PREFLIGHT_TIMEOUT_S", 60)
         words = [*self.python, "-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
         words += [f"--read={path}" for path in self.reads]
         # its first rank waits longer for those that do not come, to name them; without a cache it starts where that disk is bad
-        code = self.run_step("preflight", words, wait_s=int(8 * (patience_s + 1)), cache="")
+        code = self.run_step("preflight", words, wait_s=8 * (patience_s + 1), cache="")
         os.environ["MASTER_PORT"] = str(free_port(int(os.environ["MASTER_PORT"]) + 1))
         if len(self.bad_nodes()) > known:
             raise self.start_again("bad-node")
@@ -244,6 +246,7 @@ class Job:
 
     def live(self, words: list[str], *, is_finished: Callable[[int], bool], with_preflight: bool) -> int:
         """One start; returns when all is done, raises `End` otherwise."""
+        wait_s = setting("SLURM_WAIT", 45, least=0)
         self.give_up_if_idle()  # the starts before may have ended without a word
         before = read_starts(self.directory / "starts.jsonl")
         if before and before[-1]["how"] == "lost":
@@ -256,7 +259,7 @@ class Job:
         self.log(f"start {self.restarts + 1}: {ranks}, {address}, {code_in}")
         if with_preflight and os.environ.get("PREFLIGHT", "1") != "0":
             self.preflight()
-        code = 0 if self.stopped else self.run_step("rank", words, wait_s=int(os.environ.get("SLURM_WAIT") or 45), cache=self.cache)
+        code = 0 if self.stopped else self.run_step("rank", words, wait_s=wait_s, cache=self.cache)
         if is_finished(code):
             self.end_start("finished")
             return 0
@@ -303,7 +306,7 @@ class Job:
             raise End(f"SLURM has taken the job back; this was start {self.restarts + 1}, the next is start {newest + 1}")
 
     def give_up_if_idle(self) -> None:
-        starts, limit = read_starts(self.directory / "starts.jsonl"), int(os.environ.get("MAX_IDLE_STARTS") or 3)
+        starts, limit = read_starts(self.directory / "starts.jsonl"), setting("MAX_IDLE_STARTS", 3)
         reason = give_up_reason(starts, mark=self.mark(), limit=limit, run_dir=self.run_dir)
         if reason:
             raise End(f"{reason}. See {self.directory}")
@@ -376,6 +379,14 @@ class Job:
                 return
             time.sleep(0.2)
         self.log(f"WARNING: {nodes} could not be excluded from the next start")
+
+
+def setting(name: str, otherwise: int, *, least: int = 1) -> int:
+    """A mistake in it would meet every start."""
+    value = os.environ.get(name) or str(otherwise)
+    if not value.isdecimal() or int(value) < least:
+        raise End(f"{name}={value} is no whole number from {least} on; mend it in cluster/site.env, or in --export", BAD_INPUT)
+    return int(value)
 
 
 def was_stopped(code: int) -> bool:
@@ -525,12 +536,11 @@ def submit_merge(job: Job, words: list[str]) -> None:
     options += [f"--qos={environment['SLURM_JOB_QOS']}"] if environment.get("SLURM_JOB_QOS") else []
     options += [f"--cpus-per-task={environment.get('SLURM_CPUS_PER_TASK', 1)}"]
     command = ["sbatch", "--parsable", *options, str(job.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
-    done = subprocess.run(command, env=new_job(environment), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == 0:
-        noted.write_text(done.stdout)
-    else:
+    try:
+        noted.write_text(slurm(*command, tries=6, environment=new_job(environment)))  # a minute, for its own part waits as long
+    except SlurmError as error:
         script = "sbatch --array=0 cluster/data_prep.slurm --merge ..."
-        job.log(f"WARNING: the merge could not be submitted; when the parts are done: {script}")
+        job.log(f"WARNING: the merge could not be submitted ({error}); when the parts are done: {script}")
 
 
 def main(words: list[str]) -> int:

@@ -27,14 +27,14 @@ class SlurmError(ValueError):
     """A command of SLURM failed; the text has the command and its own last words."""
 
 
-def slurm(*words: str, tries: int = 1) -> str:
+def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.environ) -> str:
     """The output of one of SLURM's commands, asked so many times, ten seconds apart: controllers have their bad moments.
 
     It ignores TERM and USR2: SLURM sends these to all processes of a start as soon as it has taken a requeue, also to the scontrol
     that waits for the answer.
     """
     # whatever the user likes to see
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
+    environment = {name: value for name, value in environment.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
     environment["SLURM_TIME_FORMAT"] = "standard"
     for left in reversed(range(tries)):
         try:

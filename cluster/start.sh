@@ -4,6 +4,7 @@
 # No signal is lost: this shell notes it before it passes it on, and job.py, which ignores signals until it can receive them, then looks
 # for the note. (A signal for "now I can" would be one too many: bash may forget one of two that interrupt a `wait`.)
 export STOPPED=jobs/.stopped-$SLURM_JOB_ID-$$
+rm -f "$STOPPED" # of a start before that was killed, with the same number
 trap 'mkdir -p jobs; : >"$STOPPED"; [ -z "$job" ] || kill -USR2 "$job"' USR2 TERM # before anything that takes its time
 job=''
 cd -P . || exit 1 # as realpath sees it, where a link leads here

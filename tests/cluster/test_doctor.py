@@ -109,7 +109,9 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
     job = ("cluster/pretrain.slurm", MLP)
     whole = (*job, "schedule.warmup=0 steps", f"data.dataset={shapes}")
     for words, verdicts, found in (
+        (("--nodes=2", *whole), [("config", "ok"), ("batch", "ok")], "splits over 2 ranks"),
         (("--nodes=3", *whole), [("config", "ok"), ("batch", "FAULT")], "does not split over 3 ranks"),
+        ((*job, "train.duratoin=3"), [("config", "FAULT")], "train.duratoin: unknown key"),
         (job, [("config", "FAULT")], "is no finished dataset"),
     ):
         findings = check_job(read_submission(words), os.environ)

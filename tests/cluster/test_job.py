@@ -3,12 +3,13 @@
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ STUB = """
 import os, sys, time
 from pathlib import Path
 
+assert not Path(os.environ["STOPPED"]).exists(), "another's"
 Path("starting").touch()
 for _ in range(6000):
     if Path(os.environ["STOPPED"]).exists():
@@ -51,14 +53,15 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     (root / ".venv").symlink_to(sys.prefix)
     said = "JobId=77 Command=x SubmitTime=2026-01-01T10:00:00"
     stand_in(root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2')
-    plain = shutil.copy(root / "cluster/pretrain.slurm", tmp_path / "spooled")
+    plain = shutil.copy(root / "cluster/pretrain.slurm", tmp_path / "plain")
     kept = run(root, "cluster/snapshot").stdout.strip()
+    submitted = shutil.copy(f"{kept}/cluster/pretrain.slurm", tmp_path / "submitted")
     for name in ("start.sh", "snapshot", "job.py", "environment.sh"):
         (root / "cluster" / name).write_text("exit 9\n")
     environment = os.environ | {"PATH": f"{root}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for restart, script in (("1", f"{kept}/cluster/pretrain.slurm"), ("2", plain)):
-        words = ["bash", script, "mine.yaml"]
+    for restart, script in (("1", submitted), ("2", plain)):
+        words = ["bash", "-c", ': >"jobs/.stopped-77-$$"; exec bash "$@"', "a killed start's note", str(script), "mine.yaml"]
         environment["SLURM_RESTART_COUNT"] = restart
         with subprocess.Popen(words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as job:
             while not (root / "starting").exists():
@@ -69,6 +72,10 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
         assert (job.returncode, answer) == (7, f"\\xe9 ['pretrain', 'train', 'mine.yaml'] {kept}\n"), restart
         (root / "starting").unlink()
     assert sorted(path.name for path in (root / "jobs").iterdir()) == ["77", "snapshots"]
+    shutil.rmtree(root / "jobs/snapshots")
+    done = run(root, "bash", str(submitted), "mine.yaml", SLURM_JOB_ID="77")
+    words = r"jobs/\S+ is gone; submit the job again, from the repository root\n"
+    assert done.returncode == 2 and re.fullmatch(words, done.stderr), done
 
 
 def test_a_nodes_own_python_will_do_if_it_is_new_enough(root: Path) -> None:
@@ -240,10 +247,39 @@ def test_only_ranks_that_take_gpus_are_warned_of_idle_ones(
     stand_in(Path(), "nvidia-smi", "printf 'GPU 0\\nGPU 1\\n'")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     monkeypatch.delenv("RANKS_PER_NODE", raising=False)
+    monkeypatch.setenv("PATH", str(Path.cwd()))  # without hostname and getent
     job.settle_ranks(per_node=1)
     assert capsys.readouterr().out == ""
     job.settle_ranks()
     assert "has 2 GPUs, and the job has asked for none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("RANKS_PER_NODE=abc", Job.settle_ranks),
+        ("RANKS_PER_NODE=0", Job.settle_ranks),
+        ("PREFLIGHT_TIMEOUT_S=1m", Job.preflight),
+        ("MAX_IDLE_STARTS=1.5", Job.give_up_if_idle),
+    ],
+)
+def test_a_mistake_in_a_setting_ends_the_job(
+    job: Job, given: str, used: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.nodes = ["n0"]
+    monkeypatch.setenv(*given.split("="))
+    with pytest.raises(End, match=f"^{given} is no whole number") as end:
+        used(job)
+    assert end.value.code == jobs.BAD_INPUT
+
+
+def test_the_merge_is_submitted_though_the_controller_is_away_at_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    stand_in(Path(), "sbatch", 'echo "$*" >>asked; [ $(wc -l <asked) -ge 3 ] && echo "8${SLURM_JOB_ID:-}"')
+    job.array = "7"
+    for _ in range(2):
+        jobs.submit_merge(job, ["x.yaml"])
+    assert Path("jobs/7/merge").read_text() == "8\n" and Path("asked").read_text().count("--merge x.yaml\n") == 3
 
 
 def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(

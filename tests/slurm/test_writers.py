@@ -30,9 +30,12 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, confi
     assert again.returncode == 2 and again.stdout == ""
     assert f"job {job} (PENDING) writes it already" in again.stderr, again.stderr
     assert f"--dependency=afterany:{job}" in again.stderr
-    other = submit(slurm, f"--dependency=afterany:{job}", "--hold", SCRIPT, config, "run_dir=runs/twice")
-    assert other.returncode == 0, other.stderr
-    slurm("scancel", job, other.stdout.strip())
+    others = [
+        submit(slurm, "--hold", SCRIPT, config, "run_dir=runs/other"),
+        submit(slurm, f"--dependency=afterany:{job}", "--hold", SCRIPT, config, "run_dir=runs/twice"),
+    ]
+    assert [other.returncode for other in others] == [0, 0], others
+    slurm("scancel", job, *(other.stdout.strip() for other in others))
     slurm.wait(job, "CANCELLED")
     assert submit(slurm, "--test-only", SCRIPT, config, "run_dir=runs/twice").returncode == 0
     assert not (slurm.root / "jobs/writes").exists()
