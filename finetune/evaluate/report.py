@@ -67,10 +67,11 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     facts = {"weights_sha256": evaluation.checkpoint.sha256, "content_hash": manifest.content_hash}
     facts |= {"dataset": manifest.name, "split": part.split}
     PROGRESS.mark("writing the results")
-    write_predictions(run_dir / "predictions.parquet", answers, reader, classes=evaluation.card.classes, facts=facts)
-    write_per_class(run_dir / "per_class.csv", per_class, confusion, numbers=numbers)
-    write_confusion(run_dir / "confusion.parquet", confusion)
-    draw(run_dir, answers, confusion, title=f"{evaluation.card.model.label} on {manifest.name}, {settings.split}")
+    predictions, classes, pairs = (run_dir / name for name in ("predictions.parquet", "per_class.csv", "confusion.parquet"))
+    write_predictions(predictions, answers, reader, classes=evaluation.card.classes, facts=facts)
+    write_per_class(classes, per_class, confusion, numbers=numbers)
+    write_confusion(pairs, confusion)
+    pictures = draw(run_dir, answers, confusion, title=f"{evaluation.card.model.label} on {manifest.name}, {settings.split}")
     images_per_s = reader.num_samples / seconds
     result = _result(evaluation, answers, reader, confusion, per_class) | facts
     result |= {"seconds": seconds, "images_per_s": images_per_s, "views_per_s": images_per_s * len(settings.view_numbers)}
@@ -78,7 +79,7 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     tracker.metrics(scores, step=evaluation.card.step)
     for num_views, top1, loss in moments(answers):
         tracker.metrics({"views/top1": top1, "views/loss": loss}, step=num_views)
-    for path in sorted(path for path in run_dir.iterdir() if path.suffix in (".parquet", ".csv", ".png")):
+    for path in (predictions, classes, pairs, *pictures):  # a user may keep other files there
         tracker.artifact(path, folder="evaluation")
     views = f"_{settings.views}views" if settings.views else ""
     found = {f"evaluate/top1{views}": result["eval/top1"]}
@@ -175,7 +176,8 @@ def write_confusion(path: Path, confusion: Confusion) -> None:
 
 
 @matplotlib.rc_context(LOOKS)
-def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -> None:
+def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -> list[Path]:
+    """The pictures' paths."""
     right_N = answers.answers_NA[:, 0] == answers.labels_N
     figures = {"confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}")}
     figures["calibration"] = draw_calibration(calibration(answers.probabilities_NA[:, 0], right_N), title=title)
@@ -185,6 +187,7 @@ def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=140)
         write_atomic(run_dir / f"{name}.png", buffer.getvalue())
+    return [run_dir / f"{name}.png" for name in figures]
 
 
 def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
