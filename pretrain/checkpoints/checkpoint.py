@@ -13,6 +13,7 @@ A folder of weights that was imported or exported is a checkpoint without what o
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from data_prep.publish import sha256_of
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.world import read_world
 
 MODEL, OPTIMIZER, TRAINER, HASHES = "model.safetensors", "optimizer.safetensors", "trainer.json", "sha256.json"
 LATEST = "latest"
@@ -44,7 +46,7 @@ class Checkpoint:
         """
         place = Path(place)
         if not (place / MODEL).is_file():
-            newest = cls.newest(place, needed=(MODEL, CONFIG))
+            newest = cls.newest(place, to_read=True)
             if newest is None:
                 raise _no_checkpoint(place)
             return newest
@@ -54,18 +56,21 @@ class Checkpoint:
         return cls.read(place)
 
     @classmethod
-    def newest(cls, run_dir: Path, *, needed: tuple[str, ...] = (MODEL, OPTIMIZER, CONFIG, TRAINER)) -> "Checkpoint | None":
-        """Of a run, the newest of which all that is needed is whole; None where there never was a checkpoint."""
+    def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
+        """Of a run, the newest of which all that is needed is whole; None where there never was a checkpoint. `to_read`: the
+        weights alone are needed, which a user may have copied without their hashes; else training goes on from it."""
         found, fault = list_checkpoints(run_dir), f"{LATEST} names one that is gone"
+        needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(found):
-            fault = fault_of(directory, needed=needed) or ""
+            is_bare = to_read and not (directory / HASHES).exists()
+            fault = "" if is_bare else fault_of(directory, needed=needed) or ""
             if not fault:
                 return cls.read(directory)
-            if directory != found[0]:
+            if directory != found[0] and read_world(dict(os.environ)).is_first:
                 print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
         if found or (checkpoints_dir(run_dir) / LATEST).exists():
-            remedy = "copy it again, or use another: training never silently starts over"
-            raise CheckpointError(f"{run_dir}: no checkpoint there is whole ({fault}); {remedy}")
+            remedy = "use another" if to_read else f"move {checkpoints_dir(run_dir)} away to begin anew"
+            raise CheckpointError(f"{run_dir}: no checkpoint there is whole ({fault}); copy it again, or {remedy}")
         return None
 
     @classmethod

@@ -457,25 +457,40 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_falls_back_to_the_one_before(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_falls_back_to_the_one_before(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     DAMAGES[damage](newest / "model.safetensors")
     assert fault_of(newest, needed=FILES) is not None
     assert restored(tmp_path)[1].step == 1
     assert "is damaged" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    assert restored(tmp_path)[1].step == 1 and capsys.readouterr().err == ""  # the first rank alone tells
 
 
 def test_training_never_silently_starts_over(tmp_path: Path) -> None:
     assert Checkpoint.newest(tmp_path) is None
     path = save(tmp_path, 1)
     (path / "trainer.json").write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match="never silently starts over"):
+    with pytest.raises(CheckpointError, match=r"copy it again, or move \S+/checkpoints away to begin anew$"):
         Checkpoint.newest(tmp_path)
     assert Checkpoint.open(tmp_path).directory == path  # the weights are whole, and that is all that later stages need
     (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no checkpoint there is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint there is whole .*; copy it again, or use another$"):
         Checkpoint.open(tmp_path)
+
+
+def test_weights_that_were_copied_without_their_hashes_are_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for name in ("sha256.json", "optimizer.safetensors", "trainer.json"):
+        (path / name).unlink()
+    assert Checkpoint.open(tmp_path).directory == path
+    with pytest.raises(CheckpointError, match=r"no checkpoint there is whole .*sha256\.json"):
+        Checkpoint.newest(tmp_path)
 
 
 def test_an_abandoned_future_is_pruned_and_the_newest_stays(tmp_path: Path) -> None:
