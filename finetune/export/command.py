@@ -4,13 +4,15 @@ overwritten."""
 import argparse
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from data_prep.publish import make_directory
 from data_prep.settings import UserError, load_settings
 from finetune.export.config import RECORD, ExportSettings
 from finetune.verbs import end_on_signals, show
-from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
+from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint, fault_of
 from pretrain.checkpoints.run import is_begun
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
@@ -45,6 +47,7 @@ def _export(options: argparse.Namespace) -> int:
         print(f"{out}: exported before, and whole; remove it, or name another directory, to do it anew")
         return OK
     _check_libraries(settings)
+    _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
     options.started = True
     end_on_signals()  # before the long imports
     from finetune.export.export import export
@@ -69,3 +72,12 @@ def _check_libraries(settings: ExportSettings) -> None:
         others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
         if missing:
             raise UserError(f"formats: {graph} needs {missing}, which is not installed; install it, or take --formats {others}")
+
+
+def _check_space(out: Path, *, num_bytes: int) -> None:
+    """Before minutes of work end on a full disk."""
+    make_directory(out.absolute().parent)
+    free = shutil.disk_usage(out.absolute().parent).free
+    if free < num_bytes:
+        sizes = f"{num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        raise UserError(f"out: {out} would take {sizes}; free some, or name another disk")

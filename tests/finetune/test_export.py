@@ -235,6 +235,9 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
         patched.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
         assert "formats: onnx needs onnxruntime, which is not installed; install it, or take --formats timm,torch" in said(*here)
     with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: Mock(free=10))
+        assert "0.00 GB are free; free some" in said(*here)
+    with monkeypatch.context() as patched:
         full = OSError(errno.ENOSPC, "No space left on device")
         patched.setitem(TOOLS, "torch", (Mock(side_effect=full), Mock()))
         assert finetune(["export", *here, "--formats", "torch"]) == 1
