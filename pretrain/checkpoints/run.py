@@ -164,7 +164,8 @@ def claim(
     begin: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
-    another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own."""
+    another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own; its config.yaml
+    keeps the words that it was first begun with, as MLflow does."""
     if not is_first:
         yield
         return
@@ -173,7 +174,8 @@ def claim(
             check_settings(run_dir, settings)
         else:
             begin()
-        write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
+        if begin is None or not (run_dir / CONFIG_FILE).exists():
+            write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield
 
 

@@ -63,6 +63,18 @@ def test_an_evaluation_that_is_killed_can_be_done_anew(
     assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
+def test_mlflow_gets_what_was_written_and_no_file_of_the_users(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Tracker, "artifact", lambda self, path, folder="": told.append(path.name))
+    monkeypatch.setattr("finetune.evaluate.report.draw", lambda place, *words, **also: [place / "confusion.png"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.csv").write_text("salaries")
+    judge(folder, shapes, tmp_path / "run")
+    assert told == ["config.yaml", "predictions.parquet", "per_class.csv", "confusion.parquet", "confusion.png"]
+
+
 def run_of(folder: Path, place: Path, config: dict[str, Any], result: dict[str, Any] | None = None) -> Path:
     """A run directory with these weights at step 6."""
     (place / "checkpoints").mkdir(parents=True)
@@ -89,6 +101,7 @@ def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path
         evaluation = Evaluation.of(evaluation_settings(pretrained, dataset, None, **changes))
         assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
         place = evaluation.run_dir.resolve()
+        assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # the first words, as in MLflow
     assert place is not None and place.parent == run / "evaluations"
     refusal = r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
     with pytest.raises(SettingsError, match=refusal):  # also where it was begun after this one had looked
