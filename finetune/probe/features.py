@@ -347,12 +347,15 @@ def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     if not place.exists():
         return ""
     try:
-        hashes = json.loads((place / FACTS).read_text())["sha256"]
+        facts = json.loads((place / FACTS).read_text())
+        hashes, _ = facts["sha256"], int(facts["rows_per_block"])
         for name, expected in sorted(hashes.items())[part::num_parts]:
             if sha256_of(place / name, after_each_piece=PROGRESS.touch) != expected:
                 return f"{name} has changed"
-    except (OSError, ValueError, KeyError) as error:
-        return str(error).splitlines()[0]
+    except OSError as error:
+        return str(error)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{FACTS} is damaged"
     return None
 
 

@@ -93,6 +93,7 @@ def test_damaged_features_are_computed_again(folder: Path, other_shapes: Path, t
         (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "rank-0000.npy has changed"),
         (file.unlink, "No such file"),
         ((place / FACTS).unlink, "No such file"),
+        *((lambda text=text: (place / FACTS).write_text(text), f"{FACTS} is damaged") for text in ("null", "[]", '{"sha256": {}}')),
     ):
         harm()
         assert torch.equal(whole(maker.tables("val", [None])[0]), good)
