@@ -224,6 +224,7 @@ def run_of(checkpoint: Path) -> Run | None:
         if (place / CONFIG_FILE).is_file():
             with suppress(ValueError, OSError):
                 return read_run(place)
+            return None  # a folder above it holds another run
     return None
 
 

@@ -176,6 +176,8 @@ def test_what_is_no_run_and_what_cannot_be_read_is_left_out(tmp_path: Path, writ
     error = capsys.readouterr().err
     assert str(tmp_path / "runs" / "b" / "config.yaml") in error and "the run is left out" in error
     assert run_of(tmp_path / "runs" / "b") is None
+    (tmp_path / "runs" / "config.yaml").write_text("seeds: [1]\n")  # of a group, whose facts are not b's
+    assert run_of(tmp_path / "runs" / "b") is None
 
 
 def test_a_curve_is_what_the_journal_has_up_to_where_a_kill_cut_it(tmp_path: Path, write_run: WriteRun) -> None:
