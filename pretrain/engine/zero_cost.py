@@ -158,26 +158,22 @@ def print_plan(plan: Plan, console: "Console") -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    stages = "/".join(map(str, STAGES))
-    for word in (
-        "nodes",
-        "ranks",
-        "batch/rank",
-        "compute ms",
-        *(f"{each}, {stages}" for each in ("GB held", "MB sent", "network ms")),
-    ):
+    stages, has_network = "/".join(map(str, STAGES)), max(plan.num_nodes) > 1
+    by_stage = (f"{each}, {stages}" for each in ("GB held", "MB sent", *["network ms"] * has_network))
+    for word in ("nodes", "ranks", "batch/rank", "compute ms", *by_stage):
         table.add_column(word, justify="right", no_wrap=True)
     for row in rows(plan):
         cells = [f"{row.num_nodes}", f"{row.num_ranks}", f"{row.local_batch_size:,.0f}", f"{row.compute_ms:.1f}"]
         cells += [" ".join(f"{value:4.2f}" for value in row.held_gb), " ".join(f"{value:5,.0f}" for value in row.sent_mb)]
-        table.add_row(*cells, " ".join(f"{value:4.1f}" for value in row.network_ms))
+        cells += [" ".join(f"{value:4.1f}" for value in row.network_ms)] * has_network
+        table.add_row(*cells)
     console.print(
         f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node", style="bold"
     )
     console.print(table)
+    network = f" Network: what is sent in a step over {plan.gbit_per_s:g} Gbit/s a node, none of it hidden behind compute."
     console.print(
         f"By ZeRO stage {stages}. Held: by a rank, without activations (stage 2 keeps its gradients in fp32, so it may hold more "
-        f"than stage 1). Compute: at {plan.teraflops:g} TFLOP/s a GPU. Network: what is sent in a step over {plan.gbit_per_s:g} "
-        "Gbit/s a node, none of it hidden behind compute (docs/scaling.md).",
+        f"than stage 1). Compute: at {plan.teraflops:g} TFLOP/s a GPU.{network * has_network} See docs/scaling.md.",
         style="dim",
     )

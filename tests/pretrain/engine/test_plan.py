@@ -20,6 +20,9 @@ def test_every_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain(["plan", "mixer_b_w", "--optimizer", "adamw", "--nodes", "1,2"]) == 0
     said = capsys.readouterr().out
     assert "GB held, 0/1/2/3" in said and "0.50 0.18 0.19 0.13" in said and "network ms, 0/1/2/3" in said
+    assert pretrain(["plan", "mixer_b_w", "--nodes", "1"]) == 0  # between nodes it sends nothing
+    said = capsys.readouterr().out
+    assert "MB sent, 0/1/2/3" in said and "network" not in said.lower()
 
 
 @pytest.mark.parametrize(
