@@ -136,7 +136,7 @@ class DatasetSource(Source):
 def _made(factory: str, split: str, arguments: str) -> Any:
     try:
         make = pkgutil.resolve_name(factory)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: it is no such name
         raise SourceError(
             f"source.factory: {factory} cannot be imported ({error}); write module:callable, with the module's folder on PYTHONPATH"
         ) from None

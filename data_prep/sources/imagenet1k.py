@@ -27,7 +27,7 @@ from data_prep.archives.gzipped import read_members
 from data_prep.archives.inventory import Container, Entries, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, by_container
-from data_prep.sources.synsets import SynsetSource, find_synsets, labelled
+from data_prep.sources.synsets import SynsetSource, find_synsets, labelled, refuse_gzip
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
@@ -159,16 +159,17 @@ class ImageNet1kSource(SynsetSource):
                 f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
             )
         if path.is_file() and self.settings.md5 == "all":
+            refuse_gzip(path)  # before all of it is read for its sum
             check_md5(path, PUBLISHED_MD5[tar])
         return path.name
 
-    def _present(self, *names: str) -> Path | None:
-        """The first of them that is there. A link to nowhere must not pass for a part that was never downloaded."""
-        paths = [self.root / name for name in names]
-        for path in paths:
+    def _present(self, archive: str, folder: str) -> Path | None:
+        """The file, or else the folder, that is there. A link to nowhere must not pass for a part that was never downloaded."""
+        packed, unpacked = self.root / archive, self.root / folder
+        for path in (packed, unpacked):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
                 raise SourceError(f"source.path: {path} is {kind_of(path)}; mend or remove it")
-        return next((path for path in paths if path.exists()), None)
+        return packed if packed.is_file() else unpacked if unpacked.is_dir() else None
 
     def _val_label(self, name: str) -> int:
         number = _val_number(name)

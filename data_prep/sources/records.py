@@ -86,13 +86,14 @@ def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
     return records
 
 
-def check_labels(name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int) -> None:
-    """As many labels as pictures, and every label one of the classes."""
+def check_labels(name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int, first: int = 0) -> None:
+    """As many labels, in the file `name`, as pictures; and every label one of the classes, which are numbered from `first`."""
     if num_pictures != len(labels) or not num_pictures:
-        raise SourceError(f"source.path: {name} holds {num_pictures:,} pictures and {len(labels):,} labels; download it again")
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+        raise SourceError(f"source.path: {name} holds {len(labels):,} labels for {num_pictures:,} pictures; download it again")
+    last = first + num_classes - 1
+    wrong = np.flatnonzero((labels < first) | (labels > last))
     if len(wrong):
         raise SourceError(
-            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, but there are {num_classes} classes; "
+            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, which is not one of {first} to {last}; "
             "download it again"
         )

@@ -84,8 +84,10 @@ class Stl10Source(Source):
         count = container.num_bytes // _STRIDE
         labels = np.full(count, UNLABELLED)
         if container.path in _LABELS:
-            labels = np.frombuffer(self._small(_LABELS[container.path]), np.uint8).astype(np.int64) - 1  # they count from 1
-            check_labels(container.path, labels, num_pictures=count, num_classes=len(self._classes()))
+            name = _LABELS[container.path]
+            stored = np.frombuffer(self._small(name), np.uint8).astype(np.int64)
+            check_labels(name, stored, num_pictures=count, num_classes=len(self._classes()), first=1)
+            labels = stored - 1
         return Entries.of([(f"{number:06d}", number, _PPM_BYTES) for number in range(count)], label=labels.tolist())
 
     def read(self, entry: Entry) -> bytes:

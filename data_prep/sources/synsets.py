@@ -103,17 +103,21 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
 
 def _visible(file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None) -> list[Member]:
     """The members of a tar, or of the range of `file` that is one, called `place`; hidden files aside."""
+    refuse_gzip(file)
+    try:
+        found = list(members(file, start=start, num_bytes=num_bytes))
+    except TarError as error:
+        raise SourceError(f"source.path: {place} {error}; download it again") from None
+    return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
+
+
+def refuse_gzip(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(2) == _GZIP_MAGIC:
             raise SourceError(
                 f"source.path: {file} is compressed, so its pictures cannot be reached one by one; unpack it once "
                 f"(tar xzf {file.name}) and give the folder of synset tars"
             )
-    try:
-        found = list(members(file, start=start, num_bytes=num_bytes))
-    except TarError as error:
-        raise SourceError(f"source.path: {place} {error}; download it again") from None
-    return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
 
 
 def _wnid(name: str, place: Path) -> str:

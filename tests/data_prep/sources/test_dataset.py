@@ -191,6 +191,7 @@ def test_an_item_that_cannot_be_used_is_named(items: str) -> None:
     ("factory", "arguments", "message"),
     [
         ("missing", {}, r"source\.factory: .*:missing cannot be imported .*on PYTHONPATH"),
+        ("Pictures.", {}, r"source\.factory: .*:Pictures\. cannot be imported .*on PYTHONPATH"),
         ("failing", {}, r"failing fails \(RuntimeError: Dataset not found\. Use download=True\)"),
         ("Pictures", {"sise": 3}, "unexpected keyword argument 'sise'"),
         ("Pictures", {"size": 0}, "the object is empty"),

@@ -154,6 +154,21 @@ def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_lin
     refused(build(source, tmp_path / "out"), f"val has 2 synsets, train 3 (for example {SYNSETS[2]} is in one only)")
 
 
+def test_the_archive_is_a_file_and_what_it_unpacks_to_a_folder(tmp_path: Path, refused: Refused) -> None:
+    source = sorted_by_hand(tmp_path / "in")
+    (source / VAL).mkdir()  # not the archive
+    assert build(source, tmp_path / "folder") == 0
+    shutil.rmtree(source / "val")
+    (source / "val").touch()  # no folder
+    refused(build(source, tmp_path / "out"), f"holds neither {VAL} nor val/")
+
+
+def test_a_compressed_archive_is_refused_before_it_is_read_for_its_sum(tmp_path: Path, refused: Refused) -> None:
+    source = sorted_by_hand(tmp_path / "in")
+    (source / VAL).write_bytes(b"\x1f\x8b\x08" + bytes(99))
+    refused(build(source, tmp_path / "out", "source.md5=all"), f"{VAL} is compressed")
+
+
 def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, refused: Refused) -> None:
     refused(
         build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit"), "published is fa75699e90414af021442c21a62c3abf"

@@ -85,8 +85,8 @@ def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         ("train-images-idx3-ubyte", b"\x89PNG" + bytes(20), "begins with 89 50 4e 47, not with 00 00 08 03"),
         ("train-images-idx3-ubyte", idx_of(LABELS["train"]), "begins with 00 00 08 01, not with 00 00 08 03"),
         ("train-images-idx3-ubyte", b"", "begins with , not with 00 00 08 03"),
-        ("train-labels-idx1-ubyte", idx_of(LABELS["train"][:6]), "train holds 7 pictures and 6 labels"),
-        ("train-labels-idx1-ubyte", idx_of(LABELS["train"] + 2), "train: record 4 has the label 11, but there are 10 classes"),
+        ("train-labels-idx1-ubyte", idx_of(LABELS["train"][:6]), "train holds 6 labels for 7 pictures"),
+        ("train-labels-idx1-ubyte", idx_of(LABELS["train"] + 2), "train: record 4 has the label 11, which is not one of 0 to 9"),
         ("train-images-idx3-ubyte", idx_of(pixels(7, 0, 28)), "its header says 7 x 0 x 28"),
     ],
 )  # fmt: skip
