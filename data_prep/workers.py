@@ -51,6 +51,10 @@ class Tally:
         new, self._taken = total - self._taken, total
         return new
 
+    def connect_here(self) -> None:
+        """What this thread adds is counted by it."""
+        self.connect(self._slots, 0)
+
     @classmethod
     def add(cls, count: int) -> None:
         """Called by a worker; does nothing where nobody counts."""
@@ -94,12 +98,15 @@ def sweep(
     num_workers: int = 1,
     pool: Pool | None = None,
 ) -> Iterator[T]:
-    """What `function`, in workers, makes of every job, in their order; it is pickled. The first failure ends all.
+    """What `function`, in workers, makes of every job, in their order; it is pickled. After the first failure no job begins; those
+    at work are waited for.
 
+    A single worker that is not given is this thread: Ctrl-C need not wait for its job.
     The line of progress counts what workers have added to the tally, up to `total`; without one, it counts jobs.
     """
     num_images = 0
     with ExitStack() as stack:
+        is_here = pool is None and min(num_workers, len(jobs)) <= 1
         pool = pool or stack.enter_context(worker_pool(min(num_workers, len(jobs))))
         line = stack.enter_context(progress(title, total=len(jobs) if total is None else total, unit=unit))
 
@@ -111,11 +118,21 @@ def sweep(
             else:
                 line.advance(num_images - line.done, note=f"{num_done}/{len(jobs)} {jobs_are}")
 
+        if is_here:
+            pool.tally.connect_here()
+            for number, job in enumerate(jobs):
+                report(number)
+                yield function(job)
+            report(len(jobs))
+            return
         futures = deque(pool.submit(function, job) for job in jobs)
         try:
             for number in range(len(jobs)):
                 while not wait([futures[0]], timeout=0.5).done:
                     report(number)
+                    for each in futures:
+                        if each.done():
+                            each.result()  # raises what a later job has failed of
                 report(number + 1)
                 yield futures.popleft().result()  # which is not kept: all of them need not fit in memory
         except BaseException:

@@ -3,18 +3,21 @@
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import BrokenExecutor
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from data_prep.build.build import ShardJob, write_job
 from data_prep.build.shards import ShardRecord
-from data_prep.workers import Tally, worker_pool
+from data_prep.workers import Pool, Tally, sweep, worker_pool
 from tests.data_prep.samples import build, files_of, write_classes
 
 CUT = ("samples_per_shard=4", "num_workers=2")
@@ -155,3 +158,37 @@ def test_what_goes_wrong_in_a_worker_is_raised_with_its_traceback_and_the_worker
         assert pool.submit(os.getpid).result() == pool.submit(os.getpid).result() != os.getpid()
         with pytest.raises(BrokenExecutor, match="ended with exit code 3, like the one before it"):
             pool.submit(os._exit, 3).result()
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------------
+
+
+def counted_here(number: int) -> bool:
+    Tally.add(1)
+    return threading.current_thread() is threading.main_thread()
+
+
+@pytest.mark.parametrize(("num_jobs", "num_workers"), [(3, 1), (1, 4)])
+def test_a_single_worker_is_this_thread_where_ctrl_c_ends_its_job(
+    monkeypatch: pytest.MonkeyPatch, num_jobs: int, num_workers: int
+) -> None:
+    line = MagicMock(done=0)
+    monkeypatch.setattr("data_prep.workers.progress", lambda *_, **__: nullcontext(line))
+    assert all(sweep(counted_here, range(num_jobs), title="", unit="images", total=num_jobs, num_workers=num_workers))
+    line.advance.assert_called_with(num_jobs, note=f"{num_jobs}/{num_jobs} shards")
+
+
+def test_no_job_begins_after_the_first_failure_though_an_earlier_one_goes_on() -> None:
+    begun, is_over = set[int](), threading.Event()
+
+    def work(number: int) -> None:
+        begun.add(number)
+        if number == 1:
+            raise ZeroDivisionError
+        assert is_over.wait(5)
+
+    with Pool([0], max_workers=2) as pool:
+        with pytest.raises(ZeroDivisionError):
+            list(sweep(work, range(5), title="", unit="shards", pool=pool))
+        is_over.set()
+    assert begun == {0, 1, 2}
