@@ -135,7 +135,8 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
     if file is None:
         return parent.classes
     wanted = read_lines("classes-file", file, spelled=True)
-    unknown = next((name for name in wanted if name not in set(parent.classes)), None)
+    known = set(parent.classes)
+    unknown = next((name for name in wanted if name not in known), None)
     if unknown is not None:
         raise UserError(
             f"classes-file: {file} names {unknown!r}, which the dataset lacks; {nearest(unknown, list(parent.classes))}"
