@@ -20,7 +20,7 @@ from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import load_manifest
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, encoded, files_of, forked, picture, write_classes
+from tests.data_prep.samples import build, encoded, files_of, forked, picture, started, write_classes
 from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar
 from tests.moments import Strike
 
@@ -216,7 +216,9 @@ def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_o
     words = ["index", "image_size=16", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
     assert main([*words, f"--out={tmp_path}/whole/out", "num_workers=1"]) == 0
     out = tmp_path / "killed" / "out"
-    for moment in (25, 30, 35):  # of some 90, ten for each shard
+    with started(*words, f"--out={out}", "num_workers=2", strike=Strike(out, 15, target="group")) as process:
+        assert process.wait(300) == -signal.SIGKILL
+    for moment in (30, 35):  # of some 90, ten for each shard
         with forked(tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm) as child:
             assert child.wait() == -signal.SIGKILL
     names = [path.stem for path in (out / PARTS).glob("train-*.json")]

@@ -228,11 +228,11 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
 # ---- what reads a dataset again ----------------------------------------------------------------------------------
 
 
-def every_verb(dataset: Path, storage: str, out: Path) -> dict[str, int]:
+def every_verb(dataset: Path, storage: str, out: Path, *, num_workers: int = 1) -> dict[str, int]:
     """The exit codes."""
     words = {
-        "verify": ["--workers", "1"],
-        "stats": ["--recompute", "--workers", "1"],
+        "verify": ["--workers", str(num_workers)],
+        "stats": ["--recompute", "--workers", str(num_workers)],
         "show": ["--out", str(out / "sheet.png")],
         "dedup": ["--out", str(out / "list.jsonl"), "--workers", "1"],
     }
@@ -268,7 +268,7 @@ def test_every_verb_reads_from_a_web_server_that_asks_for_a_key(
     state.key = "key=secret-word"
     storage = {"params": {"key": "secret-word"}}
     assert index(tmp_path / "http", f"{address}/{PATTERN}", f"storage={json.dumps(storage)}") == 0
-    assert set(every_verb(tmp_path / "http", json.dumps(storage), tmp_path).values()) == {0}
+    assert set(every_verb(tmp_path / "http", json.dumps(storage), tmp_path, num_workers=2).values()) == {0}
     assert set(every_verb(tmp_path / "http", "{}", tmp_path).values()) == {2}
     said = capsys.readouterr().err
     assert f"{address}/{NAMES[0]}: access is refused; give credentials" in said
