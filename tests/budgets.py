@@ -1,23 +1,21 @@
-"""How many lines each floor has, beside its budget: `make lint` prints it. A floor that outgrows its budget deletes something, or
-explains in CONTRIBUTING why it must grow."""
+"""How many lines each floor has, beside its budget: `make lint` prints it, and fails above one. A floor that outgrows its budget
+deletes something, or explains in CONTRIBUTING why it must grow."""
 
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 BUDGETS = {
-    "data_prep": 8_500,
-    "pretrain": 11_500,
+    "data_prep": 9_200,
+    "pretrain": 13_500,
     "finetune": 4_500,
-    "cluster": 2_600,  # with its shell
+    "cluster": 3_000,  # with its shell
     "analysis": 1_000,
     "demo.py": 300,  # with install.sh
-    "tests": 24_000,
+    "tests": 26_000,
 }
 BESIDE = {"demo.py": ("install.sh",)}
-NUM_PRODUCT = 29_000
-IS_BINDING = False
-"""Whether `make lint` fails above a budget: False while the floors still shrink."""
+NUM_PRODUCT = 31_500
 
 
 def lines_of(name: str) -> int:
@@ -35,7 +33,7 @@ def main() -> int:
     for name, count, budget in rows:
         over = f"  {count - budget:,} over" if count > budget else ""
         print(f"{name:10}{count:8,} of {budget:6,} lines{over}")
-    return int(IS_BINDING and any(count > budget for _, count, budget in rows))
+    return int(any(count > budget for _, count, budget in rows))
 
 
 if __name__ == "__main__":
