@@ -43,6 +43,7 @@ OFFLOADED = {
     for stage, offload, precision, optimizer in (
         (1, "optimizer", "fp16", "adamw"),
         (2, "optimizer", "fp32", "lion"),
+        (3, "optimizer", "bf16", "sgd"),
         (3, "all", "bf16", "sgd"),
     )
 }
@@ -238,6 +239,6 @@ def options(world: World, folder: str) -> dict[str, Any]:
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
         "checkpointed": checkpointed(world, 3),
         "averages": averages_agree(world, 1),
-        "permutations": permutations_are_restored(world, 2),
+        "permutations": permutations_are_restored(world, 3),
         "sparse": sparse_weights_go_on(world, 2),
     }

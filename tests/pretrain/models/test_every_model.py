@@ -84,6 +84,8 @@ def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) 
     ("name", "changes"),
     [
         ("mlp_b6_wi256", {"norm": "batch"}),
+        ("mlp_l6_wi1024", {"width": 64}),
+        ("mixer_ss_w", {"num_channels": 24}),
         ("rp_mixer_ss_w", {"num_channels": 24, "num_tokens": 40, "permuted_blocks": (1,)}),
         ("sw_mlp_540", {"storage": "sparse", "density": 0.1}),
         ("monarch_mnist", {}),
