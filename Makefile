@@ -40,7 +40,7 @@ arrows:
 	$(BIN)/lint-imports
 
 tests:
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Starts a private SLURM of four nodes on loopback, and leaves nothing behind. Root; apt-get install slurm-wlm munge.
 cluster-test: .venv/.installed

@@ -4,7 +4,8 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
 
-# Two processes of tests share two cores, and threads that spin while they wait take a third of both.
+# Four processes of tests, which often wait, share two cores: threads that spin while they wait would take a third of both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import inspect
@@ -35,12 +36,12 @@ STARTS = re.compile(
 )
 """Words of a test module, or of a fixture, that starts processes. What has none of them says so itself: pytest.mark.processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
-"""What starts real runs comes first, or one of the two processes would be left alone with it at the end."""
+"""What starts real runs comes first, in this order, or one process would be left alone with it at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that starts processes, by itself or in its fixtures, gets the mark `processes`: `make check` leaves it out."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
+    items.sort(key=lambda item: next((place for place, name in enumerate(SLOW) if item.nodeid.startswith(name)), len(SLOW)))
     for item in items:
         assert isinstance(item, pytest.Function)
         fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found]

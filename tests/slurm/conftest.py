@@ -22,6 +22,18 @@ LAB = Path(__file__).parent / "lab.sh"
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 USABLE = ("idle", "mixed", "allocated")
+CONFIG = """
+run_dir: runs/tiny
+data: {{dataset: {dataset}}}
+model: {{kind: mlp, depth: 2, width: 32, expansion: 2}}
+augment: {{crop_scale: [0.6, 1.0], mixup_alpha: 0.8}}
+optimizer: {{name: lion, lr: 2e-4}}
+schedule: {{warmup: 5 steps}}
+train: {{duration: 800 steps, global_batch_size: 16, eval_every: 1000 steps, log_every_steps: 50}}
+engine: {{zero_stage: 2, precision: fp32, gradient_clip_norm: 1.0, timeout_s: 60}}
+checkpoint: {{every: 10 steps}}
+"""
+SCRIPT = "cluster/pretrain.slurm"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
@@ -228,3 +240,26 @@ def settled() -> None:
     """No test begins among what the one before has left."""
     for cluster in Cluster.RUNNING:
         cluster.settle()
+
+
+@pytest.fixture(scope="session")
+def config(slurm: Cluster, shapes: Path) -> Path:
+    path = slurm.root / "tiny.yaml"
+    path.write_text(CONFIG.format(dataset=shapes))
+    return path
+
+
+@pytest.fixture(scope="session")
+def undisturbed(slurm: Cluster, config: Path) -> Path:
+    """The run directory of the same config, run without SLURM."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "train", config, "run_dir=runs/local", "tracking.enabled=false", "--ranks", "2"],
+        cwd=slurm.root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return slurm.root / "runs/local"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import Cluster
-from tests.slurm.test_pretrain import CONFIG, SCRIPT
+from tests.slurm.conftest import CONFIG, SCRIPT, Cluster
 
 
 @pytest.fixture

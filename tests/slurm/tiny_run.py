@@ -1,0 +1,44 @@
+"""A tiny run on the lab, and how it is watched: two ranks, the real command."""
+
+import sqlite3
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.slurm.conftest import Cluster
+
+
+def end_of(run_dir: Path, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    assert (run_dir / "result.json").exists()
+    tensors: dict[str, torch.Tensor] = load_file(run_dir / "checkpoints/step-00000800" / file)
+    assert tensors
+    return tensors
+
+
+def assert_same_end(run_dir: Path, reference: Path) -> None:
+    """Both runs are finished, with the same bits in weights and optimizer."""
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        theirs, ours = end_of(reference, file), end_of(run_dir, file)
+        assert theirs.keys() == ours.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == [], file
+
+
+def await_progress(slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1") -> None:
+    """Until start number `start` has gone on, and has made a checkpoint of its own."""
+    slurm.wait_for(job, f"start {start}: {ranks} ranks", timeout_s=240)
+    pointer = run_dir / "checkpoints/latest"
+    before, deadline_s = pointer.read_text() if pointer.exists() else "", time.monotonic() + 240
+    while not pointer.exists() or pointer.read_text() == before:
+        assert time.monotonic() < deadline_s, slurm.log(job)
+        time.sleep(0.02)
+
+
+def tracked(slurm: Cluster, run_dir: Path) -> list[str]:
+    """The status of each MLflow run of this run directory."""
+    with sqlite3.connect(slurm.root / "runs/mlflow.db") as store:
+        rows = store.execute(
+            "select status from runs where lifecycle_stage = 'active' and name like ?", (f"%{run_dir.name}%",)
+        ).fetchall()
+    return [status for (status,) in rows]
