@@ -28,18 +28,15 @@ RING = {
 """What a ring sends as a multiple of (N - 1) / N of the whole tensor, and which argument that is."""
 
 
-_KEPT: list[Any] = []
-"""Engines that must not be freed: a new tensor in the place of an old one would not be counted."""
-
-
-def storages() -> dict[int, int]:
+def storages() -> dict[int, torch.UntypedStorage]:
+    """By address; as long as the result is kept, nothing new can have one of these addresses."""
     gc.collect()
     found = {}
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, torch.nn.Parameter):
             for tensor in (each, each.grad if each.is_leaf else None):
                 if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
     return found
 
 
@@ -88,14 +85,13 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
 
     def observed_update() -> None:
         now = storages()
-        most[0] = max(most[0], sum(size for place, size in now.items() if place not in before))
+        most[0] = max(most[0], sum(storage.nbytes() for place, storage in now.items() if place not in before))
         update()
 
     engine.train_step(batches, lr=1e-3)
     engine._engine.step = observed_update
     traffic["bytes"] = 0.0
     engine.train_step(batches, lr=1e-3)
-    _KEPT.append(engine)
     training = Training(
         num_parameters,
         stage,  # type: ignore[arg-type]
