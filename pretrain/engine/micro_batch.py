@@ -115,24 +115,22 @@ def recall(path: Path) -> list[dict[str, Any]]:
 def largest_that_fits(sizes: Sequence[int], peak_bytes: Callable[[int], int | None], *, budget: int) -> int:
     """Of ascending sizes; 0: none. Upward, where a line through the last two peaks leads within the budget, and at most eight times
     as far as before: memory is not passed on the way. `peak_bytes`: None where it ran out."""
-    points, most, size = list[tuple[int, int]](), sizes[-1], sizes[0]
-    while size <= most and (not points or size > points[-1][0]):
+    points, most, size = [(0, 0)], sizes[-1], sizes[0]
+    while points[-1][0] < size <= most:
         PROGRESS.touch()
         peak = peak_bytes(size)
         if peak is None or peak > budget:
             most = size // 2
         else:
             points.append((size, peak))
-        if not points:
-            return 0
-        (low, at_low), (high, at_high) = points[-2:] if len(points) > 1 else [(0, 0), points[0]]
-        if high == sizes[0]:
-            size = 2 * high  # whether or not it is one of the sizes: one point is no line
+        if len(points) < 3:
+            size *= 2  # whether or not it is one of the sizes: one measured point is no line
         else:
+            (low, at_low), (high, at_high) = points[-2:]
             per_sample = max(1.0, (at_high - at_low) / (high - low))
             within = [each for each in sizes if each <= min(most, high + (budget - at_high) / per_sample)]
             size = min(within[-1], 8 * high)
-    return max(each for each in sizes if each <= points[-1][0])
+    return max((each for each in sizes if each <= points[-1][0]), default=0)
 
 
 # ---- what there is, and what the engine takes -------------------------------------------------------------------------

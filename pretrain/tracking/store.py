@@ -294,20 +294,19 @@ class EmbeddedStore:
 
     def _publish(self, copy: Path) -> None:
         """Replaces nothing."""
-        with suppress(FileExistsError):
-            try:
-                os.link(copy, self.path)
-            except FileExistsError:
-                raise
-            except OSError:  # no links, as on exFAT: it appears piece by piece
-                with open(self.path, "xb") as file:
-                    try:
-                        file.write(copy.read_bytes())
-                        file.flush()
-                        os.fsync(file.fileno())
-                    except BaseException:
-                        self.path.unlink()
-                        raise
+        try:
+            os.link(copy, self.path)
+        except FileExistsError:
+            pass
+        except OSError:  # no links, as on exFAT: it appears piece by piece
+            with suppress(FileExistsError), open(self.path, "xb") as file:
+                try:
+                    file.write(copy.read_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                except BaseException:
+                    self.path.unlink()
+                    raise
 
     def _check(self) -> None:
         uri = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # makes no file; reads one that may only be read
