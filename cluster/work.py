@@ -107,9 +107,10 @@ class Work:
         if isinstance(settings, BuildSettings):
             return _is_built(settings)
         check_settings(Path(self.writes), settings)
-        if finished_result(Path(self.writes)) is None:
-            return False
-        return not isinstance(settings, TuneSettings) or is_finished(settings)  # seeds may have been added
+        if isinstance(settings, TuneSettings):
+            return is_finished(settings)  # seeds may have been added
+        duration = settings.train.duration if isinstance(settings, PretrainSettings) else None  # it may have been raised
+        return finished_result(Path(self.writes), duration=duration) is not None
 
     def check(self) -> None:
         """Raises `ValueError` for what is wrong and shows before it starts. Data that is not there yet is not looked at."""

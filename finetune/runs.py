@@ -188,7 +188,8 @@ def read_run(directory: Path) -> Run:
         identity = json.loads((directory / "tracking" / "identity.json").read_text())
     except (OSError, ValueError):
         identity = {}
-    params = flatten(settings) | start.get("params", {})
+    present = flatten(settings)
+    params = present | start.get("params", {}) | {key: present[key] for key in ("train.duration",) if key in present}  # it may grow
     return Run(
         directory,
         settings,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.publish import Busy
 from data_prep.settings import UserError, dump, load_settings, parse_command_line
-from pretrain.checkpoints.run import check_resume, check_settings, finished_result, list_checkpoints
+from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
-from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
@@ -151,13 +151,14 @@ def _train(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
-    result = finished_result(run_dir)
+    result = finished_result(run_dir, duration=settings.train.duration)
     if result is not None:
         if world.is_first:
-            print(f"{run_dir}: finished before, at step {result['step']}; name another run_dir to train anew")
+            print(f"{run_dir}: finished before, at step {result['step']}; raise train.duration to go on, or name another run_dir")
         return OK
     data = load_training_data(settings.data)
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    check_run_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
@@ -171,6 +172,11 @@ def _train(options: argparse.Namespace) -> int:
     from pretrain.loop.train import Pretraining, train
 
     return leave(train(Pretraining(settings, data), world).finished, run_dir=run_dir, is_first=world.is_first)
+
+
+def check_run_length(data: TrainingData, settings: PretrainSettings) -> None:
+    num_steps = data.steps(settings.train.duration, global_batch_size=settings.train.global_batch_size)
+    check_length(Path(settings.run_dir), settings.train.duration, num_steps=num_steps)
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:

@@ -10,7 +10,7 @@ from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_settings, finished_result
-from pretrain.cli import OK, leave, world_of
+from pretrain.cli import OK, check_run_length, leave, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.ranks.preemption import StopFlag
@@ -33,7 +33,7 @@ def _tune(options: argparse.Namespace) -> int:
     check_kind(settings)
     if is_finished(settings):
         if world.is_first:
-            print(f"{run_dir}: finished before; name another run_dir to do it anew")
+            print(f"{run_dir}: finished before; raise train.duration to go on, or name another run_dir")
         return OK
     repeats = repeats_of(settings)
     check_resume_of(settings, repeats)
@@ -67,5 +67,6 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
         check_apart(judged.directory, judged.manifest, train=trained, test=split, test_field="data.eval_split")
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(Path(settings.run_dir), settings)
+    check_run_length(data, training)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)
     return data

@@ -147,7 +147,7 @@ def check_kind(settings: TuneSettings) -> None:
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
     """Of repetitions any checkpoint or result is something to go on from."""
     places = [Path(each.run_dir) for each in repeats]
-    unfinished = [place for place in places if finished_result(place) is None]
+    unfinished = [place for place in places if finished_result(place, duration=settings.train.duration) is None]
     if settings.resume == "must" and (len(unfinished) < len(places) or any(map(list_checkpoints, places))):
         return
     for place in unfinished:
@@ -156,8 +156,8 @@ def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None
 
 def is_finished(settings: TuneSettings) -> bool:
     """Whether nothing of what is asked for is left to do."""
-    result, repeats = finished_result(Path(settings.run_dir)), repeats_of(settings)
-    return result is not None and (repeats == [settings] or set(_names(repeats)) <= set(result["runs"]))
+    result = finished_result(Path(settings.run_dir), duration=settings.train.duration)
+    return result is not None and ((repeats := repeats_of(settings)) == [settings] or set(_names(repeats)) <= set(result["runs"]))
 
 
 def summary(repeats: list[TuneSettings]) -> dict[str, Any]:

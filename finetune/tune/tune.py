@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -78,7 +79,7 @@ class Tuning(Task):
             world=world,
         )
 
-    def record_result(self, result: dict[str, float], tracker: Tracker) -> None:
+    def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:
         if not self._is_repeat and self._tuning.init == "pretrained":
             target = target_of(self.data.parts[0].manifest)
             register(tracker, self._checkpoint, _scores(result, names=REGISTERED), target=target)
@@ -108,7 +109,7 @@ def tune_repeatedly(
             if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
                 raise Interrupted
             for each, data in repeats:
-                if finished_result(Path(each.run_dir)) is not None:
+                if finished_result(Path(each.run_dir), duration=each.train.duration) is not None:
                     continue
                 if not train(Tuning(each, data, checkpoint, group=run_dir), world).finished:
                     raise Interrupted

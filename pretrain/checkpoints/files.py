@@ -162,6 +162,8 @@ class TrainerState:
     """The last ones, up to this step: a run that diverges and is started again and again still stops in the end."""
     num_cpu_threads: int | None = None
     """See `num_cpu_threads`."""
+    lengths: tuple[int, ...] = ()
+    """How many steps the run was to have: the present number comes last, those before it are what it was extended from."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,8 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
     state: dict[str, Any] = json.loads((directory / TRAINER).read_text())
     num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale", {})
     engine = EngineState(read_tensors(directory / MODEL), read_tensors(directory / OPTIMIZER), num_updates, scale)
-    best = state.pop("best", None)
-    return engine, TrainerState(**state, best=Best(**best) if best else None)
+    best, lengths = state.pop("best", None), tuple(state.pop("lengths", ()))
+    return engine, TrainerState(**state, best=Best(**best) if best else None, lengths=lengths)
 
 
 # ---- which checkpoints stay ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import DatasetError, load_manifest
-from data_prep.publish import write_atomic, write_json
+from data_prep.publish import withdraw, write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
@@ -35,11 +35,12 @@ MAY_CHANGE = (
     "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile",
     "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
     "data.cache_dir", "data.cache_gb", "data.check", "data.max_bad_share", "data.stage_dir",
-    "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads", "train.max_skipped_steps",
-    "train.prefetch_batches",
+    "train.duration", "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads",
+    "train.max_skipped_steps", "train.prefetch_batches",
 )  # fmt: skip
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
-with another number of ranks or, on CPUs, of threads; see `num_cpu_threads`)."""
+with another number of ranks or, on CPUs, of threads; see `num_cpu_threads`). What `train.duration` changes, and what it may not be,
+is the business of `check_length`."""
 PLACES = ("dataset", "data.dataset", "data.also")
 """They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
 
@@ -61,9 +62,18 @@ def stacks_dir(run_dir: Path | str) -> Path:
     return Path(run_dir) / "stacks"
 
 
-def finished_result(run_dir: Path) -> dict[str, Any] | None:
+def finished_result(run_dir: Path, *, duration: str | None = None) -> dict[str, Any] | None:
+    """`duration`: of a training, as it is asked for now; one that has ended at another is not finished."""
+    begun = begun_duration(run_dir) if duration is not None else None  # before the result: `claim` removes that one first
     path = run_dir / RESULT
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text()) if begun in (None, duration) and path.exists() else None
+
+
+def begun_duration(run_dir: Path) -> str | None:
+    """What a training was asked for last; None where there is none."""
+    path = run_dir / CONFIG_FILE
+    train = read_yaml(path).get("train") if path.exists() else None
+    return train.get("duration") if isinstance(train, dict) else None
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:
@@ -174,6 +184,9 @@ def claim(
             check_settings(run_dir, settings)
         else:
             begin()
+        duration = flatten(settings.model_dump(mode="json")).get("train.duration")
+        if begun_duration(run_dir) not in (None, duration) and (run_dir / RESULT).exists():
+            withdraw(run_dir / RESULT)  # it goes on
         if begin is None or not (run_dir / CONFIG_FILE).exists():
             write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield
@@ -187,6 +200,17 @@ def check_resume(run_dir: Path, resume: str) -> None:
         )
     if resume == "never" and has:
         raise SettingsError(f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on")
+
+
+def check_length(run_dir: Path, duration: str, *, num_steps: int) -> None:
+    """A training can be made longer, also after its end, but never shorter than it is."""
+    found, result = list_checkpoints(run_dir), finished_result(run_dir) or {}
+    present = step_of(found[-1]) if found else int(result.get("step", 0))
+    asked = f"train.duration: {duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
+    if num_steps < present:
+        raise SettingsError(f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name another run_dir")
+    if result and not found and duration != begun_duration(run_dir):
+        raise SettingsError(f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot go on; name another run_dir")
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

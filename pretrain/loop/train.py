@@ -9,6 +9,7 @@ checkpoint is on disk and result.json says so.
 import logging
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Task(ABC):
     @abstractmethod
     def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine: ...
 
-    def record_result(self, result: dict[str, float], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
+    def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
         """On the first rank, once the result is saved."""
 
 
@@ -219,7 +220,9 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     outcome = trainer.fit(restore(trainer))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
-        result = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        result: dict[str, Any] = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        if len(trainer.lengths) > 1:
+            result["lengths"] = trainer.lengths
         if outcome.scores is not None:
             result |= outcome.scores.metrics("eval")
         save_result(trainer.run_dir, result)

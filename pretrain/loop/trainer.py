@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -116,6 +116,7 @@ class Trainer:
         self.owes_evaluation = self.stopping = False
         """`stopping`: whether a rank was asked to stop, as all ranks know."""
         self.scores: Scores | None = None
+        self.lengths: tuple[int, ...] = (self.num_steps,)
         self.num_bad = 0
         self.queued: QueuedStep | None = None
         self.reading: dict[str, float] = {}
@@ -125,6 +126,7 @@ class Trainer:
         began_s = time.monotonic()
         self.step = self.start_step = start.step
         self.owes_evaluation = start.owes_evaluation
+        self._note_length(start)
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         self.saver.go_on(start)
         self.first_read.start()
@@ -167,6 +169,19 @@ class Trainer:
             scores=self.scores,
             images_per_s=(self.step - self.start_step) * self.plan.global_batch_size / max(time.monotonic() - began_s, 1e-9),
         )
+
+    def _note_length(self, start: TrainerState) -> None:
+        """Of a run whose length was changed: the rate follows the new one from here on."""
+        if not start.lengths or start.lengths[-1] == self.num_steps:
+            self.lengths = start.lengths or self.lengths
+            return
+        self.lengths = (*start.lengths, self.num_steps)
+        before, now = (replace(self.schedule, num_steps=count).lr(self.step) for count in self.lengths[-2:])
+        words = f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
+        jump = "" if before == now or self.step >= self.num_steps else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
+        self.tracker.params({}, tags={"extended": words + jump})
+        if self.world.is_first:
+            print(f"{self.run_dir.name}: another length: {words}{jump}", flush=True)
 
     def _feed(self) -> Feed:
         """Micro-batches, augmented and on the device, from where training stands."""
@@ -279,6 +294,7 @@ class Trainer:
             skipped_steps=self.skipped.total,
             skipped_in_a_row=self.skipped.in_a_row,
             num_cpu_threads=num_cpu_threads(self.engine.device),
+            lengths=self.lengths,
         )
 
     def _log_saving(self) -> None:

@@ -115,7 +115,7 @@ class Delivery:
                     self.store.log_datasets(run_id, event.get("datasets", []))
                     status = "RUNNING"
                 case "params":
-                    self.store.log_params(self._opened(), event["params"], {})
+                    self.store.log_params(self._opened(), event["params"], event.get("tags", {}))
                 case "end":
                     status = event["status"]
         metrics = [event for event in events if event["event"] == "metrics"]

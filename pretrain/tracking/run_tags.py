@@ -57,7 +57,7 @@ def training_tags(settings: PretrainSettings, data: TrainingData, *, num_weights
             "The same command goes on where it stopped.",
         ],
         run_dir=Path(settings.run_dir),
-    )
+    ) | {"duration": train.duration}  # of which the parameter shows the first
 
 
 def slurm_tags() -> dict[str, str]:

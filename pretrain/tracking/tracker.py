@@ -14,8 +14,8 @@ gone) they wait in memory and go out when it is back: a write that stopped in th
 ever half but the last, and that one only until the disk is back. Each start goes on in a copy of the file, in its place, without
 the half line that a kill may have left: an earlier start that wakes up again appends to a file that nobody finds any more.
 
-The events: start (params, tags, datasets), params, metrics, artifact, image, version, end. Each has the time at which it happened,
-which is what makes a second delivery harmless.
+The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version, end. Each has the time at which it
+happened, which is what makes a second delivery harmless.
 """
 
 import atexit
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -117,9 +117,9 @@ class Tracker:
         self._start_deliverer()
         self._started_s = time.monotonic()
 
-    def params(self, values: dict[str, Any]) -> None:
-        """What became known after the start."""
-        self._append({"event": "params", "params": values})
+    def params(self, values: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> None:
+        """What became known after the start; a tag may change later."""
+        self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
         """Values that the journal has for this step already (a resumed run walks it again) are left out."""

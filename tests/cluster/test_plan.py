@@ -166,7 +166,9 @@ def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path
 
 def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) -> None:
     finish(load_plan(written(SMALL)).stages[0].works[0])
-    first, second, *_ = load_plan(written(SMALL.replace("2 epochs", "3 epochs"))).stages[0].works
+    longer, *_ = load_plan(written(SMALL.replace("2 epochs", "3 epochs"))).stages[0].works
+    assert not longer.is_finished()  # it goes on
+    first, second, *_ = load_plan(written(SMALL.replace("2 epochs", "2 epochs, train.label_smoothing=0.2"))).stages[0].works
     with pytest.raises(SettingsError, match="belongs to a run with other settings"):
         first.is_finished()
     assert (first.state(), second.state()) == ("other settings", "not begun")

@@ -1,0 +1,77 @@
+"""A training that is made longer, before its end or after it, goes on in the same run as if it had been so from the start."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.checkpoints.run import finished_result
+from pretrain.cli import main
+from tests.conftest import Capture
+from tests.moments import Strike
+from tests.training import final_state, finish, start, write_config
+
+CONSTANT = ("schedule={name: constant, warmup: 3 steps}", "train.ema_decay=0.9", "train.eval_every=5 steps")
+
+
+@pytest.fixture(scope="module")
+def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config"), dataset=shapes)
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
+
+
+def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: Path, tmp_path: Path) -> None:
+    """Raised twice: at its end, which lies within an epoch (240 pictures, batches of 16), and where it was stopped."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1))
+    finish(start(config, run_dir, *CONSTANT, "train.duration=11 steps", ranks=1))
+    assert (finished_result(run_dir) or {})["step"] == 11
+    strike = Strike(run_dir, 1, step=17, signal=15)
+    said = finish(start(config, run_dir, *CONSTANT, "train.duration=20 steps", ranks=1, strikes={0: strike}))
+    assert "run: another length: 11 -> 20 steps, at step 11\n" in said and "jumps" not in said
+    assert finished_result(run_dir) is None
+    said = finish(start(config, run_dir, *CONSTANT, "train.duration=2 epochs", ranks=1))
+    assert "another length: 11 -> 20 -> 30 steps, at step 1" in said
+    mine, theirs = final_state(run_dir), final_state(whole)
+    assert mine.keys() == theirs.keys() and any(name.startswith("weight.") for name in mine)  # with those that are averaged
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert finished_result(run_dir) == (finished_result(whole) or {}) | {
+        "lengths": [11, 20, 30],
+        "images_per_s": (finished_result(run_dir) or {})["images_per_s"],
+    }
+
+
+def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Path, tmp_path: Path, capsys: Capture) -> None:
+    run_dir = tmp_path / "run"
+    words = (
+        f"tracking={{enabled: true, uri: sqlite:///{tmp_path}/mlflow.db}}",
+        "train.log_every_steps=1",
+        "schedule.warmup=0 steps",
+    )
+    finish(start(config, run_dir, *words, "train.duration=6 steps", ranks=1))
+    before = {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+    assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=5 steps"]) == 2
+    refused = (
+        f"train.duration: 5 steps is 5 steps, but {run_dir} is at step 6 already; give at least that, or name another run_dir\n"
+    )
+    assert capsys.readouterr().err == f"pretrain: {refused}"
+    assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
+    said = finish(start(config, run_dir, *words, "train.duration=8 steps", ranks=1))
+    note = "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.000146"
+    assert f"run: another length: {note}\n" in said
+    events = events_of(run_dir)
+    rates = {event["step"]: event["values"]["train/lr"] for event in events if "train/lr" in event.get("values", {})}
+    expected = [
+        1e-3 * (1 + math.cos(math.pi * step / length)) / 2 for length, steps in ((6, range(6)), (8, (6, 7))) for step in steps
+    ]
+    assert list(rates) == [1, 2, 3, 4, 5, 6, 7, 8] and list(rates.values()) == pytest.approx(expected)
+    assert [event["tags"]["duration"] for event in events if event["event"] == "start"] == ["6 steps", "8 steps"]
+    assert [event["tags"] for event in events if event["event"] == "params" and event.get("tags")] == [{"extended": note}]
+    assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=8 steps"]) == 0
+    assert "finished before, at step 8" in capsys.readouterr().out
