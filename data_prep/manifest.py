@@ -127,6 +127,8 @@ class Manifest(Settings):
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
     """Inputs that the config leaves out before anything is read, by reason (classes, excluded)."""
+    num_held_out: int = 0
+    """Inputs of the archive's `train` that became `val`: it has none of its own, or its own is left alone."""
     max_reject_share: float = 1.0
     """The share of inputs that may be rejected; past it `build`, `index` and `merge` end with 1, whenever they are called."""
     rejected_sha256: str

@@ -8,7 +8,7 @@ leads to a folder that it lies in.
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from data_prep.archives.guard import OF_THE_MACHINE, SourceError
@@ -52,29 +52,31 @@ def read_file(root: Path, entry: Entry) -> bytes:
     return data
 
 
-def changed_in_folder(root: Path, container: Container, listed: Iterable[Entry]) -> list[str]:
-    """The files of a container, a folder below `root`, that are not those that `list_files` listed."""
+def changed_in_folder(
+    root: Path, container: Container, listed: Iterable[Entry], *, among: Collection[str] | None = None
+) -> list[str]:
+    """The files of a container, a folder below `root`, that are not those that `list_files` listed; `among` these, or all."""
     before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
     try:
-        now = set(list_files(root / container.path))
+        now = {row for row in list_files(root / container.path) if among is None or row[0] in among}
     except FileNotFoundError:
         now = set()
     return sorted({f"{container.path}/{row[0]}".lstrip("/") for row in before ^ now})
 
 
-def only_folders(place: Path, *, of: str) -> list[str]:
+def only_folders(place: Path, *, of: str, remedy: str = "move them") -> list[str]:
     """The folders in `place`, where nothing else belongs that might be data."""
     folders, files = sort_out(place)
-    refuse_loose(place, files, of=of)
+    refuse_loose(place, files, of=of, remedy=remedy)
     return folders
 
 
-def refuse_loose(place: Path, files: Iterable[str], *, of: str) -> None:
+def refuse_loose(place: Path, files: Iterable[str], *, of: str, remedy: str = "move them") -> None:
     """Of the files in `place`, those that are pictures, which belong into folders."""
-    loose = [name for name in files if _is_picture(place / name)]
+    loose = [name for name in files if is_picture(place / name)]
     if loose:
         raise SourceError(
-            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of} ({', '.join(loose[:3])}); move them"
+            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of} ({', '.join(loose[:3])}); {remedy}"
         )
 
 
@@ -103,7 +105,7 @@ def kind_of(path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] =
     return _UPWARD if _identity(status) in above else "folder"
 
 
-def _is_picture(path: Path) -> bool:
+def is_picture(path: Path) -> bool:
     if path.name.lower().endswith(_ENDINGS):
         return True
     with open(path, "rb", buffering=0) as file:

@@ -23,20 +23,20 @@ class SourceError(UserError):
 
 
 @contextmanager
-def refusing(place: str | Path, *, remedy: str = "download it again") -> Iterator[None]:
+def refusing(place: str | Path, *, remedy: str = "download it again", field: str = "source.path") -> Iterator[None]:
     """Turns what parsing `place` raises into one line about it."""
     try:
         yield
     except (SourceError, MemoryError):
         raise
     except FileNotFoundError:
-        raise SourceError(f"source.path: {place} is not there; {remedy}") from None
+        raise SourceError(f"{field}: {place} is not there; {remedy}") from None
     except Exception as error:
         # parsers of damaged data raise whatever they trip over (zlib.error, struct.error, OverflowError, EOFError)
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
         detail = " ".join(str(error).split())[:120] or type(error).__name__
-        raise SourceError(f"source.path: {place} is cut or damaged ({detail}); {remedy}") from None
+        raise SourceError(f"{field}: {place} is cut or damaged ({detail}); {remedy}") from None
 
 
 def read_all(file: IO[bytes], *, max_bytes: int) -> bytes:

@@ -67,7 +67,8 @@ class BuildSettings(ImageSpec):
 
     def settled(self) -> "BuildSettings":
         """The same, wherever and under whatever name `merge` finds it."""
-        paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir")}
+        table = ["labels"] * (self.source.kind == "folder")  # cifar's are no file
+        paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir", *table)}
         settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
         source = self.source.model_copy(update=settled)
         kept, out = self.kept_classes, str(Path(self.out).resolve())

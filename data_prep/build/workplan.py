@@ -59,6 +59,7 @@ class Workplan(Settings):
     labels: tuple[int, ...]
     """What each class of the inventory is called in the dataset: its label there, -1 where it is left out."""
     num_left_out: dict[str, int]
+    num_held_out: int = 0
     shards: tuple[ShardPlan, ...]
     num_tasks: int
 
@@ -92,7 +93,10 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     directory = Path(settings.out)
     exclusions = load_exclusions(settings.exclude)
     config_hash = _config_hash(settings, source, exclusions)
-    before = load_begun(directory)
+    before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
+    if before is not None and not is_finished and not any(record_path(directory, plan.name).exists() for plan in before.shards):
+        record_path(directory, BEGUN).unlink()  # it ended before its first shard: there is nothing to keep, or to be mixed with
+        before = None
     if before is not None and before.config_hash != config_hash:
         raise _foreign(directory, "an unfinished")
     _check_decoder(directory, before)
@@ -100,7 +104,6 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config_hash, inventory.digest])
     try:
-        is_finished = (directory / MANIFEST_NAME).exists()
         standing = load_manifest(directory) if is_finished else before
         if standing is not None and standing.plan_hash != plan_hash:
             raise _foreign(directory, "a" if is_finished else "an unfinished")
@@ -267,6 +270,7 @@ def _write_plan(
         classes=classes,
         labels=tuple(labels.tolist()),
         num_left_out=dict(+left_out),
+        num_held_out=arrangement.num_held_out,
         shards=tuple(shards),
         num_tasks=num_tasks,
     )

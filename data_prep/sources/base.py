@@ -32,6 +32,8 @@ class Arrangement:
     """The classes that stay, by their label in the layout; None keeps all."""
     left_out: dict[str, int] | None = None
     """How many inputs were left out, by reason."""
+    num_held_out: int = 0
+    """How many of the archive's `train` are `val` here."""
 
 
 class Source(ABC):
@@ -99,4 +101,4 @@ def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callab
         drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)
         held[drawn[: count(len(places))]] = True
     splits = arrangement.splits | {"train": train[~held], "val": train[held]}
-    return replace(arrangement, splits=splits)
+    return replace(arrangement, splits=splits, num_held_out=int(held.sum()))

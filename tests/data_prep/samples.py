@@ -88,7 +88,7 @@ def write_classes(root: Path, counts: dict[str, int]) -> Path:
 
 def build(source: Path | str, out: Path, *overrides: str) -> int:
     """The exit code of the real command on a folder of classes."""
-    words = [f"source.path={source}", "image_size=16", "num_workers=1", *overrides]
+    words = [f"source.path={source}", "image_size=16", "num_workers=1", "source.val_share=0", *overrides]
     return main(["build", "--source", "folder", "--out", str(out), *words])
 
 

@@ -190,7 +190,10 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"kind": "synthetic", "num_clases": 3}, "source.num_clases: unknown key; did you mean 'num_classes'?"),
         ({"kind": "synthetic", "num_classes": 49}, "source.num_classes: 49 will not do; it must be less than or equal to 48"),
         ({"kind": "folder"}, "source.path: missing; set it in the config or as source.path=VALUE"),
-        ({"kind": "folder", "path": "x", "num_classes": 3}, "source.num_classes: unknown key; known: kind, path, seed, val_share"),
+        (
+            {"kind": "folder", "path": "x", "nam_classes": 3},
+            "source.nam_classes: unknown key; known: file_column, kind, label_column, labels, path, seed, split_column, val_share",
+        ),
         ({"kind": "foldr"}, "source.kind: 'foldr' is not one of its values; did you mean 'folder'?"),
         ({"path": "x"}, "source.kind: missing; set it"),
     ],

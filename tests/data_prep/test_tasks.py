@@ -75,7 +75,7 @@ def merge(out: Path) -> int:
 
 def words_of(source: Path, out: Path, which: str) -> list[str]:
     words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
-    return [*words, "image_size=16", *CUT]
+    return [*words, "image_size=16", "source.val_share=0", *CUT]
 
 
 def running(source: Path, out: Path, which: str, *, strike: Strike | None = None) -> AbstractContextManager[Child]:

@@ -149,7 +149,7 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
 ) -> None:
     source, scanned, opened = FORMS["tars"](tmp_path), [], []
     monkeypatch.setattr("data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1])
-    monkeypatch.setattr("data_prep.archives.files._is_picture", opened.append)
+    monkeypatch.setattr("data_prep.archives.files.is_picture", opened.append)
     (source / "LICENSE").write_text("free")
     assert len(find_synsets(source, "", split="train")) == len(SYNSETS)
     assert (scanned, opened) == ([source], [source / "LICENSE"])

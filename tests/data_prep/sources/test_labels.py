@@ -1,0 +1,130 @@
+"""A flat folder with a table of labels is the dataset that its folders of classes would be; each fault of the table is one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data_prep.manifest import load_manifest
+from tests.data_prep.conftest import Refused
+from tests.data_prep.samples import build, encoded, picture, write_classes, write_files
+
+NAMES = {f"{number}.jpg": "cat" if number % 2 else "ant" for number in range(10)}
+"""Label by file."""
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> Path:
+    pictures = {name: encoded(picture(seed=number)) for number, name in enumerate(NAMES)}
+    return write_files(tmp_path / "flat", pictures | {"readme.txt": b"how to cite"})
+
+
+def csv(place: Path, *, head: str = "file,label", rows: list[str] | None = None) -> Path:
+    place.write_text("\n".join([head, *(rows or [f"{name},{label}" for name, label in NAMES.items()])]) + "\n")
+    return place
+
+
+def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, flat: Path) -> None:
+    folders = {f"{label}/{name}": (flat / name).read_bytes() for name, label in NAMES.items()}
+    assert build(write_files(tmp_path / "folders", folders), tmp_path / "one", "source.val_share=0.4", "order=listed") == 0
+    table = {"Image_ID": [name.removesuffix(".jpg") for name in NAMES], "Class": list(NAMES.values())}
+    parquet.write_table(pyarrow.table(table), flat / "labels.parquet")  # no endings, other names, in the folder itself
+    given = f"source.labels={flat / 'labels.parquet'}"
+    assert build(flat, tmp_path / "two", given, "source.val_share=0.4", "order=listed") == 0
+    one, two = (load_manifest(tmp_path / name) for name in ("one", "two"))
+    assert one.classes == two.classes == ("ant", "cat")
+    for split, count in {"train": (3, 3), "val": (2, 2)}.items():
+        assert one.splits[split].class_counts == two.splits[split].class_counts == count
+    assert one.num_held_out == two.num_held_out == 4
+
+
+def test_the_tables_own_splits_count_and_another_table_is_another_dataset(tmp_path: Path, flat: Path, refused: Refused) -> None:
+    rows = [f"{name};{label};{split}" for (name, label), split in zip(NAMES.items(), ["Training"] * 6 + ["valid"] * 4, strict=True)]
+    table = csv(tmp_path / "table.csv", head="\ufefffile;label;split", rows=rows)
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
+    splits = load_manifest(tmp_path / "out").splits
+    assert {name: split.class_counts for name, split in splits.items()} == {"train": (3, 3), "val": (2, 2)}
+    csv(table, head="file;label;split", rows=rows[::-1])  # says the same
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
+    csv(table, head="file;label;split", rows=[row.replace("valid", "test") for row in rows])
+    refused(build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5"), "holds a dataset of another config")
+
+
+def test_labels_that_are_numbers_keep_their_order(tmp_path: Path, flat: Path) -> None:
+    table = csv(tmp_path / "t.csv", rows=[f"{name},{number % 5 * 7}" for number, name in enumerate(NAMES)])
+    assert build(flat, tmp_path / "out", f"source.labels={table}") == 0
+    assert load_manifest(tmp_path / "out").classes == ("0", "7", "14", "21", "28")
+
+
+ROWS = [f"{name},{label}" for name, label in NAMES.items()]
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file": (lambda table: table.unlink(), "is not there; give a CSV or Parquet file"),
+    "empty": (lambda table: table.write_text(""), "is cut or damaged (it is empty); write it as CSV or Parquet"),
+    "no rows": (lambda table: table.write_text("file,label\n"), "has no row at all"),
+    "no column": (lambda table: csv(table, head="file,kind"), "has no column for the label, such as 'label', only file, kind; set"),
+    "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "names 3.jpg twice, in rows 4 and 11; keep one of them"),
+    "unlabelled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "row 10 has no label; fill it in"),
+    "without a row": (lambda table: csv(table, rows=ROWS[1:]), "1 pictures in flat have no row in t.csv (0.jpg); add"),
+    "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "names 1 files that are not in flat (x/y.png)"),
+    "no train": (
+        lambda table: csv(table, head="file,label,set", rows=[f"{row},test" for row in ROWS]),
+        "no row of the split train",
+    ),
+    "odd split": (lambda table: csv(table, head="file,label,set", rows=[f"{row},a" for row in ROWS]), "row 1 has the split 'a'"),
+    "no parquet": (lambda table: table.rename(table.with_suffix(".parquet")), "t.csv is not there"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_table_is_one_line(
+    fault: str, tmp_path: Path, flat: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage, words = FAULTS[fault]
+    damage(csv(Path("t.csv")))
+    refused(build("flat", Path("out"), "source.labels=t.csv"), "source.labels: t.csv" if fault != "without a row" else "", words)
+
+
+def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: Refused) -> None:
+    table = csv(tmp_path / "t.csv", head="a,b")
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.file_column=a", "source.label_column=b") == 0
+    refused(build(flat, tmp_path / "two", f"source.labels={table}", "source.file_column=c"), "has no column 'c', only a, b; set")
+    refused(build(flat, tmp_path / "two", "source.file_column=a"), "source.file_column: is of a table; name that, too")
+    refused(build(flat, tmp_path / "two"), "or name a table of their labels: source.labels=FILE.csv")
+
+
+def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from data_prep.cli import main  # not the helper of the tests, which holds nothing out
+
+    source = write_classes(tmp_path / "source", {"ant": 20, "bee": 2, "cat": 1})
+    words = ["build", "--source", "folder", f"source.path={source}", "image_size=16", "num_workers=1", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    splits = load_manifest(tmp_path / "out").splits
+    assert (splits["train"].class_counts, splits["val"].class_counts) == ((18, 1, 1), (2, 1, 0))
+    assert "held out as val: 3 (source.val_share: 0.1 of each class, at least one of two)" in capsys.readouterr().out
+    write_classes(tmp_path / "split", {"train/ant": 2, "val/ant": 2})
+    words[3] = f"source.path={tmp_path / 'split'}"
+    assert main([*words, str(tmp_path / "own")]) == 0
+    assert "held out" not in capsys.readouterr().out
+    write_classes(tmp_path / "ones", {"ant": 1, "bee": 1})
+    words[3] = f"source.path={tmp_path / 'ones'}"
+    assert main([*words, str(tmp_path / "none")]) == 0
+    assert list(load_manifest(tmp_path / "none").splits) == ["train"]
+
+
+def test_a_build_that_ended_before_its_first_shard_refuses_no_other_settings(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_classes(tmp_path / "source", {"ant": 4}), tmp_path / "out"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.build.build.write_shards", interrupt)
+        assert build(source, out, "seed=1") == 130
+    assert len(list(out.glob("*/begun.json"))) == 1
+    assert build(source, out, "seed=2") == 0
+    assert load_manifest(out).seed == 2
