@@ -89,7 +89,7 @@ def main() -> int:
     print(f"\nAll stages stand ({time.monotonic() - began_s:.0f} s this time).\n", flush=True)
     code = 0
     for command in (
-        ["finetune", "evaluate", f"{RUNS}/tune-mlp", "data/demo-transfer", "views=20"],
+        ["finetune", "evaluate", f"pretrained={RUNS}/tune-mlp", "data.dataset=data/demo-transfer", "views=20"],
         ["analysis", "report", str(RUNS)],
     ):
         code = code or run_stage(command)

@@ -20,7 +20,7 @@ REPEATED = ("seed", "train.seed", "data.fold")
 """In what the repetitions of one recipe differ."""
 APART = (
     *MAY_CHANGE,
-    *("run_dir", "pretrained", "data.dataset", "dataset", "features_dir", "seeds", "folds"),
+    *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
 )
 """Not of the recipe: for paths stand the recipe of the run before and the hash of the manifest; ranks change nothing."""

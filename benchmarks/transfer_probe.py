@@ -30,7 +30,7 @@ from torch import Tensor
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
-from finetune.probe.config import ProbeSettings
+from finetune.probe.config import FeatureDataSettings, ProbeSettings
 from finetune.probe.features import FeatureMaker, Table
 from finetune.probe.heads import Candidate, judge, order_of, train_heads
 from finetune.probe.probe import candidates_of
@@ -97,7 +97,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
     settings = ProbeSettings(
         run_dir=str(place / "run"),
         pretrained=str(folder),
-        dataset=str(dataset),
+        data=FeatureDataSettings(dataset=str(dataset)),
         batch_size=BATCH,
         epochs=(EPOCHS,),
         standardise=False,

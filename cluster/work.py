@@ -68,7 +68,7 @@ class Work:
         try:
             tree = copy.deepcopy(_tree(self.config))
             for override in self.overrides:
-                apply_override(tree, override)
+                apply_override(tree, override, schema=COMMANDS[self.kind].schema)
             return validate(COMMANDS[self.kind].schema, tree)
         except SettingsError as error:
             raise in_file(self.config, error) from None
@@ -91,8 +91,8 @@ class Work:
         match self.settings:
             case PretrainSettings(data=data) | TuneSettings(data=data):
                 return (data.dataset, *(other.dataset for other in data.also))
-            case ProbeSettings(dataset=dataset):
-                return (dataset,)
+            case ProbeSettings(data=data):
+                return (data.dataset,)
         return ()
 
     @property

@@ -12,9 +12,10 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -38,6 +39,8 @@ class Settings(BaseModel):
     """Base of every configuration section: unknown keys are errors, values are frozen, types are strict."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+    short_words: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Words of the command line that stand for a setting of this section: word -> (field, form of the value)."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -47,7 +50,7 @@ def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[s
     """The validated settings of `path` (or of the defaults) with `overrides` applied in order."""
     tree = read_yaml(Path(path)) if path is not None else {}
     for override in overrides:
-        apply_override(tree, override)
+        apply_override(tree, override, schema=schema)
     return validate(schema, tree)
 
 
@@ -105,12 +108,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `key.path=value` in `tree`; the value is read as YAML."""
+def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseModel] | None = None) -> None:
+    """Sets one `key.path=value` in `tree`; the value is read as YAML. With a `schema`, the last word of a key is enough."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise SettingsError(f"override {override!r}: write it as key.path=value, for example optimizer.lr=1e-4")
+    if schema is not None and len(keys) == 1:
+        key, text = _written_out(schema, keys[0], text)
+        keys = key.split(".")
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})
@@ -121,6 +127,23 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise SettingsError(f"override {override!r}: {text!r} is not valid YAML; quote it") from None
+
+
+def _written_out(schema: type[BaseModel], word: str, text: str) -> tuple[str, str]:
+    """The full key that a single word means, and the value: a setting at the top; else the only one that ends with the word; else
+    what a section has a short word for."""
+    if word in schema.model_fields:
+        return word, text
+    sections = list(sections_of(schema))
+    found = list(dict.fromkeys(prefix + word for prefix, section in sections if word in section.model_fields))
+    if len(found) > 1:
+        raise SettingsError(f"{word}: there are several; write {' or '.join(f'{key}={text}' for key in found)}")
+    if not found:
+        for prefix, section in sections:
+            field, form = getattr(section, "short_words", {}).get(word, ("", ""))
+            if field:
+                return prefix + field, form.format(text)
+    return (*found, word)[0], text
 
 
 def parse_command_line(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
@@ -185,8 +208,18 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     field = ".".join(location) or "config"
     if kind == "extra_forbidden":
         _, models = _locate(schema, problem["loc"][:-1])
-        return f"{field}: unknown key; {nearest(location[-1], [name for model in models for name in model.model_fields])}"
+        known = [name for model in models for name in model.model_fields]
+        deeper = [prefix + name for prefix, section in sections_of(schema) for name in section.model_fields if prefix]
+        leaves = [key.rpartition(".")[2] for key in deeper]
+        best = difflib.get_close_matches(location[-1], [*known, *leaves], n=1, cutoff=0.75) if len(location) == 1 else []
+        if best and best[0] not in known:
+            keys = dict.fromkeys(key for key, leaf in zip(deeper, leaves, strict=True) if leaf == best[0])
+            return f"{field}: unknown key; did you mean {' or '.join(map(repr, keys))}?"
+        return f"{field}: unknown key; {nearest(location[-1], known)}"
     if kind == "missing":
+        _, models = _locate(schema, problem["loc"])
+        needed = [name for model in models for name, inner in model.model_fields.items() if inner.is_required()]
+        field = ".".join([field, *needed[:1]])  # of a section that is not there at all
         return f"{field}: missing; set it in the config or as {field}=VALUE"
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'|(\d+)", context["expected"])
@@ -227,11 +260,19 @@ def _tag_of(model: type[BaseModel]) -> object:
     return next(iter(get_args(model.model_fields["kind"].annotation)), None) if "kind" in model.model_fields else None
 
 
-def _models_of(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The schema and every section in it, each with what stands before its keys; of a union all kinds."""
+    yield prefix, schema
+    for name, field in schema.model_fields.items():
+        for section in _models_of(field.annotation, in_lists=False):
+            yield from sections_of(section, f"{prefix}{name}.")
+
+
+def _models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, tuple):
-        return [model for argument in get_args(annotation) for model in _models_of(argument)]
+    if get_origin(annotation) in (Union, UnionType, Annotated, *((tuple,) if in_lists else ())):
+        return [model for argument in get_args(annotation) for model in _models_of(argument, in_lists=in_lists)]
     return []
 
 

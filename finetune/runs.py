@@ -64,7 +64,7 @@ class Run:
         if "init" in self.settings:
             return "tune" if self.settings["init"] == "pretrained" else "scratch"
         signs: dict[str, Task] = {"lrs": "probe", "neighbours": "knn", "split": "evaluate"}
-        return next((task for sign, task in signs.items() if sign in self.settings), "pretrain")
+        return next((task for sign, task in signs.items() if sign in {**self.settings, **self.data}), "pretrain")
 
     @property
     def is_group(self) -> bool:
@@ -73,8 +73,8 @@ class Run:
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Of a training its section `data`; all others name their dataset beside their other settings."""
-        return self.settings if "dataset" in self.settings else self.settings.get("data") or {}
+        """The section of that name."""
+        return self.settings.get("data") or {}
 
     @property
     def dataset(self) -> Path:

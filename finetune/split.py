@@ -33,7 +33,13 @@ def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> Non
 
 
 def check_apart(
-    directory: Path | str, manifest: Manifest, *, train: str, test: str, holdout: str | None = None, test_field: str = "test_split"
+    directory: Path | str,
+    manifest: Manifest,
+    *,
+    train: str,
+    test: str,
+    holdout: str | None = None,
+    test_field: str = "data.test_split",
 ) -> None:
     """What one learns from, chooses with and is judged on share no sample."""
     pairs = [(test_field, test, train)]

@@ -5,7 +5,8 @@ and `check_against_data` (datasets.py) and `check_against_ranks`, still before a
 """
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -72,9 +73,11 @@ class MixedDataset(Settings):
     weight: float | None = Field(None, ge=1e-6, le=1000)
 
 
-class CacheSettings(Settings):
-    """Where the shards of a dataset come from, if they are remote: the section `data` of all that only reads one."""
+class ReadingSettings(Settings):
+    """A dataset that is read, and where its shards are kept if they are remote: how the section `data` of every verb begins."""
 
+    dataset: str
+    """A directory that `data_prep build` or `index` has finished."""
     cache_dir: str | None = None
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
     for temporary files."""
@@ -84,9 +87,7 @@ class CacheSettings(Settings):
     them."""
 
 
-class DataSettings(CacheSettings):
-    dataset: str
-    """A directory that `data_prep build` or `index` has finished."""
+class DataSettings(ReadingSettings):
     train_split: str = "train"
     eval_split: str | None = "val"
     fold: int | None = Field(None, ge=0)
@@ -242,6 +243,8 @@ def _number_or_auto(value: object) -> object:
 
 
 class TrainSettings(Settings):
+    short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"epochs": ("duration", "{} epochs")}
+
     duration: Duration
     global_batch_size: int = Field(1024, ge=1)
     local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = None
@@ -307,6 +310,8 @@ Resume = Literal["auto", "must", "never"]
 
 
 class PretrainSettings(Settings):
+    short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"preset": ("model.preset", "{}")}
+
     run_dir: str
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"

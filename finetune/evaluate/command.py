@@ -27,26 +27,23 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "evaluate",
         help="scores, pictures and predictions of a checkpoint on a dataset with its classes; views=100 augments at test time",
     )
-    evaluate.add_argument("pretrained", help="a run directory, or one of its checkpoints")
-    evaluate.add_argument("dataset")
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_common(evaluate, _evaluate)
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    overrides = [f"pretrained={json.dumps(options.pretrained)}", f"dataset={json.dumps(options.dataset)}", *options.overrides]
-    settings = load_settings(EvaluateSettings, path=None, overrides=overrides)
+    settings = load_settings(EvaluateSettings, path=None, overrides=options.overrides)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses
     world = world_of(options)
     evaluation = Evaluation.of(settings, verify=world.local_rank == 0)
-    class_numbers(evaluation.card, evaluation.manifest, dataset=settings.dataset)
+    class_numbers(evaluation.card, evaluation.manifest, dataset=settings.data.dataset)
     stored = evaluation.stored_result()
     warn_once(evaluation.warning(), world)
-    warn_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.dataset), world)
+    warn_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.data.dataset), world)
     if stored is None and options.ranks:
         flags = ["--json"] if options.json else []
-        return launch_ranks("evaluate", [options.pretrained, options.dataset, *flags], options)
+        return launch_ranks("evaluate", flags, options)
     result = stored if world.is_first else None
     if stored is None:
         options.started = True

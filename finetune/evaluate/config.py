@@ -26,7 +26,7 @@ from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, is_begun
-from pretrain.config import AugmentSettings, TrackingSettings
+from pretrain.config import AugmentSettings, ReadingSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
 
 IDENTITY = "evaluation.json"
@@ -47,12 +47,16 @@ class ViewSettings(AugmentSettings):
         return self
 
 
-class EvaluateSettings(ShortRunSettings):
-    pretrained: str
-    """A run directory, one of its checkpoints, or an imported folder."""
+class JudgedDataSettings(ReadingSettings):
     dataset: str
     """A directory that `data_prep build` or `index` has finished; all its classes must be among the checkpoint's."""
     split: str = "val"
+
+
+class EvaluateSettings(ShortRunSettings):
+    pretrained: str
+    """A run directory, one of its checkpoints, or an imported folder."""
+    data: JudgedDataSettings
     run_dir: str | None = None
     """Where the results go; by default a directory of this evaluation alone, in `evaluations/` of the run that made the weights (of
     a folder that belongs to no run: in FOLDER-evaluations/ beside it)."""
@@ -105,8 +109,8 @@ class Evaluation:
     @classmethod
     def of(cls, settings: EvaluateSettings, *, verify: bool = True) -> "Evaluation":
         """`verify`: the weights are held to their hash."""
-        manifest = load_manifest(settings.dataset)
-        check_split(manifest, settings.split, directory=settings.dataset)
+        manifest = load_manifest(settings.data.dataset)
+        check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = Checkpoint.open(settings.pretrained, verify=verify)
         if not settings.views:
             return cls(settings, manifest, checkpoint)
@@ -125,15 +129,15 @@ class Evaluation:
 
     @cached_property
     def _owners_data(self) -> dict[str, Any]:
-        """Its section `data`; a probe has those settings at the top of its config."""
-        settings: dict[str, Any] = read_yaml(self.owner / CONFIG_FILE) if self.owner is not None else {}
-        return settings | dict(settings.get("data", {}))
+        """Its section `data`."""
+        settings = read_yaml(self.owner / CONFIG_FILE) if self.owner is not None else {}
+        return dict(settings.get("data") or {})
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """All that an answer depends on."""
         settings = self.settings
-        facts: dict[str, Any] = {"split": settings.split, "precision": settings.precision, "views": settings.views}
+        facts: dict[str, Any] = {"split": settings.data.split, "precision": settings.precision, "views": settings.views}
         facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
@@ -153,7 +157,7 @@ class Evaluation:
         if self.owner is not None or folder.parent.name == "checkpoints":  # there it would look like a checkpoint
             place = (self.owner or folder.parent.parent) / "evaluations"
         views = [f"{settings.views}views"] if settings.views else []
-        return place / "-".join([self.manifest.name, settings.split, *views, self.identity[:8]])
+        return place / "-".join([self.manifest.name, settings.data.split, *views, self.identity[:8]])
 
     @property
     def tracking(self) -> TrackingSettings:
@@ -182,7 +186,7 @@ class Evaluation:
             return None
         result, data = finished_result(self.owner) or {}, self._owners_data
         top1 = result.get("eval/top1", result.get("test_top1"))
-        is_same = self.settings.split == data.get("eval_split", data.get("test_split"))
+        is_same = self.settings.data.split == data.get("eval_split", data.get("test_split"))
         is_same = is_same and result.get("step", self.card.step) == self.card.step
         return float(top1) if is_same and top1 is not None else None
 
@@ -194,9 +198,9 @@ class Evaluation:
         splits = [split for dataset, split in trained_on if _content_of(dataset) == content]
         if self.card.content_hash == content:
             splits = [data.get("train_split", "train")]
-        where = f"{self.settings.dataset}, {self.settings.split}"
+        where = f"{self.settings.data.dataset}, {self.settings.data.split}"
         fault = "the model was trained on these very pictures: this is no test accuracy"
-        return f"{where}: {fault}" if self.settings.split in splits else None
+        return f"{where}: {fault}" if self.settings.data.split in splits else None
 
 
 def _content_of(dataset: str) -> str | None:

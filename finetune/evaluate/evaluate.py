@@ -43,8 +43,8 @@ NUM_ANSWERS = 5
 def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] | None:
     """The result, on the first rank."""
     settings, manifest, checkpoint = evaluation.settings, evaluation.manifest, evaluation.checkpoint
-    numbers = class_numbers(checkpoint.card, manifest, dataset=settings.dataset)
-    part = Part(Path(settings.dataset), manifest, settings.split, numbers)
+    numbers = class_numbers(checkpoint.card, manifest, dataset=settings.data.dataset)
+    part = Part(Path(settings.data.dataset), manifest, settings.data.split, numbers)
     with (
         session(
             settings,

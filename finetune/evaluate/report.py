@@ -71,7 +71,7 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     write_predictions(predictions, answers, reader, classes=evaluation.card.classes, facts=facts)
     write_per_class(classes, per_class, confusion, numbers=numbers)
     write_confusion(pairs, confusion)
-    pictures = draw(run_dir, answers, confusion, title=f"{evaluation.card.model.label} on {manifest.name}, {settings.split}")
+    pictures = draw(run_dir, answers, confusion, title=f"{evaluation.card.model.label} on {manifest.name}, {settings.data.split}")
     images_per_s = reader.num_samples / seconds
     result = _result(evaluation, answers, reader, confusion, per_class) | facts
     result |= {"seconds": seconds, "images_per_s": images_per_s, "views_per_s": images_per_s * len(settings.view_numbers)}

@@ -28,8 +28,10 @@ def _probe(options: argparse.Namespace) -> int:
     settings = load_settings(ProbeSettings, path=options.config, overrides=options.overrides)
 
     def check(manifest: Manifest) -> None:
-        if settings.holdout_split is None and manifest.splits[settings.train_split].num_samples < 2:
-            raise DatasetError(f"train_split: {settings.train_split!r} has one sample, and one must be held out; take another")
+        if settings.holdout_split is None and manifest.splits[settings.data.train_split].num_samples < 2:
+            raise DatasetError(
+                f"data.train_split: {settings.data.train_split!r} has one sample, and one must be held out; take another"
+            )
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
         from finetune.probe.probe import probe
@@ -46,9 +48,9 @@ def _knn(options: argparse.Namespace) -> int:
     settings = load_settings(KnnSettings, path=options.config, overrides=options.overrides)
 
     def check(manifest: Manifest) -> None:
-        num_training, most = manifest.splits[settings.train_split].num_samples, max(settings.neighbours)
+        num_training, most = manifest.splits[settings.data.train_split].num_samples, max(settings.neighbours)
         if most > num_training:
-            split = f"the {num_training:,} samples of {settings.train_split!r}"
+            split = f"the {num_training:,} samples of {settings.data.train_split!r}"
             raise DatasetError(f"neighbours: {most} is more than {split}; leave it out")
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
@@ -79,19 +81,19 @@ def _run(
     if finished_before(run_dir, world):
         return OK
     check_place(settings.features_place, field="features_dir")
-    manifest = load_manifest(settings.dataset)
-    for split in (settings.train_split, settings.test_split, *([holdout] if holdout else [])):
-        check_split(manifest, split, directory=settings.dataset)
-    check_apart(settings.dataset, manifest, train=settings.train_split, test=settings.test_split, holdout=holdout)
+    manifest = load_manifest(settings.data.dataset)
+    for split in (settings.data.train_split, settings.data.test_split, *([holdout] if holdout else [])):
+        check_split(manifest, split, directory=settings.data.dataset)
+    check_apart(settings.data.dataset, manifest, train=settings.data.train_split, test=settings.data.test_split, holdout=holdout)
     checkpoint = None
     if settings.pretrained is not None:
         # its weights are read and hashed once, by one process of a node; the session compares what the ranks have found
         checkpoint = Checkpoint.open(settings.pretrained, verify=world.local_rank == 0)
         card = checkpoint.card
-        if settings.image_size not in (None, card.image_size):
+        if settings.data.image_size not in (None, card.image_size):
             trained = f"{settings.pretrained} was trained at {card.image_size}"
-            raise SettingsError(f"image_size: {settings.image_size}, but {trained}; leave it out")
-        warn_once(card.other_pixels(manifest, dataset=settings.dataset), world)
+            raise SettingsError(f"data.image_size: {settings.data.image_size}, but {trained}; leave it out")
+        warn_once(card.other_pixels(manifest, dataset=settings.data.dataset), world)
     check(manifest)
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
@@ -99,5 +101,5 @@ def _run(
     end_on_signals()  # before the long imports
     top1 = work(world, checkpoint)
     if top1 is not None:
-        print(f"{run_dir}: top-1 on {settings.test_split} {top1}")
+        print(f"{run_dir}: top-1 on {settings.data.test_split} {top1}")
     return leave(True, run_dir=run_dir, is_first=world.is_first)

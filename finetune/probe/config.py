@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.manifest import Manifest
 from finetune.config import ShortRunSettings
-from pretrain.config import AugmentSettings
+from pretrain.config import AugmentSettings, ReadingSettings
 from pretrain.data.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
@@ -35,16 +35,26 @@ def _with_tuples(tree: Any) -> Any:
     return tuple(_with_tuples(value) for value in tree) if isinstance(tree, list) else tree
 
 
-class FeatureSettings(ShortRunSettings):
-    """The features that both verbs work on."""
-
-    run_dir: str
-    pretrained: str | None = None
-    """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
+class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
     test_split: str = "val"
     image_size: int | None = Field(None, ge=8, le=1024)
     """Pixels; null: the checkpoint's, or without one the dataset's."""
+
+    @model_validator(mode="after")
+    def _test_is_kept_apart(self) -> "FeatureDataSettings":
+        if self.train_split == self.test_split:
+            raise ValueError(f"data.test_split: {self.test_split!r} is the training split too; test on another")
+        return self
+
+
+class FeatureSettings(ShortRunSettings):
+    """The features that both verbs work on."""
+
+    run_dir: str
+    data: FeatureDataSettings
+    pretrained: str | None = None
+    """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
     feature_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass, on each rank."""
     feature_dtype: FeatureType = "float32"
@@ -58,14 +68,8 @@ class FeatureSettings(ShortRunSettings):
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
         """What is learned from, and what is judged."""
-        uses = {self.train_split: "training", self.test_split: "evaluation"}
-        return [(Part(Path(self.dataset), manifest, split), use) for split, use in uses.items()]
-
-    @model_validator(mode="after")
-    def _test_is_kept_apart(self) -> "FeatureSettings":
-        if self.train_split == self.test_split:
-            raise ValueError(f"test_split: {self.test_split!r} is the training split too; test on another")
-        return self
+        uses = {self.data.train_split: "training", self.data.test_split: "evaluation"}
+        return [(Part(Path(self.data.dataset), manifest, split), use) for split, use in uses.items()]
 
 
 class ProbeSettings(FeatureSettings):
@@ -145,8 +149,8 @@ class ProbeSettings(FeatureSettings):
     @model_validator(mode="after")
     def _holdout_is_kept_apart(self) -> "ProbeSettings":
         for name in ("train_split", "test_split"):
-            if self.holdout_split is not None and self.holdout_split == getattr(self, name):
-                raise ValueError(f"holdout_split: {self.holdout_split!r} is the {name} too; choose with another")
+            if self.holdout_split is not None and self.holdout_split == getattr(self.data, name):
+                raise ValueError(f"holdout_split: {self.holdout_split!r} is data.{name} too; choose with another")
         return self
 
 

@@ -126,7 +126,7 @@ class FeatureMaker:
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
-        part = Part(Path(self.settings.dataset), self.manifest, split)
+        part = Part(Path(self.settings.data.dataset), self.manifest, split)
         places = {self.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
             PROGRESS.mark(f"looking for features of {split}")
@@ -252,7 +252,7 @@ class FeatureMaker:
             if batch.num_bad:  # masked, but in its place; padding, which is masked as well, repeats the last sample of the split
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
-                remedy = f"leave it out with data_prep subset {self.settings.dataset} --exclude"
+                remedy = f"leave it out with data_prep subset {self.settings.data.dataset} --exclude"
                 raise DatasetError(f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}")
             count = int(batch.mask_B.sum())  # padding is at the end
             # once for all views

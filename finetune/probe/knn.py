@@ -39,12 +39,12 @@ are read."""
 
 def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
-    manifest, run_dir = load_manifest(settings.dataset), Path(settings.run_dir)
+    manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as (device, tracker):
-        backbone = open_backbone(checkpoint, manifest, image_size=settings.image_size, device=device)
+        backbone = open_backbone(checkpoint, manifest, image_size=settings.data.image_size, device=device)
         maker = FeatureMaker(settings, manifest, backbone, world, device)
-        train, test = (maker.tables(split, [None])[0] for split in (settings.train_split, settings.test_split))
+        train, test = (maker.tables(split, [None])[0] for split in (settings.data.train_split, settings.data.test_split))
         num_classes = len(manifest.classes)
         top1 = accuracies(train, test, settings=settings, num_classes=num_classes, world=world, device=device)
         if not world.is_first:

@@ -75,10 +75,10 @@ class Outcome(NamedTuple):
 
 def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
-    manifest, run_dir = load_manifest(settings.dataset), Path(settings.run_dir)
+    manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
-        backbone = open_backbone(checkpoint, manifest, image_size=settings.image_size, device=device)
+        backbone = open_backbone(checkpoint, manifest, image_size=settings.data.image_size, device=device)
         maker = FeatureMaker(settings, manifest, backbone, world, device, settings.augment, settings.seed)
         splits, num_classes = tables_of(settings, maker), len(manifest.classes)
         outcome = choose_and_test(splits, settings=settings, num_classes=num_classes, device=device, world=world)
@@ -94,11 +94,11 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
 
 
 def tables_of(settings: ProbeSettings, maker: FeatureMaker) -> Splits:
-    (test,) = maker.tables(settings.test_split, [None])
-    (plain,) = maker.tables(settings.holdout_split or settings.train_split, [None])
+    (test,) = maker.tables(settings.data.test_split, [None])
+    (plain,) = maker.tables(settings.holdout_split or settings.data.train_split, [None])
     if settings.views:
-        return Splits(maker.tables(settings.train_split, list(range(settings.views))), plain, test)
-    train = [plain] if settings.holdout_split is None else maker.tables(settings.train_split, [None])
+        return Splits(maker.tables(settings.data.train_split, list(range(settings.views))), plain, test)
+    train = [plain] if settings.holdout_split is None else maker.tables(settings.data.train_split, [None])
     return Splits(train, plain, test)
 
 

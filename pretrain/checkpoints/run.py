@@ -41,7 +41,7 @@ MAY_CHANGE = (
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
 with another number of ranks or, on CPUs, of threads; see `num_cpu_threads`). What `train.duration` changes, and what it may not be,
 is the business of `check_length`."""
-PLACES = ("dataset", "data.dataset", "data.also")
+PLACES = ("data.dataset", "data.also")
 """They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from data_prep.images import Rejection, decode_square, ppm_header
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from data_prep.settings import UserError
-from pretrain.config import CacheSettings
+from pretrain.config import ReadingSettings
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
 from pretrain.data.store.directory import File, tar_of
@@ -223,7 +223,7 @@ def open_split(
 
 
 @contextmanager
-def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
+def reading(parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
     """A reader with a store of its own, for the length of the block."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
@@ -233,7 +233,7 @@ def reading(parts: Sequence[Part], data: CacheSettings, *, image_size: int | Non
         reader.close()
 
 
-def open_store(settings: CacheSettings, parts: Sequence[Part]) -> ShardStore | None:
+def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore | None:
     """Where there are remote shards; its directory is what ranks and runs share."""
     if not any(shard.is_remote for part in parts for shard in part.content.shards):
         return None

@@ -24,7 +24,7 @@ def pretraining(dataset: Path) -> dict[str, Any]:
 
 
 def probing(dataset: Path, pretrained: Path | None) -> dict[str, Any]:
-    return {"dataset": str(dataset), "lrs": [1e-3], "pretrained": pretrained and str(pretrained)}
+    return {"data": {"dataset": str(dataset)}, "lrs": [1e-3], "pretrained": pretrained and str(pretrained)}
 
 
 def tuning(dataset: Path, pretrained: Path, init: str = "pretrained") -> dict[str, Any]:
@@ -152,10 +152,10 @@ def found_in(folder: Path) -> dict[str, Run]:
 
 
 def test_runs_are_sorted_by_task_and_name(tmp_path: Path, write_run: WriteRun) -> None:
-    evaluation = {"dataset": "data/animals", "split": "val", "pretrained": "runs/a"}
+    evaluation = {"data": {"dataset": "data/animals", "split": "val"}, "pretrained": "runs/a"}
     for name, settings in (
         *(("d", TUNE | {"init": "scratch"}), ("c", TUNE), ("b", PROBE), ("z", PRETRAIN), ("deeper/a", PRETRAIN)),
-        *(("e", evaluation), ("k", {"dataset": "data/animals", "neighbours": [20]})),
+        *(("e", evaluation), ("k", {"data": {"dataset": "data/animals"}, "neighbours": [20]})),
     ):
         run = write_run(name, settings)
     assert [(run.name, run.task) for run in collect(tmp_path / "runs")] == [

@@ -23,9 +23,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "tune": {"init": "pretrained"},
     "scratch": {"init": "scratch"},
     "tune_seeds": {"init": "pretrained", "seeds": [0, 1, 2]},
-    "probe": {"dataset": "d", "pretrained": "body", "lrs": [0.1]},
-    "knn": {"dataset": "d", "pretrained": "body", "neighbours": [20]},
-    "evaluate": {"dataset": "d", "pretrained": "body"},
+    "probe": {"pretrained": "body", "lrs": [0.1]},
+    "knn": {"pretrained": "body", "neighbours": [20]},
+    "evaluate": {"pretrained": "body"},
 }
 
 
@@ -33,8 +33,8 @@ def run(key: str, task: str, top1: float | None, *, metric: str = "eval/top1", p
     """`top1` None: unfinished."""
     params = more.get("params", {})
     data = {name.removeprefix("data."): value for name, value in params.items() if name.startswith("data.")}
-    flat = {name: value for name, value in params.items() if name in ("views", "split", "test_split")}
-    settings = {"data": data} | ({"split": "val"} if task == "evaluate" else {}) | flat | TASKS[task]
+    data = {"dataset": "d"} | ({"split": "val"} if task == "evaluate" else {}) | data
+    settings = {"data": data, **{name: params[name] for name in ("views",) if name in params}} | TASKS[task]
     tags = {"model": "B-12/Wi-1024"} | more.get("tags", {})
     result = {} if top1 is None else {metric: top1}
     return Run(Path(key), settings, result=result, params=params, tags=tags, key=key, parent_key=parent_key)
@@ -180,10 +180,10 @@ def test_probes_neighbours_and_other_datasets() -> None:
         [
             BODY,
             synthetic,
-            run("p", "probe", 0.883, metric="test_top1", params={"views": "8", "test_split": "test"}, **common),
-            run("q", "probe", 0.7, metric="test_top1", params={"views": "0", "test_split": "test"}, **common),
-            run("h", "probe", 0.99, metric="test_top1", params={"views": "8", "test_split": "unlabelled"}, **common),
-            run("k", "knn", 0.6, metric="top1_k20", params={"test_split": "test"}, **common),
+            run("p", "probe", 0.883, metric="test_top1", params={"views": "8", "data.test_split": "test"}, **common),
+            run("q", "probe", 0.7, metric="test_top1", params={"views": "0", "data.test_split": "test"}, **common),
+            run("h", "probe", 0.99, metric="test_top1", params={"views": "8", "data.test_split": "unlabelled"}, **common),
+            run("k", "knn", 0.6, metric="top1_k20", params={"data.test_split": "test"}, **common),
             tuned("t", 0.2, parent_key="s", target="synthetic", tags={"dataset": "shapes-b"}),
         ],
     )
@@ -203,8 +203,8 @@ def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> 
         return run(key, "evaluate", top1, parent_key=of, params=params, tags={"target": "cifar10"} | origin)
 
     both = ((0, 0.95), (1, 0.97))
-    seen = [judged(f"e{n}", top1, f"t{n}", views="100", pretrained=f"runs/t{n}", split="test") for n, top1 in both]
-    others = [judged("e", 0.1, "t0", views="0"), judged("e2", 0.999, "t0", views="100", split="train")]
+    seen = [judged(f"e{n}", top1, f"t{n}", views="100", pretrained=f"runs/t{n}", **{"data.split": "test"}) for n, top1 in both]
+    others = [judged("e", 0.1, "t0", views="0"), judged("e2", 0.999, "t0", views="100", **{"data.split": "train"})]
     tables = fill(TABLES, [*body, *seen, *others])
     found = cell(tables, "fine-tune B-12/Wi-1024 + DA + TTA, public checkpoint", "CIFAR-10")
     assert (found.mean, found.num_repetitions) == (pytest.approx(96.0), 2) and found.gap == pytest.approx(0.5)

@@ -206,7 +206,7 @@ def test_each_job_waits_for_what_it_reads(slurm: Path, capsys: pytest.CaptureFix
         ("finetune.slurm", ["--partition=low", "--dependency=afterok:104:105", kill]),
     ]
     assert calls(slurm, "sbatch")[5][-4:] == [
-        "configs/probe/demo.yaml", "run_dir=runs/study/probe", "pretrained=runs/study/pretrain", "dataset=data/study-transfer",
+        "configs/probe/demo.yaml", "run_dir=runs/study/probe", "pretrained=runs/study/pretrain", "data.dataset=data/study-transfer",
     ]  # fmt: skip
     assert "squeue -j 101,102,103,104,105,106,107" in capsys.readouterr().out
     noted = {path.parent.name: path.read_text() for path in (slurm / "jobs").glob("*/writes")}

@@ -161,7 +161,7 @@ def test_the_command_prints_its_result_and_then_the_stored_one(
     command: Command, folder: Path, shapes: Path, capsys: Capture
 ) -> None:
     place = Path(shutil.copytree(folder, folder.parent / "copy"))
-    words = ["evaluate", str(place), str(shapes), "tracking.enabled=false"]
+    words = ["evaluate", f"pretrained={place}", f"dataset={shapes}", "tracking.enabled=false"]
     first = command("finetune", *words, "local_batch_size=7", "--json", "--ranks", "2")
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
@@ -249,14 +249,14 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(shapes: Path
     viewed = judge(area, small, None, views=1)
     assert viewed["augment"]["crop_interpolation"] == "area"
     for folder_, told in ((area, True), (plain, False)):
-        assert main(["evaluate", str(folder_), str(small), "tracking.enabled=false"]) == 0
+        assert main(["evaluate", f"pretrained={folder_}", f"dataset={small}", "tracking.enabled=false"]) == 0
         said = capsys.readouterr().err
         assert ("became squares by center and bicubic, those of the weights' source by longer_side and area" in said) == told
 
 
 def test_training_pictures_are_warned_of(mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: Capture) -> None:
     judge(mixed, shapes, tmp_path / "run", split="train")
-    words = ["evaluate", str(mixed), str(shapes), f"run_dir={tmp_path}/run", "tracking.enabled=false"]
+    words = ["evaluate", f"pretrained={mixed}", f"dataset={shapes}", f"run_dir={tmp_path}/run", "tracking.enabled=false"]
     assert main([*words, "split=train"]) == 0
     assert "the model was trained on these very pictures" in capsys.readouterr().err
     before = (tmp_path / "run" / "result.json").read_bytes()

@@ -62,13 +62,14 @@ def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
     finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=1))
     for name, source, settings, result in (
-        ("judged", "run", {"split": "val"}, {"eval/top1": 0.25, "eval/loss": 2.0}),
-        ("probed", "run", {"lrs": [0.1], "train_split": "train", "test_split": "test"}, {"test_top1": 0.5}),
-        ("strange", "other", {"split": "val"}, {"eval/top1": 0.99}),
-        ("unfinished", "run", {"split": "val"}, None),
+        ("judged", "run", {"data": {"split": "val"}}, {"eval/top1": 0.25, "eval/loss": 2.0}),
+        ("probed", "run", {"lrs": [0.1], "data": {"train_split": "train", "test_split": "test"}}, {"test_top1": 0.5}),
+        ("strange", "other", {"data": {"split": "val"}}, {"eval/top1": 0.99}),
+        ("unfinished", "run", {"data": {"split": "val"}}, None),
     ):
         (folder / name).mkdir()
-        whole = settings | {"pretrained": str(folder / source), "dataset": str(shapes)}
+        data = {"dataset": str(shapes), **settings["data"]}
+        whole = settings | {"pretrained": str(folder / source), "data": data}
         (folder / name / "config.yaml").write_text(yaml.safe_dump(whole))
         if result is not None:
             (folder / name / "result.json").write_text(json.dumps(result))

@@ -76,7 +76,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
     for change in ({"channel_mean": (0.5,) * 3}, {"crop": "squash"}, {"seed": 99, "tool_version": "later"}):
         rebuilt = Path(shutil.copytree(other_shapes, tmp_path / "-".join(change)))
         save_manifest(rebuilt, load_manifest(rebuilt).model_copy(update=change))
-        others.append(path(dataset=str(rebuilt)))
+        others.append(path(data=settings.data.model_copy(update={"dataset": str(rebuilt)})))
     assert others.pop() == plain  # the same pictures
     assert len({plain, *others}) == 1 + len(others)
 

@@ -161,9 +161,8 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
 
 @pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
 def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(shapes: Path, tmp_path: Path, split: str, is_warned: bool) -> None:
-    """Its splits stand at the top of its config."""
     known = write_folder(tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash)
-    probe = run_of(known, tmp_path / "probe", {"dataset": str(shapes), "train_split": "val", "test_split": "train"})
+    probe = run_of(known, tmp_path / "probe", {"data": {"dataset": str(shapes), "train_split": "val", "test_split": "train"}})
     assert (Evaluation.of(evaluation_settings(probe, shapes, None, split=split)).warning() is not None) is is_warned
 
 
@@ -188,13 +187,13 @@ def test_a_mistake_is_one_line(
     cut = Path(shutil.copytree(folder, tmp_path / "cut"))
     (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-10])
     words = [word.replace("OTHER", str(other_shapes)).replace("CUT", str(cut)) for word in words]
-    assert main(["evaluate", str(folder), str(shapes), *words]) == 2
+    assert main(["evaluate", f"pretrained={folder}", f"dataset={shapes}", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.startswith("finetune: ") and said.count("\n") == 1
     assert not (folder.parent / "folder-evaluations").exists()
 
 
 def test_the_settings_that_are_shown_can_be_read_again(folder: Path, shapes: Path, capsys: Capture) -> None:
-    assert main(["evaluate", str(folder), str(shapes), "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
+    assert main(["evaluate", f"pretrained={folder}", f"dataset={shapes}", "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
     shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
     assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)

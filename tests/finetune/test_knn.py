@@ -32,7 +32,7 @@ def table(count: int, *, seed: int) -> Table:
 
 
 def settings_of(**changes: Any) -> KnnSettings:
-    return KnnSettings.model_validate({"run_dir": "r", "dataset": "d", "neighbours": COUNTS} | changes, strict=False)
+    return KnnSettings.model_validate({"run_dir": "r", "data": {"dataset": "d"}, "neighbours": COUNTS} | changes, strict=False)
 
 
 @pytest.mark.parametrize("weights", KINDS)
@@ -102,7 +102,9 @@ def test_the_command_judges_and_refuses(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("knn.yaml").write_text(f"pretrained: {folder}\ndataset: {other_shapes}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n")
+    Path("knn.yaml").write_text(
+        f"pretrained: {folder}\ndata: {{dataset: {other_shapes}}}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n"
+    )
     assert main(["knn", "knn.yaml"]) == 2
     assert "neighbours: 200 is more than the 60 samples of 'train'; leave it out" in capsys.readouterr().err
     output = finish(Run(["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"], ranks=1, program="finetune"))

@@ -92,7 +92,7 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
     both = train.model_copy(update={"shards": (*train.shards[:1], *val.shards)})
     mixed = manifest.model_copy(update={"splits": {**manifest.splits, "both": both}})
     check_apart(shapes, mixed, train="train", test="val", holdout=None)
-    with pytest.raises(DatasetError, match="test_split: 72 of the 72 samples of 'val' are in 'both' as well"):
+    with pytest.raises(DatasetError, match=r"data\.test_split: 72 of the 72 samples of 'val' are in 'both' as well"):
         check_apart(shapes, mixed, train="both", test="val", holdout=None)
     with pytest.raises(DatasetError, match="holdout_split: 72 of the 136 samples of 'both' are in 'val' as well"):
         check_apart(shapes, mixed, train="train", test="val", holdout="both")
@@ -110,17 +110,17 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of its values"),
         ({"weight_decays": [-1.0]}, "weight_decays: [-1.0] will not do; every decay must be 0 or above"),
         ({"epochs": [5, 5]}, "epochs: [5, 5] will not do; name each value once"),
-        ({"holdout_split": "val"}, "holdout_split: 'val' is the test_split too"),
+        ({"holdout_split": "val"}, "holdout_split: 'val' is data.test_split too"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError) as refused:
-        validate(ProbeSettings, {"run_dir": "r", "dataset": "d"} | changes)
+        validate(ProbeSettings, {"run_dir": "r", "data": {"dataset": "d"}} | changes)
     assert words in str(refused.value)
 
 
 def test_what_is_left_out_fits_the_optimizer() -> None:
-    tree = {"run_dir": "r", "dataset": "d"}
+    tree = {"run_dir": "r", "data": {"dataset": "d"}}
     assert len(candidates_of(validate(ProbeSettings, tree))) == 25
     lbfgs = validate(ProbeSettings, tree | {"optimizer": "lbfgs", "weight_decays": 0.1})
     assert lbfgs.lrs == (1.0,) and lbfgs.weight_decays == (0.1,)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.manifest import load_manifest
-from finetune.probe.config import ProbeSettings
+from finetune.probe.config import FeatureDataSettings, ProbeSettings
 from finetune.session import recorded, register
 from finetune.verbs import end_on_signals
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -27,7 +27,9 @@ def test_the_status_is_how_it_ended(
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")  # nothing is delivered
     weights = Checkpoint.open(write_folder(tmp_path / "a:folder", dataset=None, run_key="the maker's"))
     run_dir, before = tmp_path / "run", {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    settings = ProbeSettings(run_dir=str(run_dir), dataset=str(shapes), tracking=TrackingSettings(uri="sqlite:///x.db"))
+    settings = ProbeSettings(
+        run_dir=str(run_dir), data=FeatureDataSettings(dataset=str(shapes)), tracking=TrackingSettings(uri="sqlite:///x.db")
+    )
     end_on_signals()
     try:
         with (

@@ -40,7 +40,7 @@ def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str
     judged = judge(weights, dataset, place / "judged", views=2, include_plain=True, **more)
     settings = feature_settings(dataset, place, weights, **PROBE, **more)
     found = {"evaluate": judged, "predictions": predictions(place / "judged"), "probe": probe(settings, ALONE, opened(settings))}
-    tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3), **more}
+    tree = settings.model_dump(include=set(KnnSettings.model_fields)) | {"neighbours": (5, 3)}
     nearest = KnnSettings.model_validate(tree | {"run_dir": str(place / "knn"), "features_dir": None}, strict=False)
     found["knn"] = knn(nearest, ALONE, opened(settings))
     features = files_of(place / "features")

@@ -91,12 +91,19 @@ def spoil(patch: Patch, sample: int) -> None:
     patch.setattr(ShardReader, "read", failing)
 
 
+def with_data(dataset: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes, of which those to the section `data` stand in it."""
+    names = ("split", "train_split", "test_split", "image_size")
+    data = {"dataset": str(dataset), **changes.get("data", {})} | {name: changes[name] for name in names if name in changes}
+    return {name: value for name, value in changes.items() if name not in names} | {"data": data}
+
+
 # evaluations
 
 
 def evaluation_settings(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> EvaluateSettings:
-    base = {"pretrained": str(pretrained), "dataset": str(dataset), "run_dir": str(run_dir) if run_dir else None}
-    return EvaluateSettings.model_validate(base | {"tracking": SILENT} | changes, strict=False)
+    base = {"pretrained": str(pretrained), "run_dir": str(run_dir) if run_dir else None, "tracking": SILENT}
+    return EvaluateSettings.model_validate(base | with_data(dataset, changes), strict=False)
 
 
 def judge(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> dict[str, Any]:
@@ -115,20 +122,19 @@ def predictions(run_dir: Path) -> dict[str, list[Any]]:
 
 
 def probe_settings(**changes: Any) -> ProbeSettings:
-    tree = {"run_dir": "r", "dataset": "d", "optimizer": "sgd", "batch_size": 32, "epochs": (3,)}
+    tree = {"run_dir": "r", "data": {"dataset": "d"}, "optimizer": "sgd", "batch_size": 32, "epochs": (3,)}
     return ProbeSettings.model_validate(tree | changes, strict=False)
 
 
 def feature_settings(dataset: Path, place: Path, pretrained: Path | None, **changes: Any) -> ProbeSettings:
     tree = {
         "run_dir": str(place / "run"),
-        "dataset": str(dataset),
         "pretrained": str(pretrained) if pretrained else None,
         "features_dir": str(place / "features"),
         "feature_batch_size": 8,
         "tracking": SILENT,
     }
-    return ProbeSettings.model_validate(tree | changes, strict=False)
+    return ProbeSettings.model_validate(tree | with_data(dataset, changes), strict=False)
 
 
 def opened(settings: FeatureSettings) -> Checkpoint | None:
@@ -137,7 +143,7 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
-    manifest = load_manifest(settings.dataset)
+    manifest = load_manifest(settings.data.dataset)
     backbone = replace(open_backbone(opened(settings), manifest, device=CPU), **changes)
     return FeatureMaker(settings, manifest, backbone, world, CPU, settings.augment, settings.seed)
 

@@ -134,10 +134,10 @@ def test_a_bad_config_file_is_named(tmp_path: Path, text: bytes, words: str, cap
     assert "no such config file; did you mean" in capsys.readouterr().err
 
 
-PROBE = "run_dir: runs/p\npretrained: null\ndataset: DATASET\n"
+PROBE = "run_dir: runs/p\npretrained: null\ndata: {dataset: DATASET}\n"
 TUNE = "run_dir: runs/t\npretrained: RUN\ndata: {dataset: DATASET}\ntrain: {duration: 1 epochs, global_batch_size: 8}\n"
 LATER = [
-    ("probe", ["test_split=train"], "test_split: 'train' is the training split too; test on another"),
+    ("probe", ["test_split=train"], "data.test_split: 'train' is the training split too; test on another"),
     ("probe", ["lrs=[]"], "lrs: [] has the wrong number of entries"),
     ("probe", ["lrs=[0.1, -1]"], "lrs: [0.1, -1.0] will not do; every learning rate must be above 0"),
     ("probe", ["pretrained=nowhere"], "nowhere: holds no checkpoint; give a run directory"),

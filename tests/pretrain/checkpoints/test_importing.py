@@ -14,17 +14,16 @@ from torch.nn.functional import cross_entropy
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from analysis.filters import first_layer
 from data_prep.manifest import load_manifest
-from finetune.evaluate.config import EvaluateSettings, Evaluation
+from finetune.evaluate.config import Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
-from finetune.probe.config import ProbeSettings
 from finetune.probe.probe import probe
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.cli import main
-from pretrain.config import TrackingSettings
 from pretrain.data.reader import open_split
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
+from tests.finetune.tiny import evaluation_settings, feature_settings
 from tests.pretrain.checkpoints.test_foreign import Theirs
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -56,8 +55,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     assert (card.stored_crop, card.stored_interpolation) == ("longer_side", "area")
 
     world = World(rank=0, local_rank=0, num_ranks=1)
-    silent = TrackingSettings(enabled=False)
-    scores = evaluate_checkpoint(Evaluation.of(EvaluateSettings(pretrained=str(out), dataset=str(shapes), tracking=silent)), world)
+    scores = evaluate_checkpoint(Evaluation.of(evaluation_settings(out, shapes, None)), world)
     assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
     images_BHWC = reader.images(np.arange(reader.num_samples)).float()  # whole numbers from 0 to 255, as theirs takes them
@@ -67,11 +65,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
 
     result = probe(
-        ProbeSettings(
-            run_dir=str(tmp_path / "probe"), pretrained=str(out), dataset=str(other_shapes), tracking=silent, epochs=(2,)
-        ),
-        world,
-        Checkpoint.open(out),
+        feature_settings(other_shapes, tmp_path, out, run_dir=str(tmp_path / "probe"), epochs=(2,)), world, Checkpoint.open(out)
     )
     assert result is not None and 0 <= result["test_top1"] <= 1
     card = Checkpoint.open(tmp_path / "probe").card
