@@ -22,6 +22,7 @@ PRELOADED = [
     "safetensors.torch",
     "torch._dynamo.aot_compile",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "tests.preloaded",
     "pytest",
 ]
 """What a training imports, what its first step would import besides, and what the module of a test imports."""

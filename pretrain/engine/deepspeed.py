@@ -75,8 +75,9 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     else:  # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
-    # The shared-memory op is compiled on first use (35 s, and a stale lock file hangs it); gloo needs no help.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Else the shared-memory op is compiled on first use (35 s, and a stale lock file hangs it), though gloo needs no help, and the
+    # C compiler is asked about each op; this is the only one that DeepSpeed looks up.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
     c10d.default_pg_timeout = timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes

@@ -1,0 +1,11 @@
+"""What every training imports or loads up to its first step, done once in the server that forks the ranks (see forked.py)."""
+
+import deepspeed.comm.mori
+import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+import torch
+
+import pretrain.cli  # noqa: F401
+from pretrain.augment.crops import whole_boxes
+from pretrain.augment.on_cpu import crop
+
+crop(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), whole_boxes(1, 8), size=4)  # what numba has compiled, read from its file
