@@ -46,23 +46,23 @@ def _several(value: object) -> object:
 
 
 class Entry(Settings):
-    config: Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+    config: Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)] = Field(examples=["configs/probe/demo.yaml"])
     """The file that members are changes of; several are the first axis, `config`, called by the names of the files."""
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """key.path=value, as on the command line, for all members."""
     each_pretrained: bool = False
     """For probe and finetune: an axis `pretrained`, every run of the section `pretrain`."""
-    grid: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...}, ...}."""
-    seeds: tuple[int, ...] | None = Field(None, min_length=1)
+    seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Of the training (pretrain, finetune) or the heads (probe)."""
-    run_dir: str | None = None
+    run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """Where each member's run is: {name} is the file's own name, {AXIS} the member's value there, {seed} its seed."""
-    max_concurrent: int | None = Field(None, ge=1)
+    max_concurrent: int | None = Field(None, ge=1, examples=[4])
     """At most so many members at a time, as a SLURM array's %; null: as many as SLURM has room for."""
-    nodes: int | None = Field(None, ge=1)
+    nodes: int | None = Field(None, ge=1, examples=[4])
     """Of the SLURM job; the job script's own number otherwise."""
-    sbatch: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare, --array=0-31."""
 
     @property
@@ -93,13 +93,13 @@ Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries)]
 
 class PlanSettings(Settings):
     prepare: Entries = ()
-    """`data_prep build`"""
+    """Datasets to make, by `data_prep build`."""
     pretrain: Entries = ()
-    """`pretrain train`"""
+    """Runs of `pretrain train`."""
     probe: Entries = ()
-    """`finetune probe`"""
+    """Runs of `finetune probe`."""
     finetune: Entries = ()
-    """`finetune tune`"""
+    """Runs of `finetune tune`."""
 
 
 @dataclass(frozen=True)

@@ -61,57 +61,65 @@ def _nonzero(text: str) -> str:
     return text
 
 
-Duration = Annotated[str, BeforeValidator(_with_unit), AfterValidator(lambda text: parse_length(text) and text)]
-Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero)]
+_IS_LENGTH = AfterValidator(lambda text: parse_length(text) and text)
+Duration = Annotated[str, BeforeValidator(_with_unit), _IS_LENGTH, Field(examples=["90 epochs"])]
+Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
 
 
 class MixedDataset(Settings):
     """A further dataset to train on."""
 
-    dataset: str
+    dataset: str = Field(examples=["data/more"])
+    """A directory that `data_prep build` or `index` has finished."""
     split: str = "train"
-    weight: float | None = Field(None, ge=1e-6, le=1000)
+    """The split of it to train on."""
+    weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
+    """How much of the training is drawn from it, against the weights of the others."""
 
 
 class ReadingSettings(Settings):
     """A dataset that is read, and where its shards are kept if they are remote: how the section `data` of every verb begins."""
 
-    dataset: str
+    dataset: str = Field(examples=["data/mine"])
     """A directory that `data_prep build` or `index` has finished."""
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(None, examples=["/scratch/shards"])
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
     for temporary files."""
     cache_gb: float = Field(50, gt=0)
-    storage: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    """Room for these copies; those that were not used for longest make way."""
+    storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
     them."""
 
 
 class DataSettings(ReadingSettings):
     train_split: str = "train"
+    """The split to train on."""
     eval_split: str | None = "val"
-    fold: int | None = Field(None, ge=0)
+    """The split that the evaluations during training are of; null evaluates nothing."""
+    fold: int | None = Field(None, ge=0, examples=[0])
     """Train on this fold alone of a split that has folds (STL-10's `train` has ten of 1,000)."""
-    also: tuple[MixedDataset, ...] = ()
+    also: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
     """Further datasets to train on; evaluation stays with the first."""
-    weight: float | None = Field(None, ge=1e-6, le=1000)
+    weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
     """With `also`: how much of the training is drawn from `dataset`, against the weights there; by default all samples are drawn
     equally often."""
     shuffle: Shuffle = "full"
+    """full: over the whole epoch; block: in blocks of neighbouring samples, for shards on slow disks; none: in the stored order."""
     block_size: int = Field(1024, ge=1)
     """block shuffle: neighbouring samples that are read together."""
     window_blocks: int = Field(16, ge=1)
     """block shuffle: how many blocks are mixed with each other."""
     last_batch: LastBatch = "carry"
     """Where an epoch is no whole number of batches: carry (a batch reaches over its end, nothing is lost), drop or pad."""
-    image_size: int | None = Field(None, ge=8, le=1024)
+    image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """What the model is fed; by default the dataset's own resolution."""
     max_bad_share: float = Field(0.001, ge=0, le=1)
     """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in for those that cannot."""
     check: Literal["first-read", "none"] = "first-read"
     """first-read: each shard that is read where it lies is hashed once in a run, behind training, and training ends where one is
     not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
-    stage_dir: str | None = None
+    stage_dir: str | None = Field(None, examples=["/scratch"])
     """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
     ranks and jobs of the node. Without room training reads them where they are, and warns. Remote shards have `cache_dir`."""
 
@@ -133,10 +141,11 @@ class DataSettings(ReadingSettings):
 class AugmentSettings(Settings):
     """Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing, then MixUp or CutMix."""
 
-    crop_scale: tuple[float, float] | None = None
+    crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
     """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    crop_interpolation: Interpolation | None = None
+    """Random resized crop: width over height, from the least to the most."""
+    crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
     """bilinear and bicubic are antialiased; random is one of these two for each picture, which is timm's way; area is OpenCV's
     INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint was fed with, and bilinear where there is none. Plain
     pictures are resized with the same filter (random: bilinear)."""
@@ -145,7 +154,8 @@ class AugmentSettings(Settings):
     padding_mode: PaddingMode = "constant"
     """constant is black."""
     flip_probability: float = Field(0.5, ge=0, le=1)
-    auto_augment: str | None = None
+    """Of a picture being mirrored left to right."""
+    auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
     """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r."""
     erase_probability: float = Field(0.0, ge=0, le=1)
     """Random erasing; 0 is off."""
@@ -201,10 +211,12 @@ class AugmentSettings(Settings):
 
 class OptimizerSettings(Settings):
     name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
+    """lion is the one of the papers' MLPs; sgd has Nesterov momentum; lamb is for very large batches."""
     lr: float = Field(1e-4, gt=0)
+    """Learning rate after the warm-up, from which the schedule falls."""
     weight_decay: float = Field(1e-3, ge=0)
     """Decoupled, on matrices only; norms and biases are not decayed."""
-    betas: tuple[float, float] | None = None
+    betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
     """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw and lamb."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Nesterov momentum, for sgd alone."""
@@ -227,9 +239,10 @@ class OptimizerSettings(Settings):
 
 class ScheduleSettings(Settings):
     name: Literal["constant", "cosine", "linear"] = "cosine"
+    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line."""
     warmup: Duration = "0 steps"
     """A straight line up to optimizer.lr, which the step after it is the first to take."""
-    warmup_from: float | None = Field(None, ge=0)
+    warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)
     """Where cosine and linear end."""
@@ -246,25 +259,33 @@ class TrainSettings(Settings):
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"epochs": ("duration", "{} epochs")}
 
     duration: Duration
+    """How long to train. epochs=N on the command line is short for "N epochs"."""
     global_batch_size: int = Field(1024, ge=1)
-    local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = None
+    """Samples of one optimizer step, over all ranks."""
+    local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = Field(None, examples=["auto", 64])
     """Samples per rank and micro-batch; by default all of a rank's share at once. auto: the most that fit into memory, measured
     when the run begins and kept with it; the global batch stays what it is."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread over all classes; 0 is off."""
     seed: int = Field(0, ge=0)
+    """Of the initial weights, the order and the augmentation."""
     eval_every: Cadence = "1 epochs"
+    """How often the model is evaluated on data.eval_split."""
     log_every_steps: int = Field(10, ge=1)
+    """How often loss, learning rate and speed are logged."""
     max_skipped_steps: int = Field(20, ge=1)
     """In a row: a step whose loss or gradients are not finite is skipped; after so many the run stops and names the samples."""
-    loader_threads: int | None = Field(None, ge=1)
+    loader_threads: int | None = Field(None, ge=1, examples=[4])
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
-    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Batches that are read ahead of the step that takes them."""
+    ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
     """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
 
 
 class EngineSettings(RanksSettings):
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """fp16 scales its loss dynamically and skips the steps that overflow."""
     gradient_clip_norm: float = Field(0.0, ge=0)
@@ -275,6 +296,7 @@ class EngineSettings(RanksSettings):
     activation_checkpointing: bool = False
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
+    """torch.compile the model: minutes at the first step, faster steps afterwards."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":
@@ -288,9 +310,10 @@ class EngineSettings(RanksSettings):
 
 class CheckpointSettings(Settings):
     every: Cadence = "1 epochs"
+    """How often a checkpoint is made; the end of training makes one, too."""
     keep_last: int = Field(2, ge=1)
     """The newest ones stay; training can fall back to the one before if the newest is damaged."""
-    keep_every: Cadence | None = None
+    keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
     keep_best: bool = False
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
@@ -299,10 +322,12 @@ class CheckpointSettings(Settings):
 
 class TrackingSettings(Settings):
     enabled: bool = True
+    """Whether the run is sent to MLflow; its journal is written either way."""
     experiment: str = "wide-mlps"
-    uri: str | None = None
+    """The MLflow experiment that the run appears in."""
+    uri: str | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
-    peak_teraflops: float | None = Field(None, gt=0)
+    peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
     """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""
 
 
@@ -312,12 +337,13 @@ Resume = Literal["auto", "must", "never"]
 class PretrainSettings(Settings):
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"preset": ("model.preset", "{}")}
 
-    run_dir: str
+    run_dir: str = Field(examples=["runs/mine"])
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
     """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
     data: DataSettings
     model: Annotated[ModelSpec, BeforeValidator(expand_preset)]
+    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()

@@ -13,20 +13,23 @@ from data_prep.sources import SourceSettings, SyntheticSettings
 
 class BuildSettings(ImageSpec):
     source: SourceSettings
-    out: str
+    """Which archives or folders are read, by `kind`."""
+    out: str = Field(examples=["data/mine"])
     """The dataset directory."""
-    name: str | None = None
+    name: str | None = Field(None, examples=["my-pictures"])
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
-    classes: tuple[str, ...] | None = Field(None, min_length=1)
+    classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
     """The classes to keep, by name; all by default."""
-    classes_file: str | None = None
+    classes_file: str | None = Field(None, examples=["classes.txt"])
     """A text file with the class to keep on each line, instead of `classes`."""
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
     """Exclusion lists, as `data_prep dedup` writes them."""
     samples_per_shard: int = Field(8192, ge=1, le=1_000_000)
+    """Pictures in each shard; the last one of a split may have fewer."""
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)
+    """Of the shuffled order."""
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and fails."""
     num_workers: NumWorkers = 0

@@ -35,6 +35,7 @@ class ImageSpec(Settings):
     """What `build` makes of every picture."""
 
     image_size: int = Field(64, ge=8, le=1024)
+    """Width and height of the stored pictures, in pixels."""
     crop: CropPolicy = "center"
     """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: shrunk until the longer
     side is `image_size` (never enlarged), then as center, which is what FFCV did for the public checkpoints."""
@@ -43,6 +44,7 @@ class ImageSpec(Settings):
     encoding: Encoding = "raw"
     """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
     jpeg_quality: int = Field(95, ge=1, le=100)
+    """Of encoding=jpeg, as libjpeg counts it."""
     draft: bool = True
     """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see above)."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)

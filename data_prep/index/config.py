@@ -20,13 +20,13 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_lengt
 
 
 class IndexSettings(Settings):
-    splits: dict[str, Patterns] = Field(min_length=1)
+    splits: dict[str, Patterns] = Field(min_length=1, examples=[{"train": "shards/{000..146}.tar"}])
     """Of each split: local paths, http(s):// or s3:// URLs, with {000..146}, {a,b} and (but for http) *."""
-    out: str
+    out: str = Field(examples=["data/theirs"])
     """The dataset directory. The shards stay where they are."""
-    name: str | None = None
+    name: str | None = Field(None, examples=["their-pictures"])
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
-    storage: dict[str, Any] = Field(default_factory=dict)
+    storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}} for http; written nowhere."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
     """Of reading from a server, with growing pauses."""
@@ -38,9 +38,9 @@ class IndexSettings(Settings):
     """area: OpenCV's INTER_AREA."""
     label: str = "cls"
     """cls: the integer in KEY.cls; json:FIELD.SUBFIELD: an integer or a class name in KEY.json; none: no labels."""
-    classes_file: str | None = None
+    classes_file: str | None = Field(None, examples=["classes.txt"])
     """A text file with the name of class 0, 1, ... on each line; by default "0".."max", or the names of the labels, sorted."""
-    image_member: str | None = None
+    image_member: str | None = Field(None, examples=["rgb.png"])
     """The ending of the picture's member, where a sample holds several; by default the one that is of a picture format."""
     ignore_zeros: bool = False
     """Read on behind the end mark of a tar: shards that were put together with cat hold a tar behind it. webdataset stops there."""
@@ -49,6 +49,7 @@ class IndexSettings(Settings):
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
     """A picture of more is rejected. Up to 16 bytes of a worker's memory for each."""
     seed: int = Field(0, ge=0)
+    """Of the sample that check=header decodes."""
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """An index that leaves out a larger share of the samples keeps them listed in rejected.jsonl, and fails."""
     num_workers: NumWorkers = 0

@@ -10,17 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 
 UNLABELLED = -1
-Md5Policy = Literal["published", "off"]
-"""published: a file that is not the published one, to the byte, is refused; off: its structure alone is checked."""
+_MD5 = "published: a file that is not the published one, to the byte, is refused; off: its structure alone is checked."
+Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
 
 @dataclass(frozen=True)

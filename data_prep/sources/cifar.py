@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_prep.archives.guard import SourceError, check_md5, refusing
 from data_prep.archives.gzipped import read_members
@@ -104,7 +105,7 @@ class CifarSettings(Settings):
     """CIFAR-10 or CIFAR-100, python or binary version; the content shows which."""
 
     kind: Literal["cifar"]
-    path: str
+    path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
     """The .tar.gz as downloaded, or the folder that it unpacks to."""
     labels: Kind = "fine"
     """CIFAR-100 has 100 fine and 20 coarse classes."""

@@ -37,11 +37,13 @@ class DatasetSettings(Settings):
     """Any object with `len()` and `[i] -> (picture, label)`, such as torchvision's datasets. Its code is imported and run."""
 
     kind: Literal["dataset"]
-    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", examples=["torchvision.datasets:SVHN"])
     """module:callable, such as torchvision.datasets:SVHN"""
-    splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(min_length=1)
+    splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(
+        min_length=1, examples=[{"train": {"root": "downloads", "split": "train"}}]
+    )
     """What the factory is called with, by keyword, for each split."""
-    class_names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
     """By default the object's own `classes`, or else numbers."""
 
 

@@ -24,18 +24,20 @@ class FolderSettings(Settings):
     """A folder of classes: PATH/CLASS/*.jpg, or PATH/{train,val,test}/CLASS/*.jpg; or PATH/*.jpg with a table of labels."""
 
     kind: Literal["folder"]
-    path: str
+    path: str = Field(examples=["photos"])
+    """The folder."""
     val_share: float = Field(0.1, ge=0, lt=1)
     """Share of each class that becomes the split `val` where the folder has no splits of its own (seeded): at least one picture
     where a class has two, none where it has one. 0: none at all."""
     seed: int = Field(0, ge=0)
-    labels: str | None = None
+    """Of which pictures become `val`."""
+    labels: str | None = Field(None, examples=["photos/labels.csv"])
     """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if it likes, its split."""
-    file_column: str | None = None
+    file_column: str | None = Field(None, examples=["filename"])
     """What the table calls it; by default `file`, `filename`, `path`, `image`, `id` or the like."""
-    label_column: str | None = None
+    label_column: str | None = Field(None, examples=["species"])
     """By default `label`, `class`, `category` or the like."""
-    split_column: str | None = None
+    split_column: str | None = Field(None, examples=["fold"])
     """By default `split`, `set` or the like, if there is one. Its values: train, val, test."""
 
     @model_validator(mode="after")

@@ -43,9 +43,11 @@ class ImageNet1kSettings(Settings):
     """ImageNet-1k: a folder with the downloaded archives, or with what they unpack to."""
 
     kind: Literal["imagenet1k"]
-    path: str
+    path: str = Field(examples=["downloads/imagenet"])
+    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit, or with what they unpack to."""
     splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
-    real: str | None = None
+    """Which of the two splits are built."""
+    real: str | None = Field(None, examples=["downloads/real.json"])
     """The file real.json, for the reassessed labels of val."""
     md5: Literal["devkit", "all", "off"] = "devkit"
     """Which archives are held against their published MD5; `all` reads 144 GB once more."""

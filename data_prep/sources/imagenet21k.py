@@ -21,12 +21,14 @@ class ImageNet21kSettings(Settings):
     """ImageNet-21k: the whole tar, a folder of synset tars, or a folder of synset folders."""
 
     kind: Literal["imagenet21k"]
-    path: str
+    path: str = Field(examples=["downloads/winter21_whole.tar.gz"])
+    """The tar as downloaded, or the folder that it unpacks to."""
     processing: Literal["ridnik", "raw"] = "ridnik"
     """ridnik: large classes alone, with a validation split; raw: every class and image, in the split train."""
     min_images: int = Field(500, ge=0)
     """Classes with more images than this stay."""
     val_per_class: int = Field(50, ge=1)
+    """Of each class that stays, the pictures in the split `val`."""
     seed: int = Field(0, ge=0)
     """Draws the validation images."""
 

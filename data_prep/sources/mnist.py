@@ -56,14 +56,15 @@ class MnistSettings(Settings):
     """MNIST or what is published in its layout: a folder of four idx files, .gz or not."""
 
     kind: Literal["mnist"]
-    path: str
+    path: str = Field(examples=["downloads/mnist"])
+    """The folder of the four files."""
     variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
     """Whose published sums and class names these are; other (EMNIST, say) has none."""
     prefix: str = Field("", pattern="^[a-z-]*$")
     """What all file names begin with, such as emnist-letters-"""
     transposed: bool = False
     """EMNIST's pictures are stored with rows and columns exchanged."""
-    class_names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
     """By default those of the variant, or else the numbers."""
     md5: Md5Policy = "published"
 

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_prep.archives.guard import SourceError, changed_since, check_md5, check_unchanged, refusing, stamp_of
 from data_prep.archives.gzipped import open_gzipped_tar
@@ -47,7 +48,7 @@ class Stl10Settings(Settings):
     """STL-10, binary version, with its ten folds."""
 
     kind: Literal["stl10"]
-    path: str
+    path: str = Field(examples=["downloads/stl10_binary.tar.gz"])
     """stl10_binary.tar.gz as downloaded, or the folder that it unpacks to."""
     unlabelled: bool = True
     """Whether the 100,000 pictures without labels become the split `unlabelled`."""

@@ -76,11 +76,16 @@ class SyntheticSettings(Settings):
     class_set: Literal["a", "b"] = "a"
     """Two disjoint sets of classes, so that a model pretrained on one can be transferred to the other."""
     num_classes: int = Field(48, ge=2, le=48)
+    """How many of the set's 48 classes are drawn."""
     num_train_per_class: int = Field(100, ge=1)
+    """Pictures of each class in the split `train`."""
     num_val_per_class: int = Field(20, ge=0)
+    """Pictures of each class in the split `val`."""
     image_size: int = Field(48, ge=16, le=512)
+    """Width and height of the drawn pictures, in pixels."""
     seed: int = Field(0, ge=0)
-    images_dir: str | None = None
+    """Of all that is drawn."""
+    images_dir: str | None = Field(None, examples=["data/drawn"])
     """Where the JPEG files are written; by default `OUT-images` beside the dataset."""
 
 

@@ -12,6 +12,8 @@ picture, a class folder that wnids.txt does not name: each is an error, so that 
 from collections.abc import Iterable
 from typing import Literal
 
+from pydantic import Field
+
 from data_prep.archives.files import changed_in_folder, read_file
 from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
@@ -28,7 +30,7 @@ class TinyImageNetSettings(Settings):
     """TinyImageNet-200."""
 
     kind: Literal["tinyimagenet"]
-    path: str
+    path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
     """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
     unlabelled_test: bool = False
     """Whether the 10,000 test pictures, whose labels were never published, become the split `test`."""

@@ -48,16 +48,17 @@ class ViewSettings(AugmentSettings):
 
 
 class JudgedDataSettings(ReadingSettings):
-    dataset: str
+    dataset: str = Field(examples=["data/mine"])
     """A directory that `data_prep build` or `index` has finished; all its classes must be among the checkpoint's."""
     split: str = "val"
+    """The split that is judged."""
 
 
 class EvaluateSettings(ShortRunSettings):
-    pretrained: str
+    pretrained: str = Field(examples=["runs/mine"])
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings
-    run_dir: str | None = None
+    run_dir: str | None = Field(None, examples=["runs/mine-views"])
     """Where the results go; by default a directory of this evaluation alone, in `evaluations/` of the run that made the weights (of
     a folder that belongs to no run: in FOLDER-evaluations/ beside it)."""
     views: int = Field(0, ge=0, le=100_000)

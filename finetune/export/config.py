@@ -20,9 +20,9 @@ README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json
 
 
 class ExportSettings(Settings):
-    pretrained: str
+    pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
-    out: str
+    out: str = Field(examples=["exports/mine"])
     """The directory to write. It appears whole; one that exists and is something else is left alone."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
     """timm: model.safetensors, config.json and a model card, which are always there; onnx: model.onnx; torch: model.pt2."""
@@ -31,7 +31,7 @@ class ExportSettings(Settings):
     take normalised float32 images (batch x colours x height x width)."""
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """For the model card, as the Hugging Face hub spells it, such as apache-2.0. We do not guess it."""
-    results_from: str | None = None
+    results_from: str | None = Field(None, examples=["runs"])
     """Where to look for evaluations, probes and tunings of these weights, for the model card; by default in the folder that the run
     lies in."""
 

@@ -37,8 +37,10 @@ def _with_tuples(tree: Any) -> Any:
 
 class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
+    """The split that is learned from."""
     test_split: str = "val"
-    image_size: int | None = Field(None, ge=8, le=1024)
+    """The split that is judged; nothing is chosen on it."""
+    image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Pixels; null: the checkpoint's, or without one the dataset's."""
 
     @model_validator(mode="after")
@@ -51,15 +53,16 @@ class FeatureDataSettings(ReadingSettings):
 class FeatureSettings(ShortRunSettings):
     """The features that both verbs work on."""
 
-    run_dir: str
+    run_dir: str = Field(examples=["runs/mine-probe"])
+    """Features aside, all of the run is here: journal, resolved config, result."""
     data: FeatureDataSettings
-    pretrained: str | None = None
+    pretrained: str | None = Field(None, examples=["runs/mine"])
     """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
     feature_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass, on each rank."""
     feature_dtype: FeatureType = "float32"
     """Of the features on disk; float16 takes half the room, with three digits."""
-    features_dir: str | None = None
+    features_dir: str | None = Field(None, examples=["/scratch/features"])
     """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
 
     @property
@@ -80,6 +83,7 @@ class ProbeSettings(FeatureSettings):
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
     on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
     weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["weight_decays"]
+    """See `lrs`."""
     epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = (50,)
     """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
     batch_size: int = Field(256, ge=1)
@@ -94,11 +98,11 @@ class ProbeSettings(FeatureSettings):
     """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false takes them as they are."""
     views: int = Field(0, ge=0, le=10_000)
     """Augmented views of each training picture: epoch e learns from view e mod views; 0 learns from the plain pictures alone."""
-    augment: AugmentSettings | None = None
+    augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
     """How views are made: view v is what training would see in its epoch v. Pictures are never mixed."""
     holdout_share: float = Field(0.2, gt=0, lt=1)
     """Of the training split, to choose the cell with; the test split is never chosen on."""
-    holdout_split: str | None = None
+    holdout_split: str | None = Field(None, examples=["holdout"])
     """Chooses with this split instead of a share of the training split."""
     refit: bool = True
     """Trains the chosen cell once more, on all of the training split; with a holdout_split it has seen all of it already."""

@@ -42,6 +42,7 @@ class TuneEngineSettings(RanksSettings):
     """accelerate's data parallelism."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the forward and backward pass; the weights are in fp32."""
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
     activation_checkpointing: bool = False
@@ -51,13 +52,15 @@ class TuneEngineSettings(RanksSettings):
 
 
 class TuneSettings(Settings):
-    run_dir: str
+    run_dir: str = Field(examples=["runs/mine-tuned"])
+    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
-    pretrained: str
+    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
+    pretrained: str = Field(examples=["runs/mine"])
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """scratch: the same architecture from random weights, as the baseline that transfer has to beat."""
-    seeds: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
     """Repeat with each of them as train.seed; result.json has the mean and the standard deviation. More can be added later."""
     folds: bool = False
     """Repeat on each fold of the training split alone, STL-10's protocol."""

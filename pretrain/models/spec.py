@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.settings import Settings
 
-Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
+_OF_LAYERS = Field(description="Between the layers.")
+Activation = Annotated[Literal["gelu", "relu", "silu", "tanh", "identity"], _OF_LAYERS]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
@@ -33,7 +34,9 @@ class MlpSpec(Settings):
 
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
+    """Blocks between the first and the last layer."""
     width: int = Field(1024, ge=1)
+    """Entries of the hidden vector."""
     expansion: float = Field(EXPANSION, gt=0)
     """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
@@ -41,8 +44,10 @@ class MlpSpec(Settings):
     activation_first: bool = False
     """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)), as the paper prints it."""
     norm: Literal["layer", "batch", "none"] = "layer"
+    """In front of each block: LayerNorm, BatchNorm or nothing."""
     activation: Activation = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of hidden entries that are zeroed in training; 0 is off."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "MlpSpec":
@@ -69,22 +74,27 @@ class MixerSpec(Settings):
 
     kind: Literal["mixer"]
     patch_size: int = Field(16, ge=1)
+    """Side of the square patches that become tokens, in pixels."""
     num_channels: int = Field(768, ge=1)
+    """C: entries of each token."""
     depth: int = Field(12, ge=1)
+    """Blocks of token and channel mixing."""
     expansion: float = Field(EXPANSION, gt=0)
     """gamma: hidden width of both mixings, as a multiple of tokens and of channels."""
-    token_hidden: int | None = Field(None, ge=1)
-    channel_hidden: int | None = Field(None, ge=1)
+    token_hidden: int | None = Field(None, ge=1, examples=[384])
+    """Hidden width of the token mixing, where a paper does not use one gamma for both."""
+    channel_hidden: int | None = Field(None, ge=1, examples=[3072])
     """Hidden widths given outright, where a paper does not use one gamma for both."""
     layers_per_mixing: Literal[1, 2] = 2
     """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
-    num_tokens: int | None = Field(None, ge=1)
+    num_tokens: int | None = Field(None, ge=1, examples=[64])
     """S; by default one token per patch. Where it is given, the skip path of the first block is LN(W~ X) with W~ of S x S0, even if
     S = S0: every model of a sweep over S has it."""
-    permuted_blocks: Blocks = ()
+    permuted_blocks: Blocks = Field((), examples=["all", [0, 3]])
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at initialisation."""
     activation: Activation = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of hidden entries that are zeroed in training; 0 is off."""
     norm_eps: float = Field(1e-5, gt=0)
     """Of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
@@ -144,13 +154,16 @@ class SparseMlpSpec(Settings):
 
     kind: Literal["sw_mlp"]
     patch_size: int = Field(4, ge=1)
+    """Side of the square patches of the first layer, in pixels."""
     num_channels: int = Field(48, ge=1)
-    width: int | None = Field(None, ge=1)
+    """C: entries that the first layer makes of each patch."""
+    width: int | None = Field(None, ge=1, examples=[1024])
     """m; by default S0 C."""
     depth: int = Field(8, ge=1)
+    """Sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
     """p: each connection exists with this probability."""
-    expansion: float | None = Field(None, gt=0)
+    expansion: float | None = Field(None, gt=0, examples=[2.0])
     """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default there is none."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is smaller and faster."""
@@ -167,6 +180,7 @@ class SparseMlpSpec(Settings):
 
     activation: Activation = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of hidden entries that are zeroed in training; 0 is off."""
 
     @property
     def label(self) -> str:
@@ -194,7 +208,9 @@ class StructuredMlpSpec(Settings):
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
+    """monarch: block-diagonal B1 and B2 with permutations between; kronecker: all blocks of one matrix are equal."""
     num_rows: int = Field(28, ge=1)
+    """Rows of the hidden vectors, seen as matrices."""
     num_columns: int = Field(28, ge=1)
     """The hidden vectors are num_rows x num_columns."""
     activation: Activation = "relu"
