@@ -4,6 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from data_prep.images.sheet import check_out
+from data_prep.settings import Parser, near_path
+
 OK, BAD_INPUT = 0, 2
 
 
@@ -17,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="analysis", description="Tables and pictures of what was trained.")
+    parser = Parser(prog="analysis", description="Tables and pictures of what was trained.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     report = verbs.add_parser("report", help="a table and a picture of all runs below a folder")
     report.add_argument("runs", type=Path)
@@ -46,19 +49,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> int:
+    path = options.out or options.runs / "report.png"
+    _check_runs(options.runs)
+    if path.suffix not in (".pdf", ".svg"):
+        check_out(path)
     from rich.console import Console
 
     from analysis.report import collect, draw, print_table
 
     runs = collect(options.runs)
     print_table(runs, Console(width=None if sys.stdout.isatty() else 120))
-    path = options.out or options.runs / "report.png"
     draw(runs, path)
     print(f"picture: {path}")
     return OK
 
 
+def _check_runs(root: Path) -> None:
+    """Before matplotlib is imported."""
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "is not there"
+        raise ValueError(f"{root}: {what}; {near_path(root) or 'name the folder that holds the runs, such as runs'}")
+    if not any(root.rglob("config.yaml")):
+        raise ValueError(f"{root}: holds no runs; name the folder that they lie in, such as runs")
+
+
 def _table(options: argparse.Namespace) -> int:
+    _check_runs(options.runs)
     from rich.console import Console
 
     from analysis.published import TABLES
@@ -84,6 +100,10 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _filters(options: argparse.Namespace) -> int:
+    from pretrain.checkpoints.checkpoint import Checkpoint
+
+    check_out(options.out)
+    Checkpoint.open(options.checkpoint, verify=False)
     from analysis.filters import draw
 
     draw(options.checkpoint, options.out)
@@ -100,11 +120,17 @@ def _scaling(options: argparse.Namespace) -> int:
 
 
 def _efficiency(options: argparse.Namespace) -> int:
+    out: Path | None = options.out
+    if out is not None and out.suffix not in (".md", ".json"):
+        raise ValueError(f"--out: {out} has no ending that is known; give one of .md, .json")
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {out.parent}; make it, or give another")
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch: {options.batch} will not do; give 1 or more")
     from rich.console import Console
 
-    from analysis.efficiency import PRINTED, check_out, conditions_for, machine, measure_named, print_table, title, write
+    from analysis.efficiency import PRINTED, conditions_for, machine, measure_named, print_table, title, write
 
-    check_out(options.out)
     conditions = conditions_for(
         options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick
     )

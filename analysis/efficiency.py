@@ -33,7 +33,6 @@ COLUMNS = (
     *("paper: m.-adds", "latency", "images/s", "of first"),
 )
 PAPER_NOTE = "paper: as printed, on an A5000."
-FORMATS = (".md", ".json")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -91,8 +90,6 @@ def conditions_for(
     """What was asked for, and else what suits the device: bf16 and compiled on CUDA, float32 and eager on a CPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: torch finds no CUDA device here; leave it out, or give cpu")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"--batch: {batch_size} will not do; give 1 or more")
     on_gpu = torch.cuda.is_available() and device != "cpu"
     usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
     return Conditions(
@@ -218,16 +215,6 @@ def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
         table.add_row(*cells(row, first=rows[0].name))
     console.print(table)
     console.print(PAPER_NOTE, style="dim")
-
-
-def check_out(path: Path | None) -> None:
-    """Before minutes are spent on what cannot be written."""
-    if path is None:
-        return
-    if path.suffix not in FORMATS:
-        raise UserError(f"--out: {path} has no ending that is known; give one of {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--out: there is no folder {path.parent}; make it, or give another")
 
 
 def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) -> None:

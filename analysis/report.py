@@ -37,11 +37,9 @@ _NUM_PICTURES = 24
 
 def collect(root: Path) -> list[Run]:
     """Every run below `root`, sorted by task and name; repetitions are in the figures of their group."""
-    if not root.is_dir():
-        raise ValueError(f"{root}: no such directory of runs; give the folder that holds them, such as runs/demo")
     runs = runs_below(root)
     if not runs:
-        raise ValueError(f"{root}: holds no runs (folders with a config.yaml and a journal)")
+        raise ValueError(f"{root}: holds no runs (folders with a config.yaml and a journal); name the folder that they lie in")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]
     return sorted(runs, key=lambda run: (TASKS.index(run.task), run.name))

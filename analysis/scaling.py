@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import curve_fit
 
 Array = NDArray[np.float64]
 
@@ -32,6 +31,8 @@ def fit(compute: Array, error: Array) -> Law:
         raise ValueError("scaling: every compute must be a positive number (of FLOP); remove the other points")
     if not ((error >= 0) & (error <= 1)).all():
         raise ValueError("scaling: every error must be a share between 0 and 1; divide percents by 100")
+    from scipy.optimize import curve_fit  # it takes a while, and what is wrong with the points should be said before
+
     unit = float(np.exp(np.log(compute).mean()))
     start = (max(float(np.ptp(error)), 1e-3), 0.1, 0.3, max(float(error.min()) * 0.5, 0.0))
     try:
@@ -51,6 +52,8 @@ def read_points(path: Path) -> tuple[Array, Array]:
         points = np.array([(float(row["compute"]), float(row["error"])) for row in rows]).reshape(-1, 2)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; give a CSV with the columns compute and error") from None
+    except OSError as problem:
+        raise ValueError(f"{path}: cannot be read ({problem.strerror}); give a CSV with the columns compute and error") from None
     except (KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{path}: needs the columns compute and error, all numbers ({problem})") from None
     return points[:, 0], points[:, 1]

@@ -92,6 +92,7 @@ Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries)]
 
 
 class PlanSettings(Settings):
+    of_verb = "cluster/submit"
     prepare: Entries = ()
     """Datasets to make, by `data_prep build`."""
     pretrain: Entries = ()

@@ -31,7 +31,7 @@ from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
 from data_prep.cli import main as data_prep
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, validate
+from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
 from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished
 from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result, list_checkpoints
@@ -65,11 +65,17 @@ class Work:
 
     @cached_property
     def settings(self) -> Settings:
+        schema = COMMANDS[self.kind].schema
         try:
             tree = copy.deepcopy(_tree(self.config))
-            for override in self.overrides:
-                apply_override(tree, override, schema=COMMANDS[self.kind].schema)
-            return validate(COMMANDS[self.kind].schema, tree)
+            keys = frozenset(tree)
+            try:
+                for override in self.overrides:
+                    apply_override(tree, override, schema=schema)
+                return validate(schema, tree)
+            except SettingsError:
+                refuse_of_another_verb(schema, keys, self.config)
+                raise
         except SettingsError as error:
             raise in_file(self.config, error) from None
 
@@ -211,7 +217,7 @@ def _is_built(settings: BuildSettings) -> bool:
         pairs.append((key, getattr(settings, key), getattr(manifest, key)))
     for field, wanted, stored in pairs:
         if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place
-            raise SettingsError(f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out, or remove it")
+            raise SettingsError(f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out")
     return True
 
 

@@ -25,14 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    import argparse
     from concurrent.futures import BrokenExecutor
 
     from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
     from data_prep.publish import Busy
-    from data_prep.settings import UserError, parse_command_line
+    from data_prep.settings import Parser, UserError, parse_command_line
 
-    parser = argparse.ArgumentParser(prog="data_prep", description="Image archives in, verified WebDataset shards out.")
+    parser = Parser(prog="data_prep", description="Image archives in, verified WebDataset shards out.")
     add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
     options = parse_command_line(parser, arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":

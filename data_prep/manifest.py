@@ -18,6 +18,7 @@ and results; `pixels_hash` those that depend on what readers make of it.
 """
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,12 +28,17 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
-from data_prep.settings import Settings, UserError, nearest
+from data_prep.settings import Settings, UserError, near_path, nearest
 
 SCHEMA_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
+PARTS = "wide-mlps-parts"
+"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (build/parts.py), and no user's."""
+PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
+NUM_LOOKED_AT = 2000
+"""Files, before a folder is taken to hold no pictures."""
 CHANGED = "it is not what the manifest says"
 
 Encoding = Literal["raw", "jpeg", "keep"]
@@ -173,6 +179,9 @@ class Manifest(Settings):
 
     def split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         if name not in self.splits:
+            if name == "val" and "val_share" in self.source:
+                known = ", ".join(self.splits)
+                raise DatasetError(f"{directory}: has no split 'val'; known: {known}; build it elsewhere with source.val_share=0.1")
             raise DatasetError(f"{directory}: has no split {name!r}; {nearest(name, list(self.splits))}")
         return self.splits[name]
 
@@ -180,14 +189,10 @@ class Manifest(Settings):
 def load_manifest(directory: Path | str) -> Manifest:
     """The manifest of a finished dataset; every other state of `directory` is one clear error."""
     path = Path(directory) / MANIFEST_NAME
-    if not path.parent.is_dir():
-        raise DatasetError(f"{path.parent}: no such dataset directory; make it with data_prep build ... out={path.parent}")
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise DatasetError(
-            f"{path.parent}: has no {MANIFEST_NAME}, so it is unfinished; run its data_prep build again, it goes on from there"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DatasetError(f"{path.parent}: {_no_dataset(path.parent)}") from None
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read ({error.strerror}); mend that, or rebuild the dataset") from None
     try:
@@ -203,6 +208,32 @@ def load_manifest(directory: Path | str) -> Manifest:
     raise DatasetError(
         f"{path}: schema version {version!r}, this tool reads {SCHEMA_VERSION}; rebuild it, or use the tool that wrote it"
     )
+
+
+def _no_dataset(place: Path) -> str:
+    """What stands in the place of a dataset, and what makes one of it."""
+    if not place.exists():
+        near = near_path(place, of="/" + MANIFEST_NAME)
+        return f"no such dataset directory; {near or f'make it with data_prep build ... out={place}'}"
+    if place.is_file():
+        if place.name == MANIFEST_NAME:
+            return f"is a file of a dataset; name its directory, {place.parent}"
+        return "is a file, and a dataset is a directory; " + (
+            f"make one of the shard with data_prep index --train {place} --out DATASET" if place.suffix == ".tar" else "name that"
+        )
+    if (place / PARTS).is_dir() or (place / REJECTED_NAME).exists():
+        return f"has no {MANIFEST_NAME}, so it is unfinished; run its data_prep build again, it goes on from there"
+    if (place / "config.yaml").is_file() or (place / "model.safetensors").is_file():
+        return "is a run, or its weights, and no dataset; name the directory that data_prep build or index has written"
+    if datasets := sorted(place.glob(f"*/{MANIFEST_NAME}")):
+        return f"is no dataset itself; name one that is in it, such as {datasets[0].parent}"
+    endings = {path.suffix.lower() for path in itertools.islice(place.rglob("*"), NUM_LOOKED_AT)}
+    if ".tar" in endings:
+        return f"holds shards without an index; make a dataset of them with data_prep index --train '{place}/*.tar' --out DATASET"
+    if endings & PICTURES:
+        build = f"data_prep build --source folder --out DATASET source.path={place}"
+        return f"is a folder of pictures, and no dataset yet; pretrain start {place} makes one and its config, {build} it alone"
+    return f"holds no {MANIFEST_NAME}, no shards and no pictures; name the directory that data_prep build or index has written"
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:

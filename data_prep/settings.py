@@ -12,10 +12,10 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Words of the command line that stand for a setting of this section: word -> (field, form of the value)."""
+    of_verb: ClassVar[str] = ""
+    """The command whose config this is."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -49,9 +51,40 @@ S = TypeVar("S", bound=Settings)
 def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[str]) -> S:
     """The validated settings of `path` (or of the defaults) with `overrides` applied in order."""
     tree = read_yaml(Path(path)) if path is not None else {}
-    for override in overrides:
-        apply_override(tree, override, schema=schema)
-    return validate(schema, tree)
+    keys = frozenset(tree)
+    try:
+        for override in overrides:
+            apply_override(tree, override, schema=schema)
+        return validate(schema, tree)
+    except SettingsError:
+        refuse_of_another_verb(schema, keys, path)
+        raise
+
+
+_SIGNS: tuple[tuple[set[str], str], ...] = (
+    ({"source"}, "data_prep build"),
+    ({"splits"}, "data_prep index"),
+    *(({section}, "cluster/submit") for section in ("prepare", "pretrain", "probe", "finetune")),
+    ({"model", "train"}, "pretrain train"),
+    ({"pretrained", "train"}, "finetune tune"),
+    ({"pretrained", "neighbours"}, "finetune knn"),
+    ({"pretrained", "lrs"}, "finetune probe"),
+    ({"pretrained"}, "finetune probe, finetune knn"),
+)
+"""Keys by which one sees what a config is for; the first row that fits."""
+
+
+def verbs_of(keys: Set[str]) -> tuple[str, ...]:
+    """What a config with such keys at its top is for; () where they do not tell."""
+    return next((tuple(verbs.split(", ")) for signs, verbs in _SIGNS if signs <= keys), ())
+
+
+def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | Path | None) -> None:
+    """One line in the place of as many as the config has keys. `keys`: at the top of the file."""
+    verbs = verbs_of(keys)
+    if verbs and schema.of_verb not in ("", *verbs):
+        kind = "plan" if verbs[0].startswith("cluster") else f"{verbs[0].rpartition(' ')[2]} config"
+        raise SettingsError(f"{path}: this is a {kind}, and {schema.of_verb} takes another; run {verbs[0]} {path}")
 
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
@@ -91,12 +124,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = sorted(each.name for each in path.parent.glob("*"))
-        near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise SettingsError(f"{path}: no such config file{hint}") from None
+        if "=" in path.name:
+            raise SettingsError(f"{path}: is no config file, which comes before every key=value; name it") from None
+        raise SettingsError(f"{path}: no such config file; {near_path(path) or 'name a YAML file'}") from None
+    except IsADirectoryError:
+        own = path / "config.yaml"
+        hint = f"that of this run is {own}" if own.is_file() else "name a YAML file"
+        raise SettingsError(f"{path}: is a directory, no config file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read as a text file ({error})") from None
+        raise SettingsError(f"{path}: cannot be read as a text file ({error}); name a YAML file") from None
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -113,7 +149,9 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise SettingsError(f"override {override!r}: write it as key.path=value, for example optimizer.lr=1e-4")
+        raise SettingsError(
+            f"override {override!r}: write it as key.path=value, such as optimizer.lr=1e-4, and in quotes if it has spaces"
+        )
     if schema is not None and len(keys) == 1:
         key, text = _written_out(schema, keys[0], text)
         keys = key.split(".")
@@ -146,13 +184,49 @@ def _written_out(schema: type[BaseModel], word: str, text: str) -> tuple[str, st
     return (*found, word)[0], text
 
 
+class Parser(argparse.ArgumentParser):
+    """Its mistakes are one line with the remedy, as those in a config."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Of a verb the words that are left are overrides, where it has any; every other is a mistake."""
+        options, rest = super().parse_known_args(args, namespace)
+        stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+        if stray and self._subparsers is None:
+            self.error(f"unrecognized arguments: {stray[0]}")
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        about, _, rest = message.removeprefix("argument ").partition(": ")
+        choice, said = re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest), message.removeprefix("argument ")
+        if choice:
+            known = re.findall(r"[\w-]+", choice[2])
+            hint = f"{about} comes first" if re.search(r"[./=]", choice[1]) else nearest(choice[1], known)
+            said = f"{about}: {choice[1]!r} is not one of them; {hint}"
+        elif about == "unrecognized arguments" and rest.startswith("--"):
+            word = rest.partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            setting = "settings are written without dashes, as key.path=value"
+            said = f"{word}: no such option; " + (
+                f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them; {setting}"
+            )
+        elif about == "unrecognized arguments":
+            said = f"{rest}: is one word too many; write {self._wanted()}"
+        elif about == "the following arguments are required":
+            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains them"
+        self.exit(2, f"{self.prog}: {said}\n")
+
+    def _wanted(self) -> str:
+        """The least that must be written."""
+        needed = [action for action in self._actions if action.required]
+        words = [[*action.option_strings[:1], str(action.metavar or action.dest.upper())] for action in needed]
+        return " ".join([self.prog, *(word for each in words for word in each)])
+
+
 def parse_command_line(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """Like `parse_args`, but `key.path=value` overrides may follow options (argparse leaves such words behind)."""
     options, rest = parser.parse_known_args(arguments)
-    if any(word.startswith("-") or not hasattr(options, "overrides") for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     return options
 
 
@@ -160,6 +234,13 @@ def nearest(word: str, known: list[str]) -> str:
     """What to say about an unknown name: the nearest known one, or all of them."""
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(sorted(known))}"
+
+
+def near_path(path: Path, *, of: str = "") -> str:
+    """Of a path that is not there: the one beside it that is named alike (and holds `of`), as a question."""
+    names = sorted(each.name for each in path.parent.glob("*") if not of or Path(f"{each}{of}").exists())
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def dump(settings: Settings) -> str:

@@ -5,7 +5,7 @@ Started by --ranks N, accelerate, torchrun or srun.
 
 import argparse
 
-from data_prep.settings import parse_command_line
+from data_prep.settings import Parser, parse_command_line
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.probe import command as probing
@@ -18,9 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints."
-    )
+    parser = Parser(prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for room in (probing, tuning, judging, exporting):
         room.add_verbs(verbs)

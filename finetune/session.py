@@ -52,7 +52,7 @@ def session(
     task: str,
     tracking: TrackingSettings | None = None,
     identity: str | None = None,
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named.
     `identity`: a hash of all that the ranks must have found alike, if that is more than the weights; `begin`: see `claim`."""
@@ -180,7 +180,7 @@ def recorded(
     checkpoint: Checkpoint | None,
     tags: dict[str, str],
     stop: StopFlag | None = None,
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[], bool] | None = None,
 ) -> Iterator[Tracker]:
     """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
     none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""

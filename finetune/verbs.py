@@ -15,7 +15,7 @@ from pretrain.ranks.world import World
 
 
 def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    verb.add_argument("overrides", nargs="*", help="key.path=value")
+    verb.add_argument("overrides", nargs="*", default=[], help="key.path=value")
     verb.add_argument("--ranks", type=rank_count, help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     verb.set_defaults(run=run)

@@ -10,14 +10,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from data_prep.manifest import load_manifest
 from data_prep.publish import Busy
-from data_prep.settings import UserError, dump, load_settings, parse_command_line
+from data_prep.settings import Parser, UserError, dump, load_settings, near_path, parse_command_line, read_lines
+from pretrain.checkpoints.checkpoint import MODEL
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
+from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, read_world
@@ -63,7 +66,7 @@ _MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.")
+    parser = Parser(prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.")
     # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -96,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
     verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
-    verb.add_argument("overrides", nargs="*", help="key.path=value, such as optimizer.lr=1e-4")
+    verb.add_argument("overrides", nargs="*", default=[], help="key.path=value, such as optimizer.lr=1e-4")
     verb.set_defaults(run=run)
     return verb
 
@@ -121,7 +124,11 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
-    verb.add_argument("--activation", help="weights do not hold it (default: of the config beside the file, or gelu)")
+    verb.add_argument(
+        "--activation",
+        choices=get_args(Activation),
+        help="weights do not hold it (default: of the config beside the file, or gelu)",
+    )
     both = "of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)"
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
     for name in ("mean", "std"):
@@ -266,6 +273,21 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    file: Path = options.file
+    if not file.is_file():
+        inside = sorted(path for ending in ("safetensors", "bin", "pth", "pt") for path in file.glob(f"*.{ending}"))
+        near = (
+            f"give the file of weights in it, such as {inside[0] if inside else file / MODEL}" if file.exists() else near_path(file)
+        )
+        raise UserError(f"{file}: is {'a directory' if file.exists() else 'not there'}; {near or 'give a file of weights'}")
+    if (options.mean is None) != (options.std is None):
+        raise UserError("--mean and --std: one is given without the other; give both")
+    for name, values in (("mean", options.mean), ("std", options.std)):
+        if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
+            row = " ".join(f"{value:.4g}" for value in values)
+            raise UserError(f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255")
+    if options.classes is not None and not options.classes.isdigit():  # they are there, and can be read
+        load_manifest(options.classes) if Path(options.classes).is_dir() else read_lines("--classes", options.classes)
     from pretrain.checkpoints.importing import import_weights
 
     print("\n".join(import_weights(options)))

@@ -335,6 +335,7 @@ Resume = Literal["auto", "must", "never"]
 
 
 class PretrainSettings(Settings):
+    of_verb = "pretrain train"
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"preset": ("model.preset", "{}")}
 
     run_dir: str = Field(examples=["runs/mine"])

@@ -12,6 +12,7 @@ from data_prep.sources import SourceSettings, SyntheticSettings
 
 
 class BuildSettings(ImageSpec):
+    of_verb = "data_prep build"
     source: SourceSettings
     """Which archives or folders are read, by `kind`."""
     out: str = Field(examples=["data/mine"])

@@ -20,11 +20,21 @@ from numpy.typing import NDArray
 from data_prep import __version__
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
-from data_prep.build.parts import PARTS, forget_parts, sole_builder
+from data_prep.build.parts import forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
 from data_prep.build.workplan import Workplan, load_begun, outline_of
 from data_prep.images.channels import channel_statistics
-from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, Annotation, Manifest, Split, load_manifest, load_paths, save_manifest
+from data_prep.manifest import (
+    MANIFEST_NAME,
+    PARTS,
+    REJECTED_NAME,
+    Annotation,
+    Manifest,
+    Split,
+    load_manifest,
+    load_paths,
+    save_manifest,
+)
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
 from data_prep.settings import UserError
 from data_prep.sources import Source, SourceError, open_source

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.publish import LOCK, Busy, is_held, make_directory, sealed, sole_writer, unsealed, withdraw, write_json
 from data_prep.settings import S, Settings, UserError
 
-PARTS = "wide-mlps-parts"
-"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (`claim`), and no user's."""
 BEGUN = "begun"
 """The record of whose directory it is."""
 AT_WORK = "at-work"

@@ -25,9 +25,9 @@ import numpy as np
 from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, write_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
-from data_prep.build.parts import BEGUN, PARTS, read_record, record_path, write_record
+from data_prep.build.parts import BEGUN, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
-from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, withdraw
 from data_prep.settings import Settings, UserError, printable

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.build.parts import PARTS
 from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard
 from data_prep.check.stored import Storage, each_shard, known_files
-from data_prep.manifest import REJECTED_NAME, DatasetError, Manifest, Split, load_annotation, load_manifest
+from data_prep.manifest import PARTS, REJECTED_NAME, DatasetError, Manifest, Split, load_annotation, load_manifest
 from data_prep.publish import TEMPORARY_PREFIX, sha256_of
 
 

@@ -167,9 +167,7 @@ def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
         raise UserError(f"{out}: exists and is no dataset; choose another directory")
     manifest = load_manifest(out)
     if manifest.plan_hash != plan_hash:
-        raise UserError(
-            f"{out}: holds another dataset ({manifest.name}); choose another directory, or remove it if nothing uses it"
-        )
+        raise UserError(f"{out}: holds another dataset ({manifest.name}); name another directory")
     places = {shard.file for split in parent.splits.values() for shard in split.shards}
     tars = [shard for split in manifest.splits.values() for shard in split.shards]
     if all(shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars):

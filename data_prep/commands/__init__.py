@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from data_prep.settings import S, load_settings, num_cores
+from data_prep.settings import Parser, S, load_settings, num_cores
 
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -73,7 +73,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "dataset": {"dataset": {"type": Path}},
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
-        "overrides": {"nargs": "*", "help": "key.path=value, such as image_size=64"},
+        "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
         "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },

@@ -20,6 +20,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_lengt
 
 
 class IndexSettings(Settings):
+    of_verb = "data_prep index"
     splits: dict[str, Patterns] = Field(min_length=1, examples=[{"train": "shards/{000..146}.tar"}])
     """Of each split: local paths, http(s):// or s3:// URLs, with {000..146}, {a,b} and (but for http) *."""
     out: str = Field(examples=["data/theirs"])

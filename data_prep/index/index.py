@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
-from data_prep.build.parts import BEGUN, PARTS, forget_parts, own_place, read_record, write_record
+from data_prep.build.parts import BEGUN, forget_parts, own_place, read_record, write_record
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
 from data_prep.images.decoding import decoder_version
 from data_prep.index.config import IndexSettings
 from data_prep.index.locate import StockShard, list_shards, opened, version_of, versions_of
 from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
-from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, Manifest, Shard, load_manifest, save_manifest
+from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, PARTS, Manifest, Shard, load_manifest, save_manifest
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
 from data_prep.settings import Settings, UserError, printable
 from data_prep.tar import TarError

@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_prep import remote
-from data_prep.build.parts import PARTS
 from data_prep.index.config import IndexSettings
+from data_prep.manifest import PARTS
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import Version

@@ -173,13 +173,16 @@ class Evaluation:
 
     def stored_result(self) -> dict[str, Any] | None:
         """Of this very evaluation, if it was finished before; a directory that holds anything else is refused."""
-        is_ours = is_begun(self.run_dir, self.facts, record=IDENTITY, what="an evaluation")
-        return finished_result(self.run_dir) if is_ours else None
+        return finished_result(self.run_dir) if self._is_ours() else None
 
-    def begin(self) -> None:
-        """Once the directory is held: nobody else has begun to fill it meanwhile."""
-        self.stored_result()
+    def _is_ours(self) -> bool:
+        return is_begun(self.run_dir, self.facts, record=IDENTITY, what="an evaluation")
+
+    def begin(self) -> bool:
+        """Once the directory is held: nobody else has begun to fill it meanwhile. Whether this evaluation has."""
+        is_ours = self._is_ours()
         write_json(self.run_dir / IDENTITY, self.facts)
+        return is_ours
 
     def plain_top1(self) -> float | None:
         """On the plain pictures of the same split, where the run that made the weights has recorded it."""

@@ -26,7 +26,7 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     export.add_argument("out", help="the directory to write")
     export.add_argument("--formats", help="with commas between (default: timm,onnx,torch); timm is always there")
     export.add_argument("--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise")
-    export.add_argument("overrides", nargs="*", help="key=value, such as license=apache-2.0")
+    export.add_argument("overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0")
     export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     export.set_defaults(run=_export)
 
@@ -44,7 +44,7 @@ def _export(options: argparse.Namespace) -> int:
         return OK  # of several ranks one is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
     if _is_exported(out, settings.identity(weights_sha256=source.sha256)):
-        print(f"{out}: exported before, and whole; remove it, or name another directory, to do it anew")
+        print(f"{out}: exported before, and whole; name another directory to do it anew")
         return OK
     _check_libraries(settings)
     _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
@@ -62,7 +62,7 @@ def _is_exported(out: Path, identity: dict[str, Any]) -> bool:
         return False
     fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
     if fault is not None:
-        raise UserError(f"out: {out} holds this export, but {fault} since; name another out, or remove it")
+        raise UserError(f"out: {out} holds this export, but {fault} since; name another out")
     return True
 
 

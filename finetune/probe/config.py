@@ -76,6 +76,7 @@ class FeatureSettings(ShortRunSettings):
 
 
 class ProbeSettings(FeatureSettings):
+    of_verb = "finetune probe"
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
@@ -159,6 +160,7 @@ class ProbeSettings(FeatureSettings):
 
 
 class KnnSettings(FeatureSettings):
+    of_verb = "finetune knn"
     neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((20, 10, 100, 200), min_length=1)
     """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
     the run's `test_top1`: the best would be a choice on the test split."""

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, SettingsError, read_yaml
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, is_worthless, list_checkpoints
 from pretrain.config import (
     AugmentSettings,
     CheckpointSettings,
@@ -52,6 +52,7 @@ class TuneEngineSettings(RanksSettings):
 
 
 class TuneSettings(Settings):
+    of_verb = "finetune tune"
     run_dir: str = Field(examples=["runs/mine-tuned"])
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
@@ -141,7 +142,8 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
 def check_kind(settings: TuneSettings) -> None:
     """A directory holds one run, or repetitions; `seeds` may grow, but not come and go."""
     path = Path(settings.run_dir) / CONFIG_FILE
-    begun = read_yaml(path).get("seeds") if path.exists() else settings.seeds
+    is_begun = path.exists() and not is_worthless(path.parent)
+    begun = read_yaml(path).get("seeds") if is_begun else settings.seeds
     if (begun is None) != (settings.seeds is None):
         holds = "one run without seeds" if begun is None else f"a run for each of the seeds {list(begun)}"
         raise SettingsError(f"seeds: {settings.run_dir} holds {holds}; name another run_dir, or set seeds as it was")

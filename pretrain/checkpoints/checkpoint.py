@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from data_prep.manifest import MANIFEST_NAME
 from data_prep.publish import sha256_of
+from data_prep.settings import near_path
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
@@ -110,4 +112,14 @@ def _no_checkpoint(place: Path) -> CheckpointError:
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
         return CheckpointError(f"{place}: holds no checkpoint itself, but its repetitions do; name one of them: {names}")
-    return CheckpointError(f"{place}: holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*")
+    if not place.exists():
+        why = f"is not there; {near_path(place) or 'give a run directory (runs/NAME), or a folder of weights'}"
+    elif place.is_file():
+        why = f"is a file; give the directory that it is in, or for foreign weights what pretrain import {place} --out DIR makes"
+    elif (place / MANIFEST_NAME).exists():
+        why = "is a dataset, and holds no checkpoint; give a run directory (runs/NAME)"
+    elif (place / CONFIG_FILE).exists():
+        why = "holds no checkpoint yet; let this run go on to its first one, or give another"
+    else:
+        why = "holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
+    return CheckpointError(f"{place}: {why}")

@@ -46,11 +46,6 @@ def import_weights(given: argparse.Namespace) -> list[str]:
     """Writes the folder, once; the lines say what was found. `given`: the command line's `file`, `out`, `classes`, `name`,
     `flattening`, `activation`, `weights`, `mean` and `std`."""
     file: Path = given.file
-    if (given.mean is None) != (given.std is None):
-        raise UserError("--mean and --std: one is given without the other; give both")
-    for name, values in (("mean", given.mean), ("std", given.std)):
-        if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
-            raise UserError(f"--{name}: {_row(values)} is not on the scale 0..1; divide what is meant for 0..255 by 255")
     stored, beside = read_weights(file, kind=given.weights), config_beside(file)
     activation, learned_from = _activation(given.activation, beside)
     foreign = convert(stored.weights, source=file, flattening=given.flattening, activation=activation)

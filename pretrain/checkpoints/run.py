@@ -20,14 +20,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import DatasetError, load_manifest
+from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate
+from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate, verbs_of
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
+NUM_NAMED = 5
+"""Of settings that differ."""
 
 MAY_CHANGE = (
     "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "chunk_mb",
@@ -95,13 +97,17 @@ def is_begun(
     """Whose directory it is: whether what is `wanted` was begun there. Its `record` (a file of YAML or JSON in it, or the value of
     `key` there) holds what makes two of them the same.
 
-    False: nothing is there yet, and something can be put there (`alone`: at once and whole, beside nothing else; or bit by bit, but
-    not into the run of another kind). An error where something else is, which names what differs; `is_free` says where that is no
-    matter. With a `schema`, what was begun before some of today's settings existed had their defaults.
+    False: nothing is there yet, or nothing of worth, and something can be put there (`alone`: at once and whole, beside nothing
+    else; or bit by bit, but not into the run of another kind). An error where something else is, which names what differs;
+    `is_free` says where that is no matter. With a `schema`, what was begun before some of today's settings existed had their
+    defaults.
     """
-    path, advice = directory / record, f"name another {field}, or remove it"
+    path, advice = directory / record, f"name another {field}"
+    if not alone and (directory / MANIFEST_NAME).exists():
+        raise SettingsError(f"{field}: {directory} is a dataset; {advice}")
+    is_free_again = not alone and is_worthless(directory)
     if not path.exists():
-        if (alone and directory.is_file()) or any(directory.glob("*" if alone else CONFIG_FILE)):
+        if (alone and directory.is_file()) or (any(directory.glob("*" if alone else CONFIG_FILE)) and not is_free_again):
             raise SettingsError(f"{field}: {directory} exists and is not {what}; {advice}")
         check_place(directory, field=field)
         return False
@@ -120,22 +126,45 @@ def is_begun(
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and not is_free(key, old.get(key), new.get(key))
     ]
-    if changes:
-        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({'; '.join(changes)}); {advice}")
+    if changes and not is_free_again:
+        more = f"; and {len(changes) - NUM_NAMED} more" if len(changes) > NUM_NAMED else ""
+        named = "; ".join(changes[:NUM_NAMED]) + more
+        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({named}); {advice}")
     if not alone and finished_result(directory) is None:
         check_place(directory, field=field)
-    return True
+    return not changes
 
 
-def check_settings(run_dir: Path, settings: Settings) -> None:
-    """Refuses a directory that another config has begun to fill."""
+def is_worthless(run_dir: Path) -> bool:
+    """Whether what was begun there, and its repetitions, have ended before a first checkpoint: other settings may begin anew."""
+    return not any(any(run_dir.glob(above + name)) for name in (RESULT, "checkpoints/*") for above in ("", "*/"))
+
+
+def forget(run_dir: Path) -> None:
+    """What was begun with other settings: the next run there is one of its own, in MLflow, too."""
+    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps"):
+        if (run_dir / name).exists():
+            withdraw(run_dir / name)
+
+
+def check_settings(run_dir: Path, settings: Settings) -> bool:
+    """Refuses a directory that another config has begun to fill; whether this one has begun it."""
 
     def is_free(key: str, old: Any, new: Any) -> bool:
         if key in PLACES and _is_moved(old, new):
             return True
         return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
 
-    is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
+    refuse_run_of_another_verb(run_dir, type(settings))
+    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
+
+
+def refuse_run_of_another_verb(run_dir: Path, schema: type[Settings]) -> None:
+    """A line in the place of all settings of both."""
+    if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):
+        verbs = verbs_of(read_yaml(run_dir / CONFIG_FILE).keys())
+        if verbs and schema.of_verb not in ("", *verbs):
+            raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
 
 
 def _is_moved(old: Any, new: Any) -> bool:
@@ -171,7 +200,7 @@ def claim(
     is_first: bool,
     ranks: RanksSettings,
     stop: StopFlag | None = None,
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[], bool] | None = None,
 ) -> Iterator[None]:
     """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
     another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own; its config.yaml
@@ -180,14 +209,13 @@ def claim(
         yield
         return
     with started(run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop):  # the other ranks wait meanwhile
-        if begin is None:
-            check_settings(run_dir, settings)
-        else:
-            begin()
+        goes_on = check_settings(run_dir, settings) if begin is None else begin()
+        if not goes_on:
+            forget(run_dir)
         duration = flatten(settings.model_dump(mode="json")).get("train.duration")
         if begun_duration(run_dir) not in (None, duration) and (run_dir / RESULT).exists():
             withdraw(run_dir / RESULT)  # it goes on
-        if begin is None or not (run_dir / CONFIG_FILE).exists():
+        if begin is None or not goes_on or not (run_dir / CONFIG_FILE).exists():
             write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         yield
 

@@ -204,7 +204,8 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
     try:
         content = manifest.labelled_split(split, directory=directory)
     except DatasetError as error:
-        raise ValueError(f"{field}: {error}") from None
+        without = ", or do without: data.eval_split=null" if field == "data.eval_split" and split not in manifest.splits else ""
+        raise ValueError(f"{field}: {error}{without}") from None
     if content.num_samples == 0:
         raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
 

@@ -138,7 +138,7 @@ def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Pa
 def test_what_cannot_be_read_or_written_is_one_clear_line(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     for folder, out, message in (
-        (tmp_path / "gone", "x.png", "no such directory of runs"),
+        (tmp_path / "gone", "x.png", "gone: is not there; name the folder that holds the runs"),
         (tmp_path / "empty", "x.png", "holds no runs"),
         (runs, "nowhere/x.png", "nowhere"),
     ):

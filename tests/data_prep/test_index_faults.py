@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.build.parts import PARTS
 from data_prep.check.verify import verify
 from data_prep.cli import main
-from data_prep.manifest import load_manifest
+from data_prep.manifest import PARTS, load_manifest
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, forked, picture, started, write_classes
 from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar

@@ -110,7 +110,7 @@ def test_a_mistyped_file_name_gets_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "demo_pretrain.yaml").write_text("")
     with pytest.raises(SettingsError, match=r"no such config file; did you mean .*demo_pretrain\.yaml\?"):
         read_yaml(tmp_path / "demo_pertrain.yaml")
-    with pytest.raises(SettingsError, match=r"no such config file$"):
+    with pytest.raises(SettingsError, match=r"no such config file; name a YAML file$"):
         read_yaml(tmp_path / "nowhere" / "x.yaml")
 
 

@@ -243,7 +243,7 @@ def test_the_same_call_again_changes_nothing_and_another_is_refused(
     assert subset(animals, tmp_path / "half", "--fraction", "0.5", "--json") == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {"train": 75, "val": 12}
-    refused(subset(animals, tmp_path / "half", "--fraction", "0.4"), "half: holds another dataset (half); choose another directory")
+    refused(subset(animals, tmp_path / "half", "--fraction", "0.4"), "half: holds another dataset (half); name another directory")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
 
 

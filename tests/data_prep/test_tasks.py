@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from data_prep.build import tasks as tasks_of_build
-from data_prep.build.parts import PARTS
 from data_prep.cli import main
+from data_prep.manifest import PARTS
 from data_prep.publish import Holder, sole_writer
 from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.build.parts import PARTS
 from data_prep.check.verify import verify
 from data_prep.cli import main
-from data_prep.manifest import DatasetError, load_manifest, load_rejected
+from data_prep.manifest import PARTS, DatasetError, load_manifest, load_rejected
 from pretrain.data.reader import open_split
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, change_manifest, encoded, files_of, picture, replace_index, write_classes, write_files

@@ -104,9 +104,9 @@ def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path
         assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # the first words, as in MLflow
     assert place is not None and place.parent == run / "evaluations"
     refusal = r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
+    result = judge(run, shapes, None, views=2)
     with pytest.raises(SettingsError, match=refusal):  # also where it was begun after this one had looked
         judge(run, shapes, place, views=3)
-    result = judge(run, shapes, None, views=2)
     assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(json.dumps(result))
 
 
@@ -175,7 +175,7 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(shapes: Path, tm
         (["augment.flip_probability=0"], "augment: is set, but views is 0"),
         (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
         (["dataset=OTHER"], "has other classes than the checkpoint (8 classes against 5); probe or tune on it first"),
-        (["pretrained=/nowhere"], "/nowhere: holds no checkpoint; give a run directory"),
+        (["pretrained=/nowhere"], "/nowhere: is not there; give a run directory"),
         (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
         (["viewss=3"], "did you mean"),
     ],

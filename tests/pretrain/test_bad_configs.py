@@ -140,7 +140,7 @@ LATER = [
     ("probe", ["test_split=train"], "data.test_split: 'train' is the training split too; test on another"),
     ("probe", ["lrs=[]"], "lrs: [] has the wrong number of entries"),
     ("probe", ["lrs=[0.1, -1]"], "lrs: [0.1, -1.0] will not do; every learning rate must be above 0"),
-    ("probe", ["pretrained=nowhere"], "nowhere: holds no checkpoint; give a run directory"),
+    ("probe", ["pretrained=nowhere"], "nowhere: is not there; give a run directory"),
     ("probe", ["holdout_share=1.5"], "holdout_share: 1.5 will not do"),
     ("probe", ["test_split=vall"], "has no split 'vall'; did you mean 'val'?"),
     ("probe", ["optimizer={name: sgd}"], "optimizer: {'name': 'sgd'} is not one of its values"),
@@ -148,7 +148,7 @@ LATER = [
     ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
     ("tune", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split"),
-    ("tune", [], "nowhere: holds no checkpoint; give a run directory"),
+    ("tune", [], "nowhere: is not there; give a run directory"),
     ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),
 ]
 

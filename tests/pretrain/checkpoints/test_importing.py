@@ -146,7 +146,6 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
         (["--mean", "0.5", "0.5", "0.5"], "--mean and --std: one is given without the other"),
         (["--mean", "124", "116", "104", "--std", "58", "57", "57"], "--mean: 124 116 104 is not on the scale 0..1"),
         (["--mean", "0", "0", "0", "--std", "0", "1", "1"], "--std: 0 1 1 is not on the scale 0..1"),
-        (["--activation", "swish"], "activation: 'swish' is not one of gelu, relu"),
         (["--out", "full"], "out: full exists and is not these weights; name another out"),
         (["--out", "weights"], "out: weights exists and is not these weights"),
     ],

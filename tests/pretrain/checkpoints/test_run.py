@@ -10,14 +10,24 @@ from data_prep.settings import Settings, SettingsError, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings
-from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, is_begun
+from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, claim, is_begun
 from pretrain.config import PretrainSettings
+from pretrain.ranks.settings import RanksSettings
+from pretrain.tracking.tracker import RunIdentity
 from tests.data_prep.samples import change_manifest
 
 
 def settings_with(**model: object) -> PretrainSettings:
     tree = {"run_dir": "r", "data": {"dataset": "d"}, "train": {"duration": "1 epochs"}}
     return validate(PretrainSettings, tree | {"model": {"kind": "mlp", **model}})
+
+
+@pytest.fixture(autouse=True)
+def first_checkpoint(tmp_path: Path) -> Path:
+    """Without one, what was begun in a directory binds nobody."""
+    path = tmp_path / "checkpoints" / "step-00000001"
+    path.mkdir(parents=True)
+    return path
 
 
 def test_a_run_goes_on_under_a_version_that_has_more_settings(tmp_path: Path) -> None:
@@ -57,6 +67,33 @@ def test_a_run_goes_on_where_the_same_pictures_lie_now(shapes: Path, other_shape
                 check_settings(tmp_path, on(*other))
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_place_to_other_settings(
+    tmp_path: Path, first_checkpoint: Path
+) -> None:
+    with claim(tmp_path, settings_with(), is_first=True, ranks=RanksSettings()):
+        mine = RunIdentity.of(tmp_path, experiment="e", uri=None)
+    with pytest.raises(SettingsError, match="belongs to a run with other settings"):
+        check_settings(tmp_path, settings_with(depth=3))
+    first_checkpoint.rename(tmp_path / "elsewhere")
+    for depth, is_same in ((6, True), (3, False)):
+        assert check_settings(tmp_path, settings_with(depth=depth)) is is_same
+        with claim(tmp_path, settings_with(depth=depth), is_first=True, ranks=RanksSettings()):
+            assert (RunIdentity.known(tmp_path) == mine) is is_same
+        assert f"depth: {depth}" in (tmp_path / CONFIG_FILE).read_text()
+    repetition = tmp_path / "seed-0" / "checkpoints" / "step-00000001"
+    repetition.mkdir(parents=True)
+    with pytest.raises(SettingsError, match="belongs to a run with other settings"):
+        check_settings(tmp_path, settings_with())
+
+
+def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(tmp_path: Path, shapes: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbours: [3]\n")
+    with pytest.raises(SettingsError, match=f"run_dir: {tmp_path} is a run of finetune knn; name another run_dir$"):
+        check_settings(tmp_path, settings_with())
+    with pytest.raises(SettingsError, match=f"run_dir: {shapes} is a dataset; name another run_dir$"):
+        check_settings(shapes, settings_with())
+
+
 def test_what_may_change_is_a_setting_of_some_command() -> None:
     def names(schema: type[Settings], key: str) -> bool:
         name, _, rest = key.partition(".")
@@ -70,17 +107,18 @@ def test_what_may_change_is_a_setting_of_some_command() -> None:
 
 def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
+    shutil.rmtree(tmp_path / "checkpoints")
     for path in (out, tmp_path):  # not there yet, or empty
         assert not is_begun(path, {"a": 1}, record="made.json", key="of", field="out", alone=True)
     out.mkdir()
     (out / "thesis.tex").touch()
     assert not is_begun(out, {"a": 1}, record="made.json", field="out")
-    with pytest.raises(SettingsError, match=r"out: .*out exists and is not an export; name another out, or remove it"):
+    with pytest.raises(SettingsError, match=r"out: .*out exists and is not an export; name another out$"):
         is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
     (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
     assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
     with pytest.raises(SettingsError, match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out"):
-        is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out")
+        is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out", alone=True)
     (out / "made.json").write_text("{")
     with pytest.raises(SettingsError, match=r"made.json cannot be read"):
         is_begun(out, {}, record="made.json")
