@@ -1,4 +1,4 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | export`.
+"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export`.
 
 Started by --ranks N, accelerate, torchrun or srun.
 """
@@ -8,6 +8,7 @@ import argparse
 from data_prep.settings import Parser, parse_command_line
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
+from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
 from pretrain.cli import guarded
@@ -18,8 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="finetune", description="Probes, fine-tunes, evaluates and exports pretrained checkpoints.")
+    parser = Parser(prog="finetune", description="Probes, fine-tunes, evaluates, asks and exports pretrained checkpoints.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for room in (probing, tuning, judging, exporting):
+    for room in (probing, tuning, judging, predicting, exporting):
         room.add_verbs(verbs)
     return parser

@@ -19,7 +19,7 @@ NOWHERE, NOT_PLAIN = -1, -2
 """The sizes that are listed for what cannot be read."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that it lies in"
-_ENDINGS = (
+ENDINGS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".heic", ".heif", ".jp2", ".jxl"),
 )
@@ -33,7 +33,12 @@ _FIRST_BYTES = re.compile(
 
 def list_files(root: Path) -> list[tuple[str, int, int]]:
     """(path below `root`, time of change in ns, bytes) of every file, as `Entries.of` takes them."""
-    return list(_walk(str(root), "", _above(root)))
+    return list(walk_files(root))
+
+
+def walk_files(root: Path) -> Iterator[tuple[str, int, int]]:
+    """The same, as they are asked for."""
+    return _walk(str(root), "", _above(root))
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
@@ -106,7 +111,7 @@ def kind_of(path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] =
 
 
 def is_picture(path: Path) -> bool:
-    if path.name.lower().endswith(_ENDINGS):
+    if path.name.lower().endswith(ENDINGS):
         return True
     with open(path, "rb", buffering=0) as file:
         return _FIRST_BYTES.match(file.read(32)) is not None

@@ -188,7 +188,8 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
 With the commands of wide-mlps:
 
 ```sh
-finetune evaluate DIRECTORY DATASET
+finetune predict DIRECTORY PICTURES --out predictions.csv
+finetune evaluate pretrained=DIRECTORY dataset=DATASET
 finetune tune CONFIG pretrained=DIRECTORY
 ```"""
     onnx = f"""

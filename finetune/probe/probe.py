@@ -31,6 +31,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
 from pretrain.checkpoints.run import checkpoints_dir, save_result
 from pretrain.cli import console
+from pretrain.data.datasets import Part
 from pretrain.data.order import hash64, permute
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
@@ -201,6 +202,7 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "dataset": manifest.name,
             "stored_crop": manifest.crop,
             "stored_interpolation": manifest.interpolation,
+            "stored_size": Part(Path(settings.data.dataset), manifest, settings.data.train_split).stored_size(backbone.image_size),
             "fed_interpolation": maker.fed.plain_filter,
             "content_hash": manifest.content_hash,
             "pixels_hash": manifest.pixels_hash,

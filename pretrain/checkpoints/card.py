@@ -30,6 +30,8 @@ class ModelCard(Settings):
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
     """How the pictures there had become squares; None where that is not known, or not one thing."""
+    stored_size: int | None = None
+    """Of those squares; None as above, and where they have `image_size`."""
     fed_interpolation: Filter = "bilinear"
     """With which stored squares are resized to `image_size`."""
     content_hash: str = ""

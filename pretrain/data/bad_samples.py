@@ -71,9 +71,13 @@ class BadSamples:
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
     """What evaluation does instead: nobody can stand in for a sample that is to be judged."""
-    kept = ids.copy()
     for each in {each.sample: each for each in bad}.values():  # the last of a split pads a batch, many times over
         print(f"bad sample: {each.shard}: {each.key}: {each.reason}; it is left out of the score", file=sys.stderr)
+    return masked(bad, ids, images_BHWC)
+
+
+def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
+    kept = ids.copy()
     for each in bad:
         kept[each.place] = -1
         images_BHWC[each.place] = 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,25 @@ MOST_IDLE = 8
 """Buffers of one size that wait in the pool; more are given back to the system."""
 _STORED_AS = {torch.bfloat16: torch.uint16}
 """numpy has no name for these."""
+
+
+class Reader(Protocol):
+    """What batches are read from, such as a `ShardReader`: pictures by their number."""
+
+    num_samples: int
+    stored_size: int
+    is_remote: bool
+    decodes: bool
+
+    def locate(self, ids: Ids) -> Places: ...
+
+    def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]: ...
+
+    def names(self, ids: Ids) -> list[tuple[str, str]]: ...
+
+    def fetch_ahead(self, ids: Ids) -> None: ...
+
+    def end_waits(self) -> None: ...
 
 
 class Request(NamedTuple):
@@ -105,12 +124,13 @@ def training_batches(
 
 
 def evaluation_batches(
-    reader: ShardReader,
+    reader: Reader,
     *,
     local_batch_size: int,
     world: World,
     num_threads: int = 1,
     pin: bool = False,
+    on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
     """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
@@ -122,7 +142,7 @@ def evaluation_batches(
         InSequence(reader.num_samples),
         (Request(own, own < reader.num_samples) for own in positions),
         finish=as_stored,
-        on_bad=left_out,
+        on_bad=on_bad,
         num_threads=num_threads,
         prefetch=2,
         pin=pin,
@@ -135,7 +155,7 @@ class Batches(Generic[T]):
 
     def __init__(
         self,
-        reader: ShardReader,
+        reader: Reader,
         order: Line,
         requests: Iterable[Request],
         *,

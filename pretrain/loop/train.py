@@ -318,6 +318,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         dataset=data.name,
         stored_crop=crop,
         stored_interpolation=interpolation,
+        stored_size=data.parts[0].stored_size(data.image_size),  # all have the same
         fed_interpolation=task.settings.augment.plain_filter,
         content_hash=data.content_hash,
         pixels_hash=data.pixels_hash,

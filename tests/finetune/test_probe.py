@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy.stats import binom
@@ -20,6 +21,7 @@ from finetune.probe.heads import Candidate, Score
 from finetune.probe.probe import Judged, Splits, best_of, candidates_of, choose_and_test, draw_grid, edges, held_out, probe
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.data.reader import open_split
 from tests.conftest import Capture, Patch
 from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
 from tests.training import Run, finish
@@ -148,7 +150,12 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
     assert scores["eval/top5"] == pytest.approx(result["test_top5"], abs=1e-9) == 1.0
     card = Checkpoint.open(settings.run_dir).card
     assert card.classes == load_manifest(other_shapes).classes and card.dataset == "shapes-b"
-    assert card.step == result["steps"] == 6 * 4 and card.run_key
+    assert card.step == result["steps"] == 6 * 4 and card.run_key and card.stored_size == 16
+    assert main(["predict", settings.run_dir, str(other_shapes), "--split", "val", "--out", f"{tmp_path}/p.parquet"]) == 0
+    answered = pq.read_table(tmp_path / "p.parquet").to_pydict()["class"]
+    labels = open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
+    right = np.mean([card.classes[label] == answer for label, answer in zip(labels, answered, strict=True)])
+    assert right == pytest.approx(result["test_top1"], abs=1e-9)
 
 
 def test_the_command_finds_the_features_of_a_killed_probe(

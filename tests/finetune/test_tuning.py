@@ -97,6 +97,7 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(pretrained: Path, o
         finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps"))
         card = Checkpoint.open(run_dir).card
         assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
+        assert card.stored_size == (24 if name == "raw" else 16)
 
 
 def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Pictures that belong to no dataset: in files, in folders and in plain tars, each with its name and its bytes.
+
+Of a folder all that ends or begins as a picture does, sorted, with its folders; of a tar every member that ends so. Nothing is
+decoded here, and a folder is walked as it is asked for: it may hold any number of pictures.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from data_prep.archives.files import ENDINGS, NOT_PLAIN, NOWHERE, is_picture, walk_files
+from data_prep.images import Rejection
+from data_prep.settings import UserError
+from data_prep.tar import TarError, members
+
+MAX_BYTES: Final = 1 << 30
+_MEMBER: Final = re.compile(rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE)
+_COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+
+
+class Picture(NamedTuple):
+    name: str
+    """The path of its file; in a tar TAR/MEMBER."""
+    path: str
+    offset: int = 0
+    num_bytes: int | None = None
+    """None: the whole file."""
+
+    def read(self) -> bytes:
+        """Raises `Rejection`."""
+        try:
+            with open(self.path, "rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size if self.num_bytes is None else self.num_bytes
+                if num_bytes > MAX_BYTES:
+                    raise Rejection("too_large", f"{num_bytes:,} bytes")
+                file.seek(self.offset)
+                return file.read(num_bytes)
+        except OSError as error:
+            raise Rejection("not_a_file", error.strerror or str(error)) from None
+
+
+def is_tar(path: Path) -> bool:
+    if path.name.lower().endswith(_COMPRESSED):
+        raise UserError(
+            f"{path}: is compressed, and its pictures cannot be reached one by one; unpack it, or make a plain .tar of it"
+        )
+    return path.suffix.lower() == ".tar"
+
+
+def in_folder(folder: Path) -> Iterator[Picture]:
+    for name, _, num_bytes in walk_files(folder):
+        path = folder / name
+        if num_bytes != NOT_PLAIN and (name.lower().endswith(ENDINGS) or (num_bytes != NOWHERE and is_picture(path))):
+            yield Picture(str(path), str(path))
+
+
+def in_tar(path: Path) -> list[Picture]:
+    try:
+        found = [each for each in members(path, ignore_zeros=True) if _MEMBER.search(each.name)]
+    except (TarError, OSError) as error:
+        raise UserError(f"{path}: {error}; copy it again, or leave it out") from None
+    return [Picture(f"{path}/{name}", str(path), offset, num_bytes) for name, offset, num_bytes in found]

@@ -1,0 +1,1 @@
+"""What a classifier answers for any pictures, with or without labels: `finetune predict`."""

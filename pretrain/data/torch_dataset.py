@@ -1,0 +1,115 @@
+"""A split of a dataset for training loops of others: `Shards` gives samples by number, `ShardBatches` streams whole batches.
+
+Pictures are uint8 (3, H, W) squares, not augmented; the label of an unlabelled one is -1. Both read as `pretrain train` does.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from data_prep.manifest import load_manifest
+from data_prep.settings import num_cores
+from pretrain.config import ReadingSettings
+from pretrain.data.bad_samples import BadSamples
+from pretrain.data.datasets import Part
+from pretrain.data.loader import Batch, Batches, Request
+from pretrain.data.order import Order, hash64, hex_key
+from pretrain.data.reader import ShardReader, open_store, reading
+
+
+class Shards(Dataset[tuple[Any, int]]):
+    """`shards[7]` is (picture, label). The workers of a DataLoader may each have their own; they fetch a batch at once."""
+
+    def __init__(
+        self,
+        dataset: Path | str,
+        split: str = "train",
+        *,
+        image_size: int | None = None,
+        transform: Callable[[Tensor], Any] | None = None,
+    ):
+        """`image_size`: of datasets that keep their pictures' own sizes."""
+        manifest = load_manifest(dataset)
+        self.classes, self.num_samples = manifest.classes, manifest.split(split, directory=dataset).num_samples
+        self.part, self.image_size, self.transform = Part(Path(dataset), manifest, split), image_size, transform
+        self.settings = ReadingSettings(dataset=str(dataset))
+        self._reader: ShardReader | None = None
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[tuple[Any, int]]:
+        ids = np.array([range(self.num_samples)[number] for number in numbers])
+        if self._reader is None:
+            self._reader = ShardReader([self.part], image_size=self.image_size, store=open_store(self.settings, [self.part]))
+        images, labels = self._reader.images(ids).permute(0, 3, 1, 2), self._reader.locate(ids).labels.tolist()
+        return list(zip(map(self.transform, images) if self.transform else images, labels, strict=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers: what is mapped stays here."""
+        return self.__dict__ | {"_reader": None}
+
+
+class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
+    """Batches of (pictures, labels), read and decoded by threads. Each pass is the next epoch: every sample once, shuffled anew."""
+
+    def __init__(
+        self,
+        dataset: Path | str,
+        split: str = "train",
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        image_size: int | None = None,
+    ):
+        self.shards, self.batch_size, self.shuffle, self.seed = (
+            Shards(dataset, split, image_size=image_size),
+            batch_size,
+            shuffle,
+            seed,
+        )
+        self.epoch = 0
+        """Of the next pass. Equal (dataset, seed, epoch) give an equal order on every machine."""
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.shards) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if get_worker_info() is not None:
+            raise ValueError(
+                "num_workers: ShardBatches has threads of its own; give DataLoader(batches, batch_size=None, num_workers=0)"
+            )
+        part, count = self.shards.part, len(self.shards)
+        key = int(hash64(hex_key(part.manifest.content_hash), self.seed) >> 1)
+        order = Order(count, key, "full" if self.shuffle else "none")
+        first, self.epoch = self.epoch * count, self.epoch + 1
+        cuts = [*range(first, first + count, self.batch_size), first + count]
+        requests = (Request(np.arange(*ends)) for ends in pairwise(cuts))
+
+        def finish(batch: Batch) -> tuple[Tensor, Tensor]:
+            return batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B
+
+        with (
+            reading([part], self.shards.settings, image_size=self.shards.image_size) as reader,
+            Batches(
+                reader,
+                order,
+                requests,
+                finish=finish,
+                on_bad=BadSamples(reader).replace,
+                num_threads=num_cores(),
+                prefetch=2,
+                pin=False,
+            ) as batches,
+        ):
+            yield from batches
