@@ -118,6 +118,8 @@ class Manifest(Settings):
     """The libraries that made the pixels: others make slightly different ones."""
     name: str
     source: dict[str, Any]
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What decides the bytes, besides the files of the source; {} of a subset."""
     seed: int
     encoding: Encoding
     image_size: int

@@ -12,7 +12,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
@@ -246,6 +246,33 @@ def near_path(path: Path, *, of: str = "") -> str:
 def dump(settings: Settings) -> str:
     """The resolved settings as YAML that `load_settings` reads back to an equal value."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+NUM_NAMED = 5
+"""Of settings that differ."""
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value}: how a config is logged as parameters."""
+    if isinstance(tree, dict):
+        return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): tree}
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, is_free: Callable[[str, Any, Any], bool] = lambda key, old, new: False
+) -> str:
+    """The settings in which two configs differ, with both values; "" for none. `is_free`: whether a change does not count."""
+    before, now = flatten(dict(old)), flatten(dict(new))
+    pairs = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
+    changes = [f"{key}: {_short(b)}, was {_short(a)}" for key, a, b in pairs if a != b and not is_free(key, a, b)]
+    more = [f"and {len(changes) - NUM_NAMED} more"] if len(changes) > NUM_NAMED else []
+    return "; ".join([*changes[:NUM_NAMED], *more])
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 # ---- names ------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
-from data_prep.settings import read_yaml
+from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, finished_result, flatten, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoints
 from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 

@@ -19,12 +19,12 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from data_prep.manifest import Filter, Manifest
-from data_prep.settings import Settings, UserError
+from data_prep.settings import Settings, UserError, flatten
 from finetune.config import ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.run import CONFIG_FILE, claim, flatten, stacks_dir
+from pretrain.checkpoints.run import CONFIG_FILE, claim, stacks_dir
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.models.build import pooled_features

@@ -23,8 +23,8 @@ class Exclusions:
 
     @property
     def digest(self) -> str:
-        """The same for the same set of inputs, in whatever order they were listed."""
-        return hash_of_json(sorted(self.paths))
+        """The same for the same set of inputs, in whatever order they were listed; "" for none."""
+        return hash_of_json(sorted(self.paths)) if self.paths else ""
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
         """The rows of the inventory that are excluded; paths that it does not have are of other datasets."""

@@ -170,6 +170,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
         encoding=work.settings.encoding,
         classes=work.classes,
         num_left_out=work.num_left_out,
+        config=work.config,
         num_held_out=work.num_held_out,
         plan_hash=work.plan_hash,
     )

@@ -15,10 +15,11 @@ lock of OUT:
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, withdraw
-from data_prep.settings import Settings, UserError, printable
+from data_prep.settings import Settings, UserError, differences, printable
 from data_prep.sources import Arrangement, Source, SourceError
 
 INVENTORY_NAME = "inventory"
@@ -50,7 +51,8 @@ class ShardPlan(Settings):
 
 class Workplan(Settings):
     settings: BuildSettings
-    config_hash: str
+    config: dict[str, Any]
+    """What decides the bytes, besides the source's files (`described`)."""
     plan_hash: str
     stamp: str
     """Of the source's files: shards that were made before they were touched are made anew."""
@@ -92,21 +94,21 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     """The plan of this build in `settings.out`; the caller holds the directory alone."""
     directory = Path(settings.out)
     exclusions = load_exclusions(settings.exclude)
-    config_hash = _config_hash(settings, source, exclusions)
+    config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
     if before is not None and not is_finished and not any(record_path(directory, plan.name).exists() for plan in before.shards):
         record_path(directory, BEGUN).unlink()  # it ended before its first shard: there is nothing to keep, or to be mixed with
         before = None
-    if before is not None and before.config_hash != config_hash:
-        raise _foreign(directory, "an unfinished")
+    standing = load_manifest(directory) if is_finished else before
+    if standing is not None and standing.config != config:
+        raise _foreign(directory, standing.config, config)
     _check_decoder(directory, before)
     remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
-    plan_hash = hash_of_json([config_hash, inventory.digest])
+    plan_hash = hash_of_json([config, inventory.digest])
     try:
-        standing = load_manifest(directory) if is_finished else before
         if standing is not None and standing.plan_hash != plan_hash:
-            raise _foreign(directory, "a" if is_finished else "an unfinished")
+            raise _foreign(directory, standing.config, config)
         if inventory.directory.name == CANDIDATE_NAME:  # is known only now not to be another dataset's
             place = inventory.directory.with_name(INVENTORY_NAME)
             if place.exists():
@@ -117,7 +119,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
         remove_leftovers(directory, directory / PARTS)
     if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
         return before.under(settings)
-    return _write_plan(settings, source, inventory, exclusions, config_hash=config_hash, plan_hash=plan_hash, num_tasks=num_tasks)
+    return _write_plan(settings, source, inventory, exclusions, config=config, plan_hash=plan_hash, num_tasks=num_tasks)
 
 
 def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
@@ -125,8 +127,11 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     directory = Path(settings.out)
     begun = load_begun(directory)
     assert begun is not None  # whoever is at work has one
-    if begun.config_hash != _config_hash(settings, source, load_exclusions(settings.exclude)):
-        raise UserError(f"out: tasks of another config are at work in {directory}; name another directory")
+    config = described(settings, source, load_exclusions(settings.exclude))
+    if begun.config != config:
+        raise UserError(
+            f"out: tasks of another config are at work in {directory} ({differences(begun.config, config)}); name another out"
+        )
     _check_decoder(directory, begun)
     if begun.num_tasks != num_tasks:
         raise UserError(f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end")
@@ -158,18 +163,24 @@ def _check_decoder(directory: Path, begun: Workplan | None) -> None:
         )
 
 
-def _config_hash(settings: BuildSettings, source: Source, exclusions: Exclusions) -> str:
-    """Hashes what decides the bytes of the dataset: not the number of workers, and no path of this machine."""
-    config = settings.model_dump(
-        mode="json", exclude={"out", "name", "num_workers", "max_reject_share", "source", "classes", "exclude"}
-    )
-    kept = settings.kept_classes
-    parts = [config, settings.dataset_name, source.describe(), sorted(kept) if kept is not None else None]
-    return hash_of_json([*parts, exclusions.digest])
+def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
+    """What decides the bytes of the dataset: not the number of workers, and no path of this machine."""
+    others = {"out", "num_workers", "max_reject_share", "classes_file"}
+    kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
+    classes = None if kept is None else sorted(kept)
+    of_files = {
+        "name": settings.dataset_name,
+        "source": source.describe(),
+        "classes": classes,
+        "exclude": exclusions.digest[:12] or None,
+    }
+    return config | of_files
 
 
-def _foreign(directory: Path, state: str) -> UserError:
-    return UserError(f"out: {directory} holds {state} dataset of another config or source; remove it or name another directory")
+def _foreign(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
+    changes = differences(before, config)
+    what = f"of another config ({changes})" if changes else "of this config, but its source held other files then"
+    return UserError(f"out: {directory} holds a dataset {what}; name another out")
 
 
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None) -> Inventory:
@@ -229,7 +240,7 @@ def _write_plan(
     inventory: Inventory,
     exclusions: Exclusions,
     *,
-    config_hash: str,
+    config: dict[str, Any],
     plan_hash: str,
     num_tasks: int,
 ) -> Workplan:
@@ -263,7 +274,7 @@ def _write_plan(
             shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
     work = Workplan(
         settings=settings.settled(),
-        config_hash=config_hash,
+        config=config,
         plan_hash=plan_hash,
         stamp=inventory.stamp,
         decoder=decoder_version(),

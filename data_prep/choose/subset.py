@@ -125,6 +125,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
                 "num_left_out": dict(left_out),
                 "rejected_sha256": write_rejected(fresh, ()),
                 "plan_hash": plan_hash,
+                "config": {},
             }
             save_manifest(fresh, parent.model_copy(update=changes))
             return load_manifest(fresh)

@@ -27,8 +27,7 @@ REMEDIES = {
     "several_images": "image_member=ENDING chooses one (of KEY.rgb.png it is rgb.png)",
     "doubled_member": "give every sample a key of its own",
     "interleaved": "write the members of each sample side by side (tar --sort=name)",
-    "no_label": "label=json:FIELD takes it from KEY.json; label=none reads pictures without labels",
-    "bad_label": "label=json:FIELD takes it from KEY.json; label=none reads pictures without labels",
+    "bad_label": "label=txt takes it from KEY.txt, json:FIELD from KEY.json; label=none reads pictures without labels",
     "label_out_of_range": "labels count from 0; give classes_file a line for each",
     "unknown_class": "add the names to classes_file, or leave it out",
 }

@@ -38,7 +38,7 @@ class IndexSettings(Settings):
     interpolation: Filter = "bicubic"
     """area: OpenCV's INTER_AREA."""
     label: str = "cls"
-    """cls: the integer in KEY.cls; json:FIELD.SUBFIELD: an integer or a class name in KEY.json; none: no labels."""
+    """cls: the integer in KEY.cls; txt: an integer or a class name in KEY.txt; json:FIELD.SUBFIELD: in KEY.json; none: no label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
     """A text file with the name of class 0, 1, ... on each line; by default "0".."max", or the names of the labels, sorted."""
     image_member: str | None = Field(None, examples=["rgb.png"])
@@ -67,8 +67,8 @@ class IndexSettings(Settings):
     @field_validator("label")
     @classmethod
     def _label_is_known(cls, value: str) -> str:
-        if value not in ("cls", "none") and not re.fullmatch(r"json:[^.]+(\.[^.]+)*", value):
-            raise ValueError(f"label: {value!r} will not do; write cls, none, or json:FIELD such as json:meta.class")
+        if value not in ("cls", "txt", "none") and not re.fullmatch(r"json:[^.]+(\.[^.]+)*", value):
+            raise ValueError(f"label: {value!r} will not do; write cls, txt, none, or json:FIELD such as json:meta.class")
         return value
 
     @property

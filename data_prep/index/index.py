@@ -16,6 +16,7 @@ same shards on disk, behind http or in s3 make the same dataset, but for `file`.
 
 import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
-from data_prep.build.parts import BEGUN, forget_parts, own_place, read_record, write_record
+from data_prep.build.parts import BEGUN, forget_parts, own_place, read_record, record_path, write_record
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
 from data_prep.images.decoding import decoder_version
@@ -33,7 +34,7 @@ from data_prep.index.locate import StockShard, list_shards, opened, version_of, 
 from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
 from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, PARTS, Manifest, Shard, load_manifest, save_manifest
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
-from data_prep.settings import Settings, UserError, printable
+from data_prep.settings import Settings, UserError, differences, printable
 from data_prep.tar import TarError
 from data_prep.workers import sweep
 
@@ -45,6 +46,7 @@ class UnfinishedIndex(Settings):
 
     kind: str = "index"
     plan_hash: str
+    config: dict[str, Any]
 
 
 class StockRecord(Settings):
@@ -75,7 +77,7 @@ def index(settings: IndexSettings) -> Manifest:
             manifest = with_limit(directory, manifest, settings.max_reject_share)
         else:
             versions_of(shards, settings)
-            write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash))
+            write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash, config=dict(plan.config)))
             read = partial(read_or_known, plan)
             found = list(sweep(read, shards, title="indexing", unit="shards", num_workers=settings.num_workers))
             if damaged := sorted(each for each in found if isinstance(each, str)):
@@ -89,9 +91,9 @@ def index(settings: IndexSettings) -> Manifest:
 def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
     names = settings.class_names()
     made = settings.model_dump(mode="json", include={"image_size", "crop", "interpolation", "max_pixels", "seed"})
-    config_hash = hash_of_json([settings.dataset_name, described(settings), made, names])
-    plan_hash = hash_of_json([config_hash, [[shard.name, shard.file] for shard in shards]])
-    return IndexPlan(settings, names, plan_hash, config_hash)
+    config = {"name": settings.dataset_name, **described(settings), **made, "classes_file": None if names is None else list(names)}
+    plan_hash = hash_of_json([config, [[shard.name, shard.file] for shard in shards]])
+    return IndexPlan(settings, names, plan_hash, config)
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def described(settings: IndexSettings) -> dict[str, Any]:
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
     """Of the config and of what is in the shards, wherever they lie."""
     contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
-    return hash_of_json([plan.config_hash, contents])
+    return hash_of_json([dict(plan.config), contents])
 
 
 # ---- whose directory --------------------------------------------------------------------------------------------
@@ -115,21 +117,23 @@ def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
         return
     except ValueError:
         begun = None
+    if all(path == record_path(plan.directory, BEGUN) for path in (plan.directory / PARTS).glob("*.json")):
+        return  # it ended before its first shard
     if begun is None or begun.plan_hash != plan.hash:
-        raise _foreign(plan.directory, "an unfinished")
+        raise _foreign(plan, begun.config if begun else {})
 
 
 def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
     same = [(shard.name, shard.file) for shard in stored] == [(shard.name, shard.file) for shard in shards]
     if not same or finished_plan_hash(plan, shards, stored) != manifest.plan_hash:
-        raise _foreign(plan.directory, "a")
+        raise _foreign(plan, manifest.config)
 
 
-def _foreign(directory: Path, state: str) -> UserError:
-    return UserError(
-        f"out: {directory} holds {state} dataset of another config or of other shards; remove it or name another directory"
-    )
+def _foreign(plan: IndexPlan, before: Mapping[str, Any]) -> UserError:
+    changes = differences(before, plan.config)
+    what = f"of another config ({changes})" if changes else "of other shards"
+    return UserError(f"out: {plan.directory} holds a dataset {what}; name another out")
 
 
 def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
@@ -235,6 +239,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         {shard.name: shard.split for shard in shards},
         directory=plan.directory,
         source=described(settings),
+        config=dict(plan.config),
         decoder=decoder_version(),
         encoding="raw" if is_raw else "keep",
         classes=classes,

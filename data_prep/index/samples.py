@@ -10,10 +10,12 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,11 +23,13 @@ from data_prep.build.shards import Rejected
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
 from data_prep.index.config import IndexSettings
-from data_prep.settings import printable
+from data_prep.settings import UserError, printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
 
 PICTURES = frozenset(("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff"))
+LIKELY = ("label", "class", "class_name", "label_name", "cls", "category", "target", "wnid", "synset", "class_id", "label_id", "y")
+"""What the key of a label is called in the JSON of others, the likeliest first."""
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
@@ -51,7 +55,8 @@ class IndexPlan:
     """Of the classes, where a file gives them."""
     hash: str = ""
     """Of the config and of the list of shards."""
-    config_hash: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What decides the index, besides the shards."""
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
@@ -121,6 +126,10 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
                 found.rows.append(IndexRow(sample.key, picture.offset, picture.num_bytes, found.number(label)))
     finally:
         os.close(descriptor)
+    all_may_go = plan.settings.max_reject_share == 1
+    if not found.rows and not all_may_go and {each.reason for each in found.rejected} == {"no_label"}:
+        first = found.rejected[0]
+        raise UserError(f"label: {first.path}: {first.detail}")
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 
@@ -176,10 +185,25 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
     wanted = plan.settings.label.partition(":")[0]
     member = next((member for suffix, member in sample.members if suffix == wanted), None)
     if member is None:
-        raise BadSample("no_label", f"no member ends in .{wanted}")
+        raise BadSample("no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}")
     if member.num_bytes > MAX_LABEL_BYTES:
         raise BadSample("bad_label", f"{member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
+
+
+def _where_else(descriptor: int, sample: StockSample) -> str:
+    """What may hold the label, and the setting that takes it from there."""
+    small = {suffix: _read(descriptor, member) for suffix, member in sample.members if member.num_bytes <= MAX_LABEL_BYTES}
+    with suppress(ValueError, RecursionError):
+        tree = json.loads(small.get("json", b"null"))
+        keys = [key for key, value in tree.items() if isinstance(value, int | str)] if isinstance(tree, dict) else []
+        likely = sorted(keys, key=lambda key: LIKELY.index(key.lower()) if key.lower() in LIKELY else len(LIKELY))
+        if likely and (likely[0].lower() in LIKELY or "txt" not in small):
+            return f"found .json with keys {', '.join(keys)}: label=json:{likely[0]}"
+    if "txt" in small:
+        return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}): label=txt"
+    suffixes = " ".join(f".{printable(suffix)}" for suffix, _ in sample.members)
+    return f"found {suffixes}; label=none reads pictures without labels"[:200]
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
@@ -228,15 +252,18 @@ def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: BadSam
     return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest)
 
 
-# ---- labels: the digits of KEY.cls, or an integer or a word in KEY.json --------------------------------------------
+# ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt --------------------------------------------
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """A number, or a word where `classes` does not number the words; `kind` is cls or json:FIELD.SUBFIELD. Raises BadSample."""
-    if kind != "cls":
+    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or json:FIELD.SUBFIELD. Raises BadSample."""
+    value: int | str
+    if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])
     elif _NUMBER.fullmatch(data):
         value = int(data)
+    elif kind == "txt" and data.strip():
+        value = printable(os.fsdecode(data.strip()))
     else:
         raise BadSample("bad_label", f"{data[:40]!r} is not an integer")
     if isinstance(value, str):
@@ -257,7 +284,8 @@ def _field(data: bytes, path: str) -> int | str:
         raise BadSample("bad_label", "is not JSON") from None
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
-            raise BadSample("no_label", f"its JSON has no {path}")
+            has = f"; it has {', '.join(value)}"[:200] if isinstance(value, dict) else ""
+            raise BadSample("no_label", f"its JSON has no {path}{has}")
         value = value[key]
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise BadSample("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")

@@ -22,14 +22,12 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, dump, read_yaml, validate, verbs_of
+from data_prep.settings import Settings, SettingsError, differences, dump, flatten, read_yaml, validate, verbs_of
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
 
 RESULT, CONFIG_FILE = "result.json", "config.yaml"
-NUM_NAMED = 5
-"""Of settings that differ."""
 
 MAY_CHANGE = (
     "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "chunk_mb",
@@ -120,16 +118,9 @@ def is_begun(
     if schema is not None:
         with suppress(SettingsError):  # the differences will name what is no setting any more
             begun = validate(schema, begun).model_dump(mode="json")
-    old, new = flatten(begun) if isinstance(begun, dict) else {}, flatten(dict(wanted))
-    changes = [
-        f"{key}: {_short(new.get(key))}, was {_short(old.get(key))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not is_free(key, old.get(key), new.get(key))
-    ]
+    changes = differences(begun if isinstance(begun, dict) else {}, wanted, is_free=is_free)
     if changes and not is_free_again:
-        more = f"; and {len(changes) - NUM_NAMED} more" if len(changes) > NUM_NAMED else ""
-        named = "; ".join(changes[:NUM_NAMED]) + more
-        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({named}); {advice}")
+        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({changes}); {advice}")
     if not alone and finished_result(directory) is None:
         check_place(directory, field=field)
     return not changes
@@ -187,11 +178,6 @@ def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
         raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}")
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
 @contextmanager
 def claim(
     run_dir: Path,
@@ -239,10 +225,3 @@ def check_length(run_dir: Path, duration: str, *, num_steps: int) -> None:
         raise SettingsError(f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name another run_dir")
     if result and not found and duration != begun_duration(run_dir):
         raise SettingsError(f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot go on; name another run_dir")
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value}: how a config is logged as parameters."""
-    if isinstance(tree, dict):
-        return {key: value for name, inner in tree.items() for key, value in flatten(inner, f"{prefix}{name}.").items()}
-    return {prefix.rstrip("."): tree}

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings
+from data_prep.settings import Settings, flatten
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, flatten, save_result, stacks_dir, step_of
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, stacks_dir, step_of
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData

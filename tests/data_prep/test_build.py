@@ -147,11 +147,13 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     assert len(before) == 5
     assert build(source, out, "num_workers=2") == 0
-    message = f"data_prep: out: {out} holds a dataset of another config or source; remove it or name another directory"
-    for change in ("image_size=24", "seed=1", "encoding=jpeg", "source.val_share=0.5"):
-        refused(build(source, out, change), message)
+    held = f"data_prep: out: {out} holds a dataset of"
+    for change in ("image_size: 24, was 16", "seed: 1, was 0", "encoding: jpeg, was raw", "samples_per_shard: 3, was 8192"):
+        key, _, value = change.partition(",")[0].partition(": ")
+        refused(build(source, out, f"{key}={value}"), f"{held} another config ({change}); name another out")
+    refused(build(source, out, "classes=[ant]", "seed=3"), f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)")
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
-    refused(build(source, out), message)
+    refused(build(source, out), f"{held} this config, but its source held other files then; name another out")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
 
@@ -161,7 +163,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
     before = files_of(out)
-    refused(build(source, out, "samples_per_shard=4"), "holds an unfinished dataset of another config")
+    refused(build(source, out, "samples_per_shard=4"), "holds a dataset of another config (samples_per_shard: 4, was 2)")
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
     assert load_manifest(out).num_written == 8

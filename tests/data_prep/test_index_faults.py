@@ -108,6 +108,37 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
     assert read(tmp_path / "out")[1] == [1]
 
 
+FOREIGN = [
+    ({"json": b'{"width": 3, "class": "ant"}'}, "found .json with keys width, class: label=json:class"),
+    ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name: label=json:n"),
+    ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant): label=txt"),
+    ({"json": b"[", "txt": b"ant"}, "found .txt (ant): label=txt"),
+    ({}, "found .jpg; label=none reads pictures without labels"),
+]
+
+
+@pytest.mark.parametrize(("others", "words"), FOREIGN)
+def test_shards_without_the_label_are_refused_with_where_it_may_be_and_leave_nothing_behind(
+    others: dict[str, bytes], words: str, tmp_path: Path, refused: Refused
+) -> None:
+    """And what the message says works: by the same command, in the same place."""
+    names = ["ant", "bee", "ant"]
+    members = [
+        (f"{number}.{ending}", data.replace(b"ant", name.encode()))
+        for number, name in enumerate(names)
+        for ending, data in {"jpg": encoded(picture(seed=number)), **others}.items()
+    ]
+    shard, out = write_tar(tmp_path / "s.tar", members), tmp_path / "out"
+    refused(index(out, shard), f"label: s.tar/0: no member ends in .cls; {words}")
+    setting = next(word for word in words.replace(";", " ").split() if word.startswith("label="))
+    assert index(out, shard, setting) == 0 and main(["verify", str(out)]) == 0
+    labels = read(out)[1]
+    if "ant" in words or "class" in words:
+        assert [load_manifest(out).classes[label] for label in labels] == names
+    else:
+        assert labels == [-1] * 3 if "none" in setting else [3] * 3
+
+
 def test_a_key_that_is_no_utf_8_and_one_of_two_pictures_that_is_chosen(tmp_path: Path) -> None:
     jpg, other = encoded(picture(seed=1)), encoded(picture(seed=2))
     members = [("\udcff\udcfe.in.jpg", jpg), ("\udcff\udcfe.out.jpg", other), ("\udcff\udcfe.cls", b"0")]
@@ -253,12 +284,17 @@ def test_another_config_or_other_shards_are_refused(tmp_path: Path, capsys: pyte
     assert index(out, path) == 0
     before = files_of(out)
     capsys.readouterr()
-    attempts = [([path], "crop=squash"), ([path], "name=other"), ([path, other], ""), ([other], "")]
-    for shards, word in attempts:
-        refused(index(out, shards, *([word] if word else [])), f"out: {out} holds a dataset of another config or of other shards")
+    attempts = [
+        ([path], "crop=squash", "of another config (crop: squash, was center)"),
+        ([path], "name=other", "of another config (name: other, was stock)"),
+        ([path, other], "seed=0", "of other shards"),
+        ([other], "seed=0", "of other shards"),
+    ]
+    for shards, word, why in attempts:
+        refused(index(out, shards, word), f"out: {out} holds a dataset {why}; name another out")
     assert files_of(out) == before
     assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
     write_stock(path, [])
     broken = tmp_path / "broken"
     refused(index(broken, path), "splits.train: its shards hold no samples")
-    refused(index(broken, path, "crop=squash"), "holds an unfinished dataset of another config")
+    refused(index(broken, path, "crop=squash"), "holds a dataset of another config (crop: squash, was center)")
