@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.settings import Settings
 
-_OF_LAYERS = Field(description="Between the layers.")
-Activation = Annotated[Literal["gelu", "relu", "silu", "tanh", "identity"], _OF_LAYERS]
+Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
+_OfLayers = Annotated[Activation, Field(description="Between the layers.")]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
@@ -45,7 +45,7 @@ class MlpSpec(Settings):
     """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)), as the paper prints it."""
     norm: Literal["layer", "batch", "none"] = "layer"
     """In front of each block: LayerNorm, BatchNorm or nothing."""
-    activation: Activation = "gelu"
+    activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
 
@@ -92,7 +92,7 @@ class MixerSpec(Settings):
     S = S0: every model of a sweep over S has it."""
     permuted_blocks: Blocks = Field((), examples=["all", [0, 3]])
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at initialisation."""
-    activation: Activation = "gelu"
+    activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
     norm_eps: float = Field(1e-5, gt=0)
@@ -178,7 +178,7 @@ class SparseMlpSpec(Settings):
         """
         return self.storage == "sparse" or (self.storage == "auto" and self.density <= 0.05)
 
-    activation: Activation = "gelu"
+    activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
 
@@ -213,7 +213,7 @@ class StructuredMlpSpec(Settings):
     """Rows of the hidden vectors, seen as matrices."""
     num_columns: int = Field(28, ge=1)
     """The hidden vectors are num_rows x num_columns."""
-    activation: Activation = "relu"
+    activation: _OfLayers = "relu"
     greyscale: bool = True
     """Takes the mean over the colours, so that a row has W entries and not 3 W (MNIST is grey)."""
 
