@@ -6,9 +6,10 @@
 #
 # Pillow-SIMD takes the place of Pillow (same PIL module, never both). It is built here, with AVX2 where the CPU has
 # it; where a compiler or the JPEG headers are missing, this says what to install and takes Pillow from the same lock.
-# TIFF headers are optional: where they are missing, this says what to install and what is lost without them.
+# A .venv that does not run, or is of another Python than PYTHON names, is made anew; any other is mended.
 set -eu
 cd "$(dirname "$0")"
+ASKED=${PYTHON:-}
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 
@@ -17,10 +18,13 @@ say() { printf '%s\n' "install: $*" >&2; }
 # lock_block NAME prints one package of the lock, without its platform marker.
 lock_block() { sed -n "/^$1==/,/[^\\\\]\$/p" requirements.lock | sed "1s/ ;.*\\\\/ \\\\/"; }
 
+number_of() { "$1" -c 'import sys; print(*sys.version_info[:2])'; }
+
 make_venv() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         { say "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
-    [ -x $VENV/bin/python ] || "$PYTHON" -m venv $VENV ||
+    $VENV/bin/python -m pip --version >/dev/null 2>&1 && [ "$(number_of "${ASKED:-$VENV/bin/python}")" = "$(number_of $VENV/bin/python)" ] ||
+        "$PYTHON" -m venv --clear $VENV ||
         { say "could not make $VENV; on Debian: apt-get install python3-venv"; exit 1; }
     lock_block uv > $VENV/uv.lock
     $VENV/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $VENV/uv.lock
@@ -35,10 +39,14 @@ missing_for_simd() {
     [ -e "$include/Python.h" ] || echo "Python's headers (Debian: apt-get install python3-dev)"
 }
 
-# Pillow-SIMD builds without the headers of libtiff all the same, and reads less.
-say_missing_codec() {
-    printf '#include <stdio.h>\n#include <tiffio.h>\nint main(void){return 0;}\n' | cc -x c -fsyntax-only - 2>/dev/null ||
-        say "without libtiff: data_prep will reject compressed TIFFs (missing_codec). To read them: apt-get install libtiff-dev, then rm -rf $VENV and run make again"
+# take_pil NAME UV_OPTIONS... installs it in the place of the other one: both own the same files.
+take_pil() {
+    lock_block "$1" > $VENV/pillow.lock
+    for name in pillow pillow-simd; do
+        [ "$name" = "$1" ] || $VENV/bin/uv pip uninstall --quiet --python $VENV "$name"
+    done
+    shift
+    $VENV/bin/uv pip install --quiet --python $VENV --no-deps --require-hashes "$@" -r $VENV/pillow.lock
 }
 
 install_pillow() {
@@ -48,18 +56,13 @@ install_pillow() {
     elif [ -z "$missing" ]; then
         # uv leaves CC out of its cache key: a wheel cached without AVX2 would be taken silently, so it is built anew.
         if grep -qw avx2 /proc/cpuinfo; then CC="cc -mavx2"; else CC=cc; fi
-        lock_block pillow-simd > $VENV/pillow.lock
-        if CC=$CC $VENV/bin/uv pip install --quiet --python $VENV --no-deps --require-hashes --no-cache \
-            --no-binary pillow-simd --reinstall-package pillow-simd -r $VENV/pillow.lock 2> $VENV/pillow-simd.log; then
-            say_missing_codec
-            return 0
-        fi
+        export CC
+        take_pil pillow-simd --no-cache --no-binary pillow-simd --reinstall-package pillow-simd 2> $VENV/pillow-simd.log && return 0
         missing="a working build (see $VENV/pillow-simd.log)"
     fi
     say "Pillow-SIMD cannot be built here; missing: $missing"
-    say "taking plain Pillow instead (slower resizing). To change that: install it, then rm -rf $VENV and run make again"
-    lock_block pillow > $VENV/pillow.lock
-    $VENV/bin/uv pip install --quiet --python $VENV --no-deps --require-hashes -r $VENV/pillow.lock
+    say "taking plain Pillow instead (slower resizing). To change that: install it, then sh install.sh"
+    take_pil pillow --reinstall-package pillow
 }
 
 install_all() {
@@ -76,7 +79,7 @@ install_all() {
 }
 
 make_lock() {
-    $VENV/bin/uv pip compile --quiet pyproject.toml --group dev --universal --generate-hashes --python-version 3.11 \
+    $VENV/bin/uv pip compile --quiet pyproject.toml --group dev --group simd --all-extras --universal --generate-hashes --python-version 3.11 \
         --no-annotate --custom-compile-command "sh install.sh lock" --output-file requirements.lock "$@"
 }
 

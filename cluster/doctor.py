@@ -96,8 +96,13 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]
         return fault("neither apptainer nor singularity is in PATH", remedy)
     if image:
         return [Finding("python", "ok", f"in the container {image}")]
+    is_laid_out = Path("cluster/snapshot").is_symlink()  # by `wide-mlps init`
     if not os.access(".venv/bin/python", os.X_OK):
-        return fault("no .venv, and no container image is set")
+        return fault("no .venv, and no container image is set", "wide-mlps init ." if is_laid_out else "sh install.sh")
+    if is_laid_out:
+        return [
+            Finding("python", "ok", f".venv is {os.path.realpath('.venv')}, where wide-mlps is installed; nodes must see it, too")
+        ]
     if not stamp.exists():
         return fault(".venv is half installed: its last step is missing")
     if lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime and not _installed_from(lock):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S, ANSWER_TIMEOUT_S = 30, 60, 10
 """The last is for questions that a server answers without reading a shard; of a web server each is asked in two ways."""
 SLOW_S = 5.0
 _S3_CHUNK_BYTES = 8 << 20
+_NEEDED = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs"}
 _CHANCE = random.SystemRandom()
 """Of its own: the generators that others seed must not feel a server's faults."""
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
@@ -225,6 +227,8 @@ def _file_system(url: str, storage: dict[str, Any], *, silence_s: float = READ_T
     import fsspec
 
     protocol = url.partition("://")[0]
+    if find_spec(_NEEDED.get(protocol, "fsspec")) is None:
+        raise UserError(f"{protocol}://: {_NEEDED[protocol]} is not installed; pip install 'wide-mlps[remote]'")
     options = dict(storage)
     if protocol in ("http", "https"):
         import aiohttp

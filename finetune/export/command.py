@@ -71,7 +71,7 @@ def _check_libraries(settings: ExportSettings) -> None:
         missing = ", ".join(name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None)
         others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
         if missing:
-            raise UserError(f"formats: {graph} needs {missing}, which is not installed; install it, or take --formats {others}")
+            raise UserError(f"formats: {graph} needs {missing}; pip install 'wide-mlps[{graph}]', or take --formats {others}")
 
 
 def _check_space(out: Path, *, num_bytes: int) -> None:

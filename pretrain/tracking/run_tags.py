@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ def git_commit() -> str:
     try:
         if said.exists():
             return said.read_text().strip() or "unknown"
+        if not (here.parent / "pyproject.toml").exists():  # a repository around the environment is none of ours
+            return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()

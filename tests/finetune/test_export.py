@@ -234,7 +234,7 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
     assert "holds no checkpoint; give a run directory" in said(str(tmp_path), here[1])
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
-        assert "formats: onnx needs onnxruntime, which is not installed; install it, or take --formats timm,torch" in said(*here)
+        assert "formats: onnx needs onnxruntime; pip install 'wide-mlps[onnx]', or take --formats timm,torch" in said(*here)
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: Mock(free=10))
         assert "0.00 GB are free; free some" in said(*here)
