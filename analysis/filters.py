@@ -12,15 +12,16 @@ from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, filter_side, s
 
 def draw(checkpoint: Path, path: Path, *, columns: int = 5) -> None:
     """The `columns` x `columns` neurons with the largest weights."""
-    weight_NF, side = first_layer(checkpoint)
-    save_sheet(draw_filters(strongest_filters(weight_NF, side=side, count=columns**2), columns=columns), path)
-
-
-def first_layer(checkpoint: Path) -> tuple[Tensor, int]:
-    """Its weights, and the side of the square that each neuron looks at."""
     opened = Checkpoint.open(checkpoint)
+    weight_NF, side = first_layer(opened)
+    name = f"{opened.card.model.label}, step {opened.card.step:,}"
+    save_sheet(draw_filters(strongest_filters(weight_NF, side=side, count=columns**2), columns=columns, name=name), path)
+
+
+def first_layer(opened: Checkpoint) -> tuple[Tensor, int]:
+    """Its weights, and the side of the square that each neuron looks at."""
     card, weights = opened.card, load_weights(opened)
     side = filter_side(card.model, image_size=card.image_size)
     if side is None:
-        raise ValueError(f"{checkpoint}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer")
+        raise ValueError(f"{opened.directory}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer")
     return weights[FIRST_LAYER], side

@@ -1,29 +1,23 @@
 """What a folder of runs has shown: a table on the console and one picture (samples, curves, accuracies beside chance)."""
 
+import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from data_prep.images import decode
+from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
+from finetune.looks import looks
 from finetune.runs import TASKS, Run, runs_below
 
-LOOKS: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-}
 TASK_LOOKS = {
     "pretrain": ("pretrained", "#4477aa"),
     "probe": ("linear probe", "#66aa77"),
@@ -65,54 +59,63 @@ def spread_of(run: Run) -> str:
     return "" if run.top1_std is None else f" ± {100 * run.top1_std:.1f}"
 
 
-@matplotlib.rc_context(LOOKS)
 def draw(runs: list[Run], path: Path) -> None:
     """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
     # an evaluation is a figure of a run that has a bar of its own; the table has it
     runs = [run for run in runs if run.task != "evaluate"] or runs
-    datasets = sorted({run.dataset for run in runs})
-    figure = Figure(figsize=(11, 3.0 + 0.9 * len(datasets)), layout="constrained")
-    grid = figure.add_gridspec(2, 1, height_ratios=[0.9 * len(datasets), 3.0])
-    pictures, panels = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-    for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
-        axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
-        axes.set_axis_off()
-        axes.set_title(f"{dataset.name}: {len(load_manifest(dataset).classes)} classes", pad=2)
-    loss, accuracy, bars = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
-    draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
-    draw_accuracies([run for run in runs if run.task != "pretrain" and run.top1 is not None], bars)
-    figure.savefig(path, dpi=120)
+    datasets, bars = sorted({run.dataset for run in runs}), [run for run in runs if run.task != "pretrain" and run.top1 is not None]
+    heights = [0.9 * len(datasets), max(3.0, 0.8 + 0.36 * len(bars))]
+    with looks(*(run.name for run in runs), *(dataset.name for dataset in datasets)):
+        figure = Figure(figsize=(11, sum(heights)))
+        grid = figure.add_gridspec(2, 1, height_ratios=heights)
+        pictures, panels = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+        for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
+            axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
+            axes.set_axis_off()
+            axes.set_title(f"{legible(dataset.name)}: {len(load_manifest(dataset).classes)} classes", pad=2)
+        loss, accuracy, transfer = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
+        draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
+        draw_accuracies(bars, transfer)
+        figure.savefig(path, dpi=120)
 
 
 def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
-    for run in runs:
-        loss.plot(*run.curve("train/loss"), label=run.model_name)
-        accuracy.plot(*run.curve("eval/top1"), marker="o", markersize=3, label=run.model_name)
-    for axes, title in ((loss, "pretraining: training loss"), (accuracy, "pretraining: held-out top-1")):
-        axes.set(title=title, xlabel="step")
+    """Beside each the loss and the accuracy of guessing, dotted."""
+    for number, run in enumerate(runs):
+        style: dict[str, Any] = {"color": f"C{number}", "label": legible(run.name)}
+        loss.plot(*run.curve("train/loss"), **style)
+        accuracy.plot(*run.curve("eval/top1"), marker="o", markersize=3, **style)
+        if run.chance:
+            loss.axhline(-math.log(run.chance), color=style["color"], linestyle=":", linewidth=1)
+            accuracy.axhline(run.chance, color=style["color"], linestyle=":", linewidth=1)
+    for axes, title in ((loss, "pretraining: training loss"), (accuracy, f"pretraining: top-1 on {_splits(runs)}")):
+        axes.set(title=f"{title} (dotted: chance)", xlabel="step")
         if runs:
             axes.legend()
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
+    """A bar for each run, with its name; below that, what it is of."""
     runs = sorted(runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0))
+    for row, run in enumerate(runs):
+        top1, several = run.top1 or 0.0, len({each.split for each in runs}) > 1
+        axes.barh(row, top1, color="#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1])
+        axes.text(top1 + 0.01, row, f"{top1:.1%}{spread_of(run)}" + (f" on {run.split}" if several else ""), va="center")
+        if run.top1_std is not None:
+            axes.errorbar(top1, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
+        if run.chance:
+            axes.vlines(run.chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)
     names = [_task(run) if run.model_name == "pixels" else f"{run.model_name}, {_task(run)}" for run in runs]
     if len({run.dataset for run in runs}) > 1:
         names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
-    colours = ["#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1] for run in runs]
-    axes.barh(range(len(runs)), [run.top1 or 0.0 for run in runs], color=colours)
-    axes.set_yticks(range(len(runs)), names)
-    for row, run in enumerate(runs):
-        axes.text((run.top1 or 0.0) + 0.01, row, f"{run.top1:.1%}{spread_of(run)}", va="center")
-        if run.top1_std is not None:
-            axes.errorbar(run.top1 or 0.0, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
-    chances = {row: run.chance for row, run in enumerate(runs) if run.chance}
-    for row, chance in chances.items():
-        axes.vlines(chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)
-    if chances:
-        row, chance = max(chances.items())
-        axes.text(chance + 0.01, row + 0.55, "chance", fontsize=7, va="bottom")
-    axes.set(title="transfer: test top-1", xlim=(0, 1.08))
+    axes.set_yticks(range(len(runs)), [f"{legible(run.name)}\n{legible(name)}" for run, name in zip(runs, names, strict=True)])
+    axes.set(title=f"transfer: top-1 on {_splits(runs)} (dotted: chance)", xlim=(0, 1.12))
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
+def _splits(runs: list[Run]) -> str:
+    return " or ".join(sorted({run.split for run in runs})) or "held-out pictures"
 
 
 def contact_sheet(directory: Path, *, count: int) -> NDArray[np.uint8]:

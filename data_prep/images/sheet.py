@@ -6,8 +6,9 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from data_prep.images.lettering import Letters, families
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
 
@@ -52,25 +53,25 @@ def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image
     side = size * max(1, -(-CELL // size))
     columns = min(len(cells), max(4, min(10, round(len(cells) ** 0.5 * 1.2))))
     rows = -(-len(cells) // columns)
-    head_font, font = ImageFont.load_default(22), ImageFont.load_default(13)
+    families([title, facts, *(cell.label for cell in cells)])  # at once: each search has its price
+    head, body = Letters(22), Letters(13)
     label_height = LABEL + LINE * max(cell.label.count("\n") for cell in cells)
     width = 2 * MARGIN + columns * side + (columns - 1) * GAP
-    width = max(width, 2 * MARGIN + int(max(head_font.getlength(title), font.getlength(facts))) + 1)
+    width = max(width, 2 * MARGIN + int(max(head.getlength(title), body.getlength(facts))) + 1)
     height = MARGIN + HEAD + rows * (side + label_height) + (rows - 1) * GAP + MARGIN
     sheet = Image.new("RGB", (width, height), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    pen.text((MARGIN, MARGIN), title, INK, head_font)
-    pen.text((MARGIN, MARGIN + 32), facts, QUIET, font)
+    head.draw(sheet, (MARGIN, MARGIN), title, INK)
+    body.draw(sheet, (MARGIN, MARGIN + 32), facts, QUIET)
     for number, cell in enumerate(cells):
         left = MARGIN + number % columns * (side + GAP)
         top = MARGIN + HEAD + number // columns * (side + label_height + GAP)
         sheet.paste(cell.picture.resize((side, side), Image.Resampling.NEAREST), (left, top))
         for line, text in enumerate(cell.label.split("\n")):
-            pen.text((left, top + side + 3 + LINE * line), shortened(text, font, width=side), INK, font)
+            body.draw(sheet, (left, top + side + 3 + LINE * line), shortened(text, body, width=side), INK)
     return sheet
 
 
-def shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, *, width: float) -> str:
+def shortened(text: str, font: Letters, *, width: float) -> str:
     """The text as far as it fits; the middle goes first, because class names differ at both ends."""
     if font.getlength(text) <= width:
         return text

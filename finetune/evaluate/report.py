@@ -8,8 +8,6 @@ confusion.png         who is taken for whom
 calibration.png       whether the confidence is earned
 views.png             what more views bring
 result.json           written last
-
-Figures are made without pyplot, which would keep them: a process may draw as many as it likes.
 """
 
 import csv
@@ -19,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,9 +25,11 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
+from data_prep.images.lettering import legible
 from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.scoring import OTHER, Answers, Calibration, Confusion, Moment, PerClass, calibration, moments, scores_of
+from finetune.looks import BLUE, GREY, RED, looks
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
 from pretrain.data.reader import ShardReader
@@ -44,17 +43,8 @@ NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_COUNTED, MOST_SHOWN, NUM_BLOCKS = 40, 12, 200, 100
 """So many classes have their names written; have their shares written into the cells; have a cell each. Else: so many blocks."""
-BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
-LOOKS: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.labelsize": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
+FEW_PER_CLASS, FEW_PER_BIN = 50, 10
+"""With fewer pictures a share looks more exact than it is: cells have counts, bars of the calibration are pale."""
 
 
 def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracker: Tracker, *, seconds: float) -> dict[str, Any]:
@@ -175,23 +165,25 @@ def write_confusion(path: Path, confusion: Confusion) -> None:
         pq.write_table(table, file, compression="zstd")
 
 
-@matplotlib.rc_context(LOOKS)
 def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -> list[Path]:
     """The pictures' paths."""
     right_N = answers.answers_NA[:, 0] == answers.labels_N
-    figures = {"confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}")}
-    figures["calibration"] = draw_calibration(calibration(answers.probabilities_NA[:, 0], right_N), title=title)
-    if len(answers.moments) > 1:
-        figures["views"] = draw_views(moments(answers), title=f"{title}: mean softmax over views")
-    for name, figure in figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=140)
-        write_atomic(run_dir / f"{name}.png", buffer.getvalue())
+    named = confusion.names if len(confusion.names) <= MOST_NAMED else ()
+    with looks(title, *named):
+        title = legible(title)
+        figures = {"confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}")}
+        figures["calibration"] = draw_calibration(calibration(answers.probabilities_NA[:, 0], right_N), title=title)
+        if len(answers.moments) > 1:
+            figures["views"] = draw_views(moments(answers), title=f"{title}: mean softmax over views")
+        for name, figure in figures.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=140)
+            write_atomic(run_dir / f"{name}.png", buffer.getvalue())
     return [run_dir / f"{name}.png" for name in figures]
 
 
 def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
-    """Rows are the true classes; colour is the share of the row."""
+    """Rows are the true classes; colour is the share of the row. Where classes are small, cells have counts."""
     size = len(confusion.names)
     counts = confusion.matrix(num_blocks=None if size <= MOST_SHOWN else NUM_BLOCKS)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -202,12 +194,11 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format=PercentFormatter(1, decimals=0))
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1])
-    bar.set_label("share of the class's pictures")
     bar.outline.set_visible(False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if size <= MOST_NAMED:
-        names = [short(name) for name in confusion.names]
+        names = [legible(short(name)) for name in confusion.names]
         axes.set_yticks(range(size), names)
         columns = [*names, OTHER][: counts.shape[1]]
         axes.set_xticks(range(len(columns)), columns, rotation=90)
@@ -218,10 +209,12 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
         axes.set_ylabel(f"true class ({size:,} classes in {NUM_BLOCKS} blocks of neighbours)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda place, _: f"{max(0, round(place * size / NUM_BLOCKS)):,}"))
-    for (row, column), share in np.ndenumerate(shares) if max(shares.shape) <= MOST_COUNTED else ():
+    is_few = counts.sum(axis=1).max(initial=0) < FEW_PER_CLASS
+    bar.set_label("share of the class's pictures" + (", which are counted in the cells" if is_few else ""))
+    for (row, column), share in np.ndenumerate(shares) if max(shares.shape) <= (MOST_NAMED if is_few else MOST_COUNTED) else ():
         if share > 0:
-            colour = "white" if share > 0.35 else "black"
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=colour)
+            words = f"{counts[row, column]:.0f}" if is_few else f"{share:.0%}"
+            axes.text(column, row, words, ha="center", va="center", fontsize=7, color="white" if share > 0.35 else "black")
     return figure
 
 
@@ -238,9 +231,13 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
     filled, width = bins.counts > 0, edges[1]
     lefts, accuracies, confidences = edges[:-1][filled], bins.accuracies[filled], bins.confidences[filled]
     style: dict[str, Any] = {"width": width, "align": "edge", "edgecolor": "white", "linewidth": 0.8}
-    above.bar(lefts, accuracies, color=BLUE, label="accuracy", **style)
-    gap = style | {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 0.6, "label": "gap"}
-    above.bar(lefts, np.abs(confidences - accuracies), bottom=np.minimum(accuracies, confidences), **gap)
+    few = bins.counts[filled] < FEW_PER_BIN
+    for chosen, note, alpha in ((~few, "", 1.0), (few, f", fewer than {FEW_PER_BIN} pictures", 0.3)):
+        if chosen.any():
+            places, lower = lefts[chosen], np.minimum(accuracies, confidences)[chosen]
+            above.bar(places, accuracies[chosen], color=BLUE, alpha=alpha, label=f"accuracy{note}", **style)
+            gap = style | {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 0.6, "label": f"gap{note}"}
+            above.bar(places, np.abs(confidences - accuracies)[chosen], bottom=lower, alpha=alpha, **gap)
     above.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy")
     facts = f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
     above.set(title=f"{title}\n{facts}", ylabel="accuracy", ylim=(0, 1))

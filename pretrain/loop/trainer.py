@@ -330,7 +330,8 @@ class Trainer:
         weight_NF = self.engine.weight(FIRST_LAYER)
         if weight_NF is not None:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
-            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS), step=self.step)
+            name = f"{self.run_dir.name}, step {self.step:,}"
+            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS, name=name), step=self.step)
 
 
 @dataclass

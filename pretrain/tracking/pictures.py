@@ -5,6 +5,7 @@ in a Mixer or a SW-MLP. Other models have no such layer.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_prep.images.sheet import PAPER, LabelledPicture, draw_sheet
+from data_prep.images.lettering import Letters
+from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_sheet
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.config import AugmentSettings
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
 FIRST_LAYER = "stem.weight"
-PANEL, MARGIN = 144, 6
+PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array([(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64)
 """For -1, -1/2, 0, 1/2 and 1."""
 
@@ -42,18 +44,28 @@ def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np
     return filters_of(weight_NF[order], side=side)
 
 
-def draw_filters(filters: NDArray[np.float32], *, columns: int) -> Image.Image:
-    """`columns` x `columns` panels, each in its own scale: blue is positive, red negative, white nothing."""
-    sheet = Image.new("RGB", (columns * PANEL, columns * PANEL), PAPER)
-    inside, places = PANEL - 2 * MARGIN, np.linspace(-1, 1, len(_RED_TO_BLUE))
+def draw_filters(filters: NDArray[np.float32], *, columns: int, name: str) -> Image.Image:
+    """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white nothing."""
+    scale = float(np.percentile(np.abs(filters), 99)) or 1.0  # a single weight would make all others pale
+    sheet = Image.new("RGB", (columns * PANEL, HEAD + columns * PANEL), PAPER)
+    Letters(18).draw(sheet, (MARGIN, MARGIN), f"{name}: the strongest filters of the first layer", INK)
+    small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
+    sheet.paste(bar, (MARGIN, MARGIN + 36))
+    facts = f"{-scale:.2g} to {scale:.2g}, a pixel by its largest colour; noise: hardly trained; one colour: flat"
+    small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
+    inside = PANEL - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):
-        shares = values / max(float(np.abs(values).max()), 1e-30)  # the largest magnitude has the darkest colour
-        channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
-        panel = Image.fromarray(np.stack(channels, axis=-1).round().astype(np.uint8))
         row, column = divmod(number, columns)
-        place = column * PANEL + MARGIN, row * PANEL + MARGIN
-        sheet.paste(panel.resize((inside, inside), Image.Resampling.NEAREST), place)
+        place = column * PANEL + MARGIN, HEAD + row * PANEL + MARGIN
+        sheet.paste(QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1))  # white ones have an edge
+        sheet.paste(_coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place)
     return sheet
+
+
+def _coloured(shares: NDArray[np.floating[Any]]) -> Image.Image:
+    places = np.linspace(-1, 1, len(_RED_TO_BLUE))
+    channels = [np.interp(shares, places, _RED_TO_BLUE[:, channel]) for channel in range(3)]
+    return Image.fromarray(np.stack(channels, axis=-1).round().astype(np.uint8))
 
 
 def fed_sheet(prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str) -> Image.Image:

@@ -9,14 +9,15 @@ from PIL import Image
 
 from analysis.cli import main
 from analysis.filters import first_layer
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import StructuredMlpSpec
-from pretrain.tracking.pictures import filters_of
+from pretrain.tracking.pictures import HEAD, filters_of
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint
 from tests.conftest import Capture
 
 
 def filters_in(checkpoint: Path) -> np.ndarray:
-    weight, side = first_layer(checkpoint)
+    weight, side = first_layer(Checkpoint.open(checkpoint))
     return filters_of(weight, side=side)
 
 
@@ -42,8 +43,8 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: Capture, num_neurons: int)
     assert main(["filters", str(tmp_path / "run"), "--out", str(path)]) == 0
     assert f"picture: {path}" in capsys.readouterr().out
     with Image.open(path) as image:
-        assert (image.format, image.size) == ("PNG", (720, 720))
-        pixels = np.asarray(image.convert("RGB")).reshape(5, 144, 5, 144, 3)
+        assert (image.format, image.size) == ("PNG", (720, HEAD + 720))
+        pixels = np.asarray(image.convert("RGB"))[HEAD:].reshape(5, 144, 5, 144, 3)
     # a panel is white where there is no neuron, and only there
     assert int((pixels.min(axis=(1, 3, 4)) < 255).sum()) == min(num_neurons, 25)
 

@@ -97,14 +97,29 @@ def test_every_finished_transfer_is_a_bar_even_under_one_name(runs: Path, write_
     bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in axes.patches}  # type: ignore[attr-defined]
     assert bars == {0: 0.25, 1: 0.375, 2: 0.5, 3: 0.625, 4: 0.6875}
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "linear on pixels",
-        "B-2/Wi-6, from scratch",
-        "B-2/Wi-6, linear probe",
-        "B-2/Wi-6, fine-tuned",
-        "B-2/Wi-6, fine-tuned",
+        "pixels\nlinear on pixels",
+        "scratch\nB-2/Wi-6, from scratch",
+        "probe\nB-2/Wi-6, linear probe",
+        "tuned\nB-2/Wi-6, fine-tuned",
+        "tuned-again\nB-2/Wi-6, fine-tuned",
     ]
-    written = [text.get_text() for text in axes.texts]
-    assert written == ["25.0%", "37.5%", "50.0%", "62.5%", "68.8%", "chance"]
+    assert [text.get_text() for text in axes.texts] == ["25.0%", "37.5%", "50.0%", "62.5%", "68.8%"]
+    assert axes.xaxis.get_major_formatter().format_pct(0.5, 1) == "50%"  # type: ignore[attr-defined]
+
+
+def test_a_bar_tells_its_split(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
+    for name, split in (("a", "val"), ("b", "test")):
+        write_run(name, probing(shapes, None) | {"data": {"dataset": str(shapes), "test_split": split}}, result={"test_top1": 0.5})
+    figure = Figure()
+    for runs, title, words in (
+        (collect(tmp_path / "runs" / "a"), "transfer: top-1 on val (dotted: chance)", ["50.0%"]),
+        (collect(tmp_path / "runs"), "transfer: top-1 on test or val (dotted: chance)", ["50.0% on val", "50.0% on test"]),
+    ):
+        draw_accuracies(runs, axes := figure.add_subplot())
+        assert (axes.get_title(loc="center") or axes.get_title(loc="left"), [each.get_text() for each in axes.texts]) == (
+            title,
+            words,
+        )
 
 
 def test_every_bar_is_held_against_the_chance_of_its_own_dataset(runs: Path, write_run: WriteRun, shapes: Path) -> None:
@@ -114,15 +129,20 @@ def test_every_bar_is_held_against_the_chance_of_its_own_dataset(runs: Path, wri
     lines = [collection.get_segments()[0] for collection in axes.collections]  # type: ignore[attr-defined]
     assert [(round(float(line[:, 1].mean())), round(float(line[0, 0]), 3)) for line in lines] == [(0, 0.2), (1, 0.2), (2, 0.125)]
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["linear on pixels, shapes-b", "B-2/Wi-6, linear probe, shapes-b", "B-2/Wi-6, linear probe, shapes-a"]
+    assert [label.split("\n")[1] for label in labels] == [
+        *("linear on pixels, shapes-b", "B-2/Wi-6, linear probe, shapes-b", "B-2/Wi-6, linear probe, shapes-a")
+    ]
 
 
 def test_curves_of_unfinished_runs_are_drawn_as_far_as_they_go(runs: Path) -> None:
     loss, accuracy = Figure().subplots(1, 2)
     draw_curves([run for run in collect(runs) if run.task == "pretrain"], loss, accuracy)
-    drawn = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
-    assert drawn == {"B-2/Wi-6": [[10, 0.3], [20, 0.15], [30, 0.1]], "Mixer P4 C8 L3": [[10, 0.3]], "?": []}
-    assert [line.get_ydata().tolist() for line in accuracy.lines] == [[0.1], [0.1, 0.2, 0.3], []]
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in loss.lines[::2]}
+    assert drawn == {"mlp": [[10, 0.3], [20, 0.15], [30, 0.1]], "mixer": [[10, 0.3]], "nothing-yet": []}
+    assert [line.get_ydata().tolist() for line in accuracy.lines[::2]] == [[0.1], [0.1, 0.2, 0.3], []]
+    for lines, chance in ((loss.lines, np.log(8)), (accuracy.lines, 1 / 8)):  # of 8 classes, beside each curve in its colour
+        assert [list(line.get_ydata()) for line in lines[1::2]] == [[pytest.approx(chance)] * 2] * 3
+        assert [line.get_color() for line in lines[::2]] == [line.get_color() for line in lines[1::2]]
 
 
 def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Path) -> None:

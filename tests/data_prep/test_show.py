@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFont
+from PIL import Image
 
 from data_prep.check.contact_sheet import contact_sheet
 from data_prep.cli import main
+from data_prep.images.lettering import Letters
 from data_prep.images.sheet import CELL, shortened
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, write_files
@@ -64,7 +65,7 @@ def test_the_command_writes_the_picture_and_leaves_the_dataset_alone(
 
 
 def test_long_names_keep_both_ends_and_fit() -> None:
-    font = ImageFont.load_default(13)
+    font = Letters(13)
     name = "Tyrannus tyrannus, the eastern kingbird, in flight"
     short = shortened(name, font, width=CELL)
     assert font.getlength(short) <= CELL

@@ -13,7 +13,7 @@ from data_prep.manifest import load_manifest
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.tracking.pictures import draw_filters, strongest_filters
+from pretrain.tracking.pictures import HEAD, draw_filters, strongest_filters
 from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, with_note
 from tests.training import finish, start, write_config
 
@@ -60,7 +60,7 @@ def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> No
     assert told == [("pictures/fed", 0), *(("pictures/first_layer", step) for step in (0, 3, 6))]
     (last,) = [event for event in events(run_dir, "image") if event["step"] == 6]
     stem = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")["stem.weight"]
-    expected = draw_filters(strongest_filters(stem, side=16, count=25), columns=5)
+    expected = draw_filters(strongest_filters(stem, side=16, count=25), columns=5, name="tiny, step 6")
     with Image.open(str(last["path"])) as drawn:
         np.testing.assert_array_equal(np.asarray(drawn), np.asarray(expected))
 
@@ -72,11 +72,16 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     weight[2, 11] = 3.0
     filters = strongest_filters(weight, side=2, count=2)
     np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, 3]]])
-    sheet = np.asarray(draw_filters(filters, columns=2))
-    assert sheet.shape == (288, 288, 3)
-    blue, white = [5, 48, 97], [247, 247, 247]
-    assert sheet[72, 72].tolist() == blue and sheet[130, 270].tolist() == blue and sheet[20, 160].tolist() == white
-    assert sheet[200:, :].min() == 255  # two panels of four
+    sheet = np.asarray(draw_filters(filters, columns=2, name="a run"))
+    assert sheet.shape == (HEAD + 288, 288, 3)
+    panels, blue, white = sheet[HEAD:], [5, 48, 97], [247, 247, 247]
+    pale = [round(67 + (5 - 67) / 3), round(147 + (48 - 147) / 3), round(197 + (97 - 197) / 3)]  # 2 of 3, in the scale of both
+    assert panels[130, 270].tolist() == blue and panels[20, 160].tolist() == white
+    assert np.abs(panels[72, 72] - np.array(pale)).max() <= 6
+    assert panels[200:, :].min() == 255  # two panels of four
+    assert (sheet[:HEAD] < 128).any()  # a name, and a scale
+    nothing = np.asarray(draw_filters(np.zeros((1, 2, 2), np.float32), columns=1, name="a run"))[HEAD:]
+    assert nothing[72, 72].tolist() == white and nothing[5, 72].max() < 128  # has an edge
 
 
 def test_the_command_is_shown_as_it_can_be_typed() -> None:
