@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain train | preview | show | models | widths | plan | import | sync`.
+"""Command line of the second floor: `pretrain start | train | preview | show | models | widths | plan | import | sync`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -24,6 +24,7 @@ from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, read_world
+from pretrain.start import command as start
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
+    start.add_verb(verbs)
     train = _add_config(verbs, "train", _train, help="run a config, or go on with it where it stopped")
     train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
     preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")

@@ -1,6 +1,7 @@
 """The house itself: README's commands run as printed, one PIL is installed, the lock is complete, heavy imports stay in place."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import PIL
 import pytest
 
+from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.ranks import REPOSITORY
 
 PACKAGES = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
@@ -38,18 +40,39 @@ def test_there_are_commands_for_every_floor_and_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().split()) <= 1000
 
 
+REJECTED = [("cut.jpg", "truncated"), ("notes.txt", "not_an_image")]
+
+
+def add_pictures(place: Path) -> None:
+    """What people's folders hold besides: other formats, folders in classes, what is broken, what is no picture."""
+    folder, image = min(place.iterdir()), picture(seed=1, width=90)
+    nested = {f"{folder.name}/trip/nested.jpeg": encoded(image), f"{folder.name}/good.png": encoded(image, "PNG")}
+    broken = {f"{folder.name}/cut.jpg": encoded(image)[:-300], f"{folder.name}/notes.txt": b"not mine"}
+    write_files(place, {f"{folder.name}/good.webp": webp(image), **nested, **broken})
+
+
 @pytest.mark.timeout(1500)
 def test_commands_run_as_printed(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    for line in printed_commands():
+    printed = printed_commands()
+    for number, line in enumerate(printed):
+        if line.startswith("pretrain start"):
+            add_pictures(tmp_path / "data/shapes-images/train")
         done = subprocess.run(
             ["/bin/sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=400
         )
         assert done.returncode == 0, f"$ {line}\n{done.stdout}\n{done.stderr}"
+        for is_next in re.findall(r"^next: (.*)$", done.stdout, re.MULTILINE):  # what was printed is what README has next
+            assert printed[number + 1].startswith(is_next), f"$ {line}\n{done.stdout}"
+    rejected = [json.loads(line) for line in (tmp_path / "data/mine/rejected.jsonl").read_text().splitlines()]
+    assert sorted((reject["path"].rsplit("/", 1)[1], reject["reason"]) for reject in rejected) == REJECTED
+    stored = [json.loads(path) for file in (tmp_path / "data/mine").glob("train-*.paths") for path in file.read_text().splitlines()]
+    assert {path.rsplit("/", 1)[1] for path in stored} > {"good.webp", "good.png", "nested.jpeg"}
     for left in (
         "data/shapes/manifest.json",
+        "predictions.csv",
         "runs/first-tuned/result.json",
         "exports/first-tuned/model.onnx",
         "runs/report.png",

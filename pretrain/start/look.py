@@ -1,0 +1,86 @@
+"""What `pretrain start` looks at, and changes nothing of: pictures, a dataset, this machine. No torch here."""
+
+import os
+import statistics
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from data_prep.images.decoding import size_of
+from data_prep.images.rejection import Rejection
+from data_prep.manifest import Manifest, load_manifest
+from data_prep.pictures import in_folder
+from data_prep.settings import UserError, num_cores
+
+NUM_SAMPLED = 100
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A folder of them, by a sample."""
+
+    num_pictures: int
+    width: int
+    height: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "Pictures":
+        found, sizes = list(in_folder(folder)), list[tuple[int, int]]()
+        for each in found[:: max(1, len(found) // NUM_SAMPLED)]:
+            with suppress(Rejection):
+                sizes.append(size_of(each.read()))
+        if not sizes:
+            index = f"index its shards first: data_prep index --train '{folder}/*.tar' --out data/NAME"
+            remedy = index if any(folder.glob("*.tar")) else "give another"
+            raise UserError(f"{folder}: holds no pictures that can be read; {remedy}")
+        width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
+        return cls(len(found), width, height)
+
+
+@dataclass(frozen=True)
+class Data:
+    directory: Path
+    manifest: Manifest
+    train: str
+    judged: str | None
+    """The split to evaluate on."""
+
+    @classmethod
+    def of(cls, directory: Path) -> "Data":
+        manifest = load_manifest(directory)
+        train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
+        manifest.labelled_split(train, directory=directory)
+        whole = [name for name in ("val", "test") if name != train and name in manifest.splits]
+        return cls(directory, manifest, train, next((name for name in whole if not manifest.splits[name].num_unlabelled), None))
+
+    @property
+    def num_train(self) -> int:
+        return self.manifest.splits[self.train].num_samples
+
+    @property
+    def num_judged(self) -> int:
+        return self.manifest.splits[self.judged].num_samples if self.judged else 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    num_cores: int
+    memory_gb: float
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> "Machine":
+        seen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list[str]()
+        with suppress(OSError):
+            query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+            gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[:-1]
+        if seen is not None:
+            gpus = gpus[: len([word for word in seen.split(",") if word.strip()])]
+        return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpus))
+
+    def __str__(self) -> str:
+        cores = f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}, {self.memory_gb:.0f} GB of memory"
+        return f"{len(self.gpus)} x {self.gpus[0]}, {cores}" if self.gpus else f"{cores}, no GPU"

@@ -1,0 +1,182 @@
+"""`pretrain start`: whatever the data and the machine, its configs are good; what a user has edited stays; a mistake is a line."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_prep.manifest import Split, load_manifest
+from data_prep.settings import load_settings, read_yaml, validate
+from finetune.probe.config import ProbeSettings
+from finetune.tune.config import TuneSettings
+from pretrain.cli import main
+from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.models.spec import MlpSpec
+from pretrain.start import recipe
+from pretrain.start.look import Data, Machine, Pictures
+from tests.conftest import Capture, Patch
+from tests.data_prep.samples import encoded, picture, webp, write_files
+from tests.pretrain.checkpoints.tiny import card_of
+
+pytestmark = pytest.mark.processes  # `data_prep build` is one
+MLP = MlpSpec(kind="mlp", depth=1, width=12)
+
+
+def of_size(shapes: Path, count: int, *, judged: str | None = "val") -> Data:
+    """As if its training split had so many pictures."""
+    manifest = load_manifest(shapes)
+    train = manifest.splits["train"]
+    shard = train.shards[0].model_copy(update={"num_samples": count})
+    splits = {"train": Split(shards=(shard,), class_counts=(count,)), "val": manifest.splits["val"]}
+    return Data(shapes, manifest.model_copy(update={"splits": splits}), "train", judged)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 3, 8])
+@pytest.mark.parametrize("count", [2, 9, 60, 600, 5_000, 60_000, 500_000, 14_000_000])
+def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Path, count: int, num_gpus: int) -> None:
+    machine = Machine(4, 16.0, ("GPU",) * num_gpus)
+    for judged in ("val", None):
+        choices = recipe.pretraining(of_size(shapes, count, judged=judged), machine, name="x")
+        settings = validate(PretrainSettings, recipe.tree_of(choices))
+        local = check_against_ranks(settings.train, settings.augment, num_ranks=recipe.num_ranks(machine))
+        assert local >= 2 and settings.train.global_batch_size <= max(16, count)
+        assert recipe.num_ranks(machine) <= max(1, num_gpus)
+        data = load_training_data(settings.data)
+        larger = replace(data.parts[0], manifest=of_size(shapes, count).manifest)
+        steps = check_against_data(
+            replace(data, parts=(larger,)), model=settings.model, train=settings.train, schedule=settings.schedule
+        )
+        assert steps >= 10
+        assert all(len(choice.reason) > 5 for choice in choices)
+    tuned = recipe.tuning(of_size(shapes, count), name="x", pretrained="w", card=card_of(MLP))
+    assert validate(TuneSettings, recipe.tree_of(tuned)).data.dataset == str(shapes)
+    probed = recipe.probing(of_size(shapes, count, judged="test"), name="x", pretrained="w", card=card_of(MLP))
+    assert validate(ProbeSettings, recipe.tree_of(probed)).data.test_split == "test"
+
+
+def test_what_is_rendered_is_read_back(tmp_path: Path) -> None:
+    odd = [
+        "plain",
+        "a: b",
+        "1e3",
+        "on",
+        "true",
+        "a #b",
+        "x y",
+        "",
+        "123",
+        "[a]",
+        "- a",
+        0.1,
+        3e-5,
+        12,
+        True,
+        None,
+        [0.5, 1.0],
+        ["a, b"],
+    ]
+    choices = [recipe.Choice(f"{'abc'[number % 3]}.key{number}", value, "why: # so") for number, value in enumerate(odd)]
+    choices = [recipe.Choice("top", "x", "why"), *sorted(choices, key=lambda choice: choice.key[0])]
+    (tmp_path / "x.yaml").write_text(recipe.render(choices, ["head: one", "two"]))
+    assert read_yaml(tmp_path / "x.yaml") == recipe.tree_of(choices)
+    assert [recipe.tree_of(choices)[choice.key[0]][choice.key[2:]] for choice in choices[1:]] == [
+        choice.value for choice in choices[1:]
+    ]
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """JPEG, PNG and WebP of several sizes, nested, with one broken and one that is no picture; no splits."""
+    files = {"cat/broken.jpg": encoded(picture(seed=99))[:200], "dog/notes.txt": b"mine"}
+    for number in range(60):
+        image = picture(seed=number, width=40 + 3 * number, height=70)
+        name = f"{('cat', 'dog')[number % 2]}/{'trip/' * (number % 5 == 0)}{number}"
+        kind = ("jpg", "png", "webp")[number % 3]
+        files[f"{name}.{kind}"] = webp(image) if kind == "webp" else encoded(image, {"jpg": "JPEG", "png": "PNG"}[kind])
+    write_files(tmp_path / "my photos", files)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "my photos"
+
+
+def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photos: Path, capfd: Capture) -> None:
+    words = ["start", "my photos", "--untimed"]
+    assert main(words) == 0
+    said = capfd.readouterr().out
+    [build] = re.findall(r"^\$ (data_prep build .*)$", said, re.MULTILINE)
+    assert "source.path=my photos" in shlex.split(build) and "image_size=64" in build
+    assert "read 62 = written 60 + rejected 2" in said and "held out as val: 6 " in said and "58.1 %" in said
+    assert said.splitlines()[-1] == "next: pretrain train runs/my-photos.yaml"
+    config = Path("runs/my-photos.yaml")
+    settings = load_settings(PretrainSettings, path=config, overrides=[])
+    data = load_training_data(settings.data)
+    assert (data.num_samples, settings.data.dataset, settings.run_dir) == (54, "data/my-photos", "runs/my-photos")
+    check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+
+    before = config.read_bytes()
+    assert main(words) == 0  # typed twice
+    assert "runs/my-photos.yaml: kept as it is\nnext: pretrain train runs/my-photos.yaml\n" in capfd.readouterr().out
+    config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
+    edited = config.read_bytes()
+    assert main(["start", "data/my-photos", "--untimed"]) == 0  # the dataset is as good as the pictures
+    assert "kept as it is (train.duration: 7 epochs, was 100 epochs); --new writes start's" in capfd.readouterr().out
+    assert config.read_bytes() == edited != before
+    assert main(["start", "data/my-photos", "--untimed", "--new"]) == 0
+    assert config.read_bytes() == before
+
+
+def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
+    shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    from tests.finetune.tiny import write_folder  # imports torch
+
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("weights"))
+    for flags, verb, name in (([], "tune", "tuned"), (["--probe"], "probe", "probed")):
+        assert main(["start", str(shapes), "--name", "x", "--from", "weights", "--untimed", *flags]) == 0
+        said = capsys.readouterr().out
+        assert said.splitlines()[-1] == f"next: finetune {verb} runs/x-{name}.yaml" and "58.1" not in said
+        schema = TuneSettings if verb == "tune" else ProbeSettings
+        settings = load_settings(schema, path=f"runs/x-{name}.yaml", overrides=[])
+        assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/x-{name}")
+
+
+def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
+    tmp_path: Path, monkeypatch: Patch, capfd: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "flat", {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)})
+    assert main(["start", "flat", "--untimed"]) == 2
+    said = capfd.readouterr().err
+    assert "or name a table of their labels: source.labels=FILE.csv" in said and "pretrain: flat is no dataset yet" in said
+    Path("t.csv").write_text("id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8)))
+    assert main(["start", "flat", "--labels", "t.csv", "--image-size", "16", "--untimed"]) == 0
+    manifest = load_manifest("data/flat")
+    assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere"], "nowhere: is not there; give a folder of pictures, or a dataset of data_prep"),
+        (["a.csv"], "a.csv: is a file; give the folder that it lies in, or a dataset"),
+        (["empty"], "empty: holds no pictures that can be read; give another"),
+        (["tars"], "index its shards first: data_prep index --train 'tars/*.tar' --out data/NAME"),
+        (["empty", "--probe"], "--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN"),
+        (["empty", "--name", "a/b"], "--name: 'a/b' will not do; write it with letters, digits, - and _"),
+        (["empty", "--from", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    write_files(tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a"})
+    monkeypatch.chdir(tmp_path)
+    assert main(["start", *words]) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.startswith("pretrain: ") and said.count("\n") == 1
+    assert not Path("data").exists() and not Path("runs").exists()
+
+
+def test_small_pictures_are_stored_small() -> None:
+    assert recipe.image_size(Pictures(9, 28, 28))[0] == 32 and recipe.image_size(Pictures(9, 48, 500))[0] == 64
