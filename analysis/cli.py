@@ -4,14 +4,17 @@ import argparse
 import sys
 from pathlib import Path
 
+from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out
-from data_prep.settings import Parser, near_path
+from data_prep.settings import near_path
 
 OK, BAD_INPUT = 0, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = program("analysis", description="Tables and pictures of what was trained.", add_verbs=_add_verbs).parse_args(
+        arguments
+    )
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
@@ -19,25 +22,31 @@ def main(arguments: list[str] | None = None) -> int:
         return BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="analysis", description="Tables and pictures of what was trained.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    report = verbs.add_parser("report", help="a table and a picture of all runs below a folder")
-    report.add_argument("runs", type=Path)
+def _add_verbs(verbs: Verbs) -> None:
+    report = verbs.add_parser("report", help="a table and a picture of all runs below a folder", epilog="analysis report runs")
+    report.add_argument("runs", type=Path, help="the folder that the runs lie in")
     report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
     report.set_defaults(run=_report)
-    table = verbs.add_parser("table", help="what finished runs reached, beside the papers' tables: Markdown and PNG")
+    table = verbs.add_parser(
+        "table", help="what finished runs reached, beside the papers' tables: Markdown and PNG", epilog="analysis table runs"
+    )
     table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
     table.add_argument("--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs")
     table.set_defaults(run=_table)
-    filters = verbs.add_parser("filters", help="the first-layer filters of an MLP checkpoint as a picture")
-    filters.add_argument("checkpoint", type=Path)
-    filters.add_argument("--out", type=Path, default=Path("filters.png"))
+    filters = verbs.add_parser(
+        "filters", help="the first-layer filters of an MLP checkpoint as a picture", epilog="analysis filters runs/mine"
+    )
+    filters.add_argument("checkpoint", type=Path, help="a run directory, one of its checkpoints, or an imported folder")
+    filters.add_argument("--out", type=Path, default=Path("filters.png"), help="the picture")
     filters.set_defaults(run=_filters)
-    scaling = verbs.add_parser("scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error")
-    scaling.add_argument("points", type=Path)
+    scaling = verbs.add_parser(
+        "scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error", epilog="analysis scaling points.csv"
+    )
+    scaling.add_argument("points", type=Path, help="the CSV; its first line is compute,error")
     scaling.set_defaults(run=_scaling)
-    efficiency = verbs.add_parser("efficiency", help="latency and throughput of paper B's four models at 64 px")
+    efficiency = verbs.add_parser(
+        "efficiency", help="latency and throughput of paper B's four models at 64 px", epilog="analysis efficiency --quick"
+    )
     efficiency.add_argument("--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores")
     efficiency.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
@@ -45,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
     efficiency.add_argument("--out", type=Path, help="write the table there, too: a .md or .json file")
     efficiency.set_defaults(run=_efficiency)
-    return parser
 
 
 def _report(options: argparse.Namespace) -> int:

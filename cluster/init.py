@@ -38,7 +38,7 @@ def lay_out(directory: Path) -> str:
     if not python.exists():
         return f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)"
     copies = {Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]}
-    copies |= {path.relative_to(HERE): path for path in HERE.glob("configs/*/*.yaml")}
+    copies |= {path.relative_to(HERE): path for path in HERE.glob("configs/*/*.*") if path.suffix in (".yaml", ".json")}
     kept = []
     for name, source in sorted(copies.items()):
         target = directory / name

@@ -21,6 +21,7 @@ from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, refuse_missing, submit
 from cluster.work import COMMANDS, Work
+from data_prep.explain import Verbs, program
 from data_prep.settings import UserError
 from pretrain.cli import rank_count
 from pretrain.ranks.preemption import SIGNALS
@@ -29,31 +30,42 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.plan", description="All runs of a plan file.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
-    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
-    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
-    for verb in (listing, run):
-        verb.add_argument("file", help="such as configs/plan/demo.yaml")
-    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
-    run.add_argument("--dry-run", action="store_true", help="only show the commands")
+    parser = program("python -m cluster.plan", description="All runs of a plan file.", add_verbs=_add_verbs)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only reports it
     try:
-        plan = load_checked(options.file)
-        missing = plan.missing()
-        if options.verb == "list":
-            _list(plan, missing)
-            return OK
-        if missing:
-            raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
-        return _run(plan, ranks=options.ranks or num_gpus() or 1, dry_run=options.dry_run)
+        return int(options.run(options))
     except UserError as error:
         print(f"cluster.plan: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _add_verbs(verbs: Verbs) -> None:
+    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
+    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
+    for name, verb, work in (("list", listing, _list_file), ("run", run, _run_file)):
+        verb.add_argument("file", help="such as configs/plan/demo.yaml")
+        verb.epilog = f"python -m cluster.plan {name} configs/plan/demo.yaml"
+        verb.set_defaults(run=work, schema="cluster.plan_file:PlanSettings")
+    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
+    run.add_argument("--dry-run", action="store_true", help="only show the commands")
+
+
+def _list_file(options: argparse.Namespace) -> int:
+    plan = load_checked(options.file)
+    _list(plan, plan.missing())
+    return OK
+
+
+def _run_file(options: argparse.Namespace) -> int:
+    plan = load_checked(options.file)
+    missing = plan.missing()
+    if missing:
+        raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
+    return _run(plan, ranks=options.ranks or num_gpus() or 1, dry_run=options.dry_run)
 
 
 def _list(plan: Plan, missing: list[str]) -> None:

@@ -45,8 +45,11 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+_SEVERAL = BeforeValidator(_several, json_schema_input_type=str | list[str])
+
+
 class Entry(Settings):
-    config: Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)] = Field(examples=["configs/probe/demo.yaml"])
+    config: Annotated[tuple[str, ...], _SEVERAL] = Field(min_length=1, examples=["configs/probe/demo.yaml"])
     """The file that members are changes of; several are the first axis, `config`, called by the names of the files."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """key.path=value, as on the command line, for all members."""
@@ -88,18 +91,18 @@ def _entries(given: Any) -> Any:
     return tuple(validate(Entry, entry) for entry in entries)
 
 
-Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries)]
+Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries, json_schema_input_type=Entry | str | list[Entry | str])]
 
 
 class PlanSettings(Settings):
     of_verb = "cluster/submit"
-    prepare: Entries = ()
+    prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
     """Datasets to make, by `data_prep build`."""
-    pretrain: Entries = ()
+    pretrain: Entries = Field((), examples=["configs/pretrain/demo_mlp.yaml"])
     """Runs of `pretrain train`."""
-    probe: Entries = ()
+    probe: Entries = Field((), examples=["configs/probe/demo.yaml"])
     """Runs of `finetune probe`."""
-    finetune: Entries = ()
+    finetune: Entries = Field((), examples=["configs/finetune/demo.yaml"])
     """Runs of `finetune tune`."""
 
 

@@ -28,11 +28,11 @@ def _run(arguments: list[str] | None) -> int:
     from concurrent.futures import BrokenExecutor
 
     from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
+    from data_prep.explain import program
     from data_prep.publish import Busy
-    from data_prep.settings import Parser, UserError, parse_command_line
+    from data_prep.settings import UserError, parse_command_line
 
-    parser = Parser(prog="data_prep", description="Image archives in, verified WebDataset shards out.")
-    add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
+    parser = program("data_prep", description="Image archives in, verified WebDataset shards out.", add_verbs=add_verbs)
     options = parse_command_line(parser, arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only talks of it

@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 
 class UserError(ValueError):
@@ -368,12 +368,16 @@ def _tag_of(model: type[BaseModel]) -> object:
     return next(iter(get_args(model.model_fields["kind"].annotation)), None) if "kind" in model.model_fields else None
 
 
-def sections_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """The schema and every section in it, each with what stands before its keys; of a union all kinds."""
+def sections_of(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The schema and every section in it, each with what stands before its keys (in a list N for the number); of a union all kinds,
+    and what a validator accepts in their place."""
     yield prefix, schema
     for name, field in schema.model_fields.items():
-        for section in _models_of(field.annotation, in_lists=False):
-            yield from sections_of(section, f"{prefix}{name}.")
+        accepted = [each.json_schema_input_type for each in field.metadata if isinstance(each, BeforeValidator)]
+        alone = [model for each in (*accepted, field.annotation) for model in _models_of(each, in_lists=False)]
+        listed = _models_of(field.annotation) if in_lists and not alone else []
+        for section in dict.fromkeys([*alone, *listed]):
+            yield from sections_of(section, f"{prefix}{name}.{'N.' if listed else ''}", in_lists=in_lists)
 
 
 def _models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]]:

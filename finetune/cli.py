@@ -5,7 +5,8 @@ Started by --ranks N, accelerate, torchrun or srun.
 
 import argparse
 
-from data_prep.settings import Parser, parse_command_line
+from data_prep.explain import Verbs, program
+from data_prep.settings import parse_command_line
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting
@@ -19,8 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="finetune", description="Probes, fine-tunes, evaluates, asks and exports pretrained checkpoints.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    words = "Probes, fine-tunes, evaluates, asks and exports pretrained checkpoints."
+    return program("finetune", description=words, add_verbs=_add_verbs)
+
+
+def _add_verbs(verbs: Verbs) -> None:
     for room in (probing, tuning, judging, predicting, exporting):
         room.add_verbs(verbs)
-    return parser

@@ -14,11 +14,12 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.world import World
 
 
-def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    verb.add_argument("overrides", nargs="*", default=[], help="key.path=value")
+def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str) -> None:
+    """`schema`: its settings, as module:Class."""
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a setting or of its last word")
     verb.add_argument("--ranks", type=rank_count, help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run, schema=schema)
 
 
 def show(settings: Settings) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from data_prep.explain import Verbs, program
 from data_prep.manifest import load_manifest
 from data_prep.publish import Busy
-from data_prep.settings import Parser, UserError, dump, load_settings, near_path, parse_command_line, read_lines
+from data_prep.settings import UserError, dump, load_settings, near_path, parse_command_line, read_lines
 from pretrain.checkpoints.checkpoint import MODEL
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -67,42 +68,51 @@ _MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.")
+    parser = program("pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.", add_verbs=_add_verbs)
     # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    return parser
+
+
+def _add_verbs(verbs: Verbs) -> None:
     start.add_verb(verbs)
     train = _add_config(verbs, "train", _train, help="run a config, or go on with it where it stopped")
+    train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
+pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32"""
     train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
     preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
+    preview.epilog = "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
     preview.add_argument("--count", type=int, default=64, help="how many pictures (default: 64)")
     preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
-    _add_config(verbs, "show", _show, help="print the resolved config")
+    show = _add_config(verbs, "show", _show, help="print the resolved config")
+    show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
     models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
     models.add_argument("--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)")
     models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
     models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
+    models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
     widths = verbs.add_parser("widths", help="sizes of mixers and SW-MLPs that have a given number of connections")
     widths.add_argument("--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8")
     widths.add_argument("--gamma", type=float, default=1.0, help="hidden width as a multiple (default: 1, the S-Mixer)")
     widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
     widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
+    widths.epilog = "pretrain widths --omega 2^18 --channels 16,64,256"
     widths.set_defaults(run=_widths)
     _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))
     _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
-    sync.add_argument("run_dir", type=Path)
+    sync.epilog = "pretrain sync runs/mine"
+    sync.add_argument("run_dir", type=Path, help="of the run")
     sync.set_defaults(run=_sync)
-    return parser
 
 
 def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
     verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
-    verb.add_argument("overrides", nargs="*", default=[], help="key.path=value, such as optimizer.lr=1e-4")
-    verb.set_defaults(run=run)
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, such as optimizer.lr=1e-4, or short lr=1e-4")
+    verb.set_defaults(run=run, schema="pretrain.config:PretrainSettings")
     return verb
 
 
@@ -111,12 +121,15 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--batch", type=positive, default=4096, help="global batch size (default: 4096)")
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
     verb.add_argument("--gpus", type=positive, default=4, help="of a node (default: 4)")
-    verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
-    verb.add_argument("--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion")
+    verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="of the passes")
+    verb.add_argument(
+        "--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion", help="by what it keeps for each weight"
+    )
     verb.add_argument("--classes", type=positive, help="of the head (default: what the model is meant for)")
     verb.add_argument("--image-size", type=positive, help="in pixels (default: what the model is meant for)")
     verb.add_argument("--gbit", type=positive, default=200, help="a second, of a node's network (default: 200)")
     verb.add_argument("--teraflops", type=positive, default=300, help="that a GPU reaches (default: 300)")
+    verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.set_defaults(run=_plan)
 
 
@@ -135,6 +148,7 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
     for name in ("mean", "std"):
         verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
+    verb.epilog = "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
     verb.set_defaults(run=_import)
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
-from pretrain.models.presets import expand_preset
+from pretrain.models.presets import NamedModel, expand_preset
 from pretrain.models.spec import ModelSpec
 from pretrain.ranks.settings import RanksSettings
 
@@ -336,14 +336,12 @@ Resume = Literal["auto", "must", "never"]
 
 class PretrainSettings(Settings):
     of_verb = "pretrain train"
-    short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"preset": ("model.preset", "{}")}
-
     run_dir: str = Field(examples=["runs/mine"])
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
     """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
     data: DataSettings
-    model: Annotated[ModelSpec, BeforeValidator(expand_preset)]
+    model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
     """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

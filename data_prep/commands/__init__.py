@@ -8,11 +8,11 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from data_prep.settings import Parser, S, load_settings, num_cores
+from data_prep.explain import Verbs
+from data_prep.settings import S, load_settings, num_cores
 
-Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -32,11 +32,13 @@ def add_verb(
     *shared: str,
     help: str,
     after_a_stop: str,
+    examples: str,
+    schema: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A verb with the words and options of `SHARED` that it has."""
-    parser = verbs.add_parser(name, help=help, description=description)
-    parser.set_defaults(run=run, after_a_stop=after_a_stop)
+    """A verb with the words and options of `SHARED` that it has. `schema`: its settings, as module:Class."""
+    parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
+    parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
     for option, facts in (each for group in shared for each in SHARED[group].items()):
         parser.add_argument(option, **facts)
     return parser
@@ -68,16 +70,17 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+_WORKERS = "processes (default: one per core)"
 _STORAGE = 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
-    "dataset": {"dataset": {"type": Path}},
+    "dataset": {"dataset": {"type": Path, "help": "the directory that build, merge, index or subset wrote"}},
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
         "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
-    "workers": {"--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": "processes (one a core)"}},
+    "workers": {"--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}},
     "storage": {"--storage": {"type": _options, "default": {}, "metavar": "JSON", "help": _STORAGE}},
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }  # fmt: skip

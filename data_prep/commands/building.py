@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from data_prep.commands import FAULTY, OK, Verbs, add_verb, counted, settings_of
+from data_prep.commands import FAULTY, OK, add_verb, counted, settings_of
+from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import dump
 
@@ -36,14 +37,22 @@ REMEDIES = {
 
 def add_verbs(verbs: Verbs) -> None:
     words = "pack a source into shards + index + manifest; goes on after any interruption"
-    build = add_verb(verbs, "build", _build, "config", "json", help=words, after_a_stop=GOES_ON)
+    examples = (
+        "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build configs/data_prep/cifar10.yaml"
+    )
+    schema = "data_prep.build.config:BuildSettings"
+    how = {"after_a_stop": GOES_ON, "examples": examples, "schema": schema}
+    build = add_verb(verbs, "build", _build, "config", "json", help=words, **how)
     build.add_argument("--source", metavar="KIND", help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)")
     build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
     words = "verify what array tasks have written, then publish the dataset"
-    merge = add_verb(verbs, "merge", _merge, "dataset", "workers", "json", help=words, after_a_stop=GOES_ON)
+    how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
+    merge = add_verb(verbs, "merge", _merge, "dataset", "workers", "json", help=words, **how)
     merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
     words = "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
-    index = add_verb(verbs, "index", _index, "config", "json", help=words, after_a_stop=GOES_ON)
+    examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
+    how = {"after_a_stop": GOES_ON, "examples": examples, "schema": "data_prep.index.config:IndexSettings"}
+    index = add_verb(verbs, "index", _index, "config", "json", help=words, **how)
     for split in ("train", "val"):
         words = f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])"
         index.add_argument(f"--{split}", action="append", default=[], metavar="PATTERN", help=words)

@@ -4,25 +4,29 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep.commands import FAULTY, OK, Verbs, add_verb, at_least, counted, print_table
+from data_prep.commands import FAULTY, OK, add_verb, at_least, counted, print_table
+from data_prep.explain import Verbs
 
 NOTHING_CHANGED = "the dataset was not changed"
 MAX_PRINTED = 20
 
 
 def add_verbs(verbs: Verbs) -> None:
+    def how(verb: str) -> dict[str, str]:
+        return {"after_a_stop": NOTHING_CHANGED, "examples": f"data_prep {verb} data/mine"}
+
     words = "read everything again and hold it against the manifest"
-    add_verb(verbs, "verify", _verify, "dataset", "workers", "storage", "json", help=words, after_a_stop=NOTHING_CHANGED)
+    add_verb(verbs, "verify", _verify, "dataset", "workers", "storage", "json", help=words, **how("verify"))
     words = "the numbers of a dataset: classes, channels, sizes, rejects"
-    stats = add_verb(verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, after_a_stop=NOTHING_CHANGED)
+    stats = add_verb(verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats"))
     stats.add_argument("--recompute", action="store_true", help="channel mean and std from the pictures, too")
     words = "a contact sheet: what the model would see, with labels"
-    show = add_verb(verbs, "show", _show, "dataset", "storage", help=words, after_a_stop=NOTHING_CHANGED)
-    show.add_argument("--split", default="train")
+    show = add_verb(verbs, "show", _show, "dataset", "storage", help=words, **how("show"))
+    show.add_argument("--split", default="train", help="that the pictures are of")
     show.add_argument("--shard", type=at_least(0), metavar="N", help="of this shard alone (from 0)")
-    show.add_argument("--count", type=at_least(1), default=64, metavar="N", help="pictures (64)")
+    show.add_argument("--count", type=at_least(1), default=64, metavar="N", help="how many pictures")
     show.add_argument("--seed", type=at_least(0), default=0, help="another seed shows other pictures")
-    show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png")
+    show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png", help="where the sheet goes")
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -5,7 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from data_prep.commands import OK, Verbs, add_verb, at_least, counted, print_table
+from data_prep.commands import OK, add_verb, at_least, counted, print_table
+from data_prep.explain import Verbs
 from data_prep.publish import write_atomic
 from data_prep.settings import validate
 
@@ -16,13 +17,14 @@ MANY = 0.05
 
 def add_verbs(verbs: Verbs) -> None:
     words = "some samples of a dataset as another dataset, without copying a picture"
+    examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
-    subset = add_verb(verbs, "subset", _subset, "dataset", "json", help=words, after_a_stop=after_a_stop)
+    subset = add_verb(verbs, "subset", _subset, "dataset", "json", help=words, after_a_stop=after_a_stop, examples=examples)
     subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
     subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
-    subset.add_argument("--split", default="train", help="the split that the size is of (train); others are taken whole")
+    subset.add_argument("--split", default="train", help="the split that the size is of; others are taken whole")
     subset.add_argument("--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones")
     subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
     subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
@@ -35,6 +37,7 @@ def add_verbs(verbs: Verbs) -> None:
         "storage",
         "json",
         help="list samples whose picture is there already, here or in other datasets",
+        examples="data_prep dedup data/mine --against data/others --out duplicates.jsonl",
         after_a_stop="no list was written; with --hashes the next run goes on from here",
         description="Lists samples whose picture is there already: equal pixels, or the same picture encoded, resized or cropped a "
         "little otherwise. Mirrored and turned copies are not found. Line art and text in one ink and pictures of nearly one "

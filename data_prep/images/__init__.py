@@ -46,7 +46,7 @@ class ImageSpec(Settings):
     jpeg_quality: int = Field(95, ge=1, le=100)
     """Of encoding=jpeg, as libjpeg counts it."""
     draft: bool = True
-    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance (see above)."""
+    """Large JPEGs are decoded at 1/2, 1/4 or 1/8 before they are resized: faster, and within a tolerance."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
     """A picture of more is rejected; of a draft its own pixels count, unless encoding=keep. Up to 16 bytes of memory for each."""
 

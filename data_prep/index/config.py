@@ -16,7 +16,7 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | list[str]), Field(min_length=1)]
 
 
 class IndexSettings(Settings):

@@ -27,7 +27,7 @@ _ANNOTATIONS = "val/val_annotations.txt"
 
 
 class TinyImageNetSettings(Settings):
-    """TinyImageNet-200."""
+    """TinyImageNet-200: 200 classes of ImageNet at 64 pixels."""
 
     kind: Literal["tinyimagenet"]
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])

@@ -28,7 +28,8 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="scores, pictures and predictions of a checkpoint on a dataset with its classes; views=100 augments at test time",
     )
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    add_common(evaluate, _evaluate)
+    evaluate.epilog = "finetune evaluate pretrained=runs/mine dataset=data/mine views=10"
+    add_common(evaluate, _evaluate, schema="finetune.evaluate.config:EvaluateSettings")
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -28,7 +28,8 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     export.add_argument("--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise")
     export.add_argument("overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0")
     export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    export.set_defaults(run=_export)
+    export.epilog = "finetune export runs/mine exports/mine license=apache-2.0"
+    export.set_defaults(run=_export, schema="finetune.export.config:ExportSettings")
 
 
 def _export(options: argparse.Namespace) -> int:

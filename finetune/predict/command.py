@@ -32,6 +32,7 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     predict.add_argument("--features", metavar="FILE", type=Path, help="a .parquet file with what a linear probe would see")
     predict.add_argument("--top", metavar="K", type=positive, help=f"so many classes for each picture (default: {TOP} at most)")
     predict.add_argument("--split", metavar="NAME", help="of the datasets (default: all their splits)")
+    predict.epilog = "finetune predict runs/mine photos --out predictions.csv"
     predict.set_defaults(run=_predict)
 
 

@@ -19,9 +19,10 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     grid = "train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
     nearest = "judge a checkpoint's features by the nearest training pictures"
     for name, words, run in (("probe", grid, _probe), ("knn", nearest, _knn)):
-        verb = verbs.add_parser(name, help=words)
+        example = f"finetune {name} configs/{name}/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-{name}"
+        verb = verbs.add_parser(name, help=words, epilog=example)
         verb.add_argument("config", help=f"a YAML file, such as configs/{name}/demo.yaml")
-        add_common(verb, run)
+        add_common(verb, run, schema=f"finetune.probe.config:{name.capitalize()}Settings")
 
 
 def _probe(options: argparse.Namespace) -> int:

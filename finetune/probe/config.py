@@ -29,6 +29,9 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_ONE_OR_MORE = BeforeValidator(_as_tuple, json_schema_input_type=float | list[float] | None)
+
+
 def _with_tuples(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: _with_tuples(value) for name, value in tree.items()}
@@ -80,12 +83,12 @@ class ProbeSettings(FeatureSettings):
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
-    lrs: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["lrs"]
+    lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS["lion"]["lrs"]
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
     on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
-    weight_decays: Annotated[tuple[float, ...], BeforeValidator(_as_tuple)] = _GRIDS["lion"]["weight_decays"]
+    weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS["lion"]["weight_decays"]
     """See `lrs`."""
-    epochs: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = (50,)
+    epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (50,)
     """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
     batch_size: int = Field(256, ge=1)
     """Of the heads, over all cells; not for lbfgs."""
@@ -161,7 +164,7 @@ class ProbeSettings(FeatureSettings):
 
 class KnnSettings(FeatureSettings):
     of_verb = "finetune knn"
-    neighbours: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field((20, 10, 100, 200), min_length=1)
+    neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
     """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
     the run's `test_top1`: the best would be a choice on the test split."""
     weights: Literal["softmax", "uniform", "distance"] = "softmax"

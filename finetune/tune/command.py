@@ -19,7 +19,9 @@ from pretrain.ranks.preemption import StopFlag
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     tune = verbs.add_parser("tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)")
     tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
-    add_common(tune, _tune)
+    tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
+finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2"""
+    add_common(tune, _tune, schema="finetune.tune.config:TuneSettings")
 
 
 def _tune(options: argparse.Namespace) -> int:

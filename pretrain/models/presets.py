@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
 from data_prep.settings import Settings, nearest, validate
 from pretrain.models.spec import AnySpec, ModelSpec
 
@@ -14,6 +16,14 @@ class Preset:
     image_size: int
     source: str
     num_classes: int = 1000
+
+
+class NamedModel(Settings):
+    """A model of the papers by its name, with other values for some of its fields."""
+
+    model_config = ConfigDict(extra="allow")
+    preset: str = Field(examples=["mlp_b12_wi1024"], json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)))
+    """A name that `pretrain models` lists. Not beside `kind`."""
 
 
 class _Named(Settings):

@@ -44,6 +44,7 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--probe", action="store_true", help="with --from: train a classifier on its features alone")
     verb.add_argument("--new", action="store_true", help="write the config anew where another one stands")
     verb.add_argument("--untimed", action="store_true", help="do not time any steps")
+    verb.epilog = "pretrain start photos\npretrain start photos --labels photos/labels.csv --from runs/public"
     verb.set_defaults(run=start)
 
 

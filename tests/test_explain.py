@@ -1,0 +1,176 @@
+"""What users can ask about settings, of every verb of every program that its parser has: nothing here is listed by hand."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema
+import pytest
+from pydantic import Field, TypeAdapter
+
+from data_prep.explain import completions, options_of, program, schema_of, settings_of
+from data_prep.settings import SettingsError, apply_override, load_settings, read_yaml, sections_of
+from finetune.probe.config import ProbeSettings
+from pretrain.checkpoints.run import flatten
+from pretrain.config import PretrainSettings
+from tests.conftest import Capture
+from tests.settings_page import ADD_VERBS, REPOSITORY, _examples, pages, verbs_of
+
+VERBS = {(name, word): verb for name in ADD_VERBS for word, verb in verbs_of(name).items()}
+CONFIGURED = {schema_of(verb): verb for verb in VERBS.values() if schema_of(verb) is not None}
+every = pytest.mark.parametrize("name", VERBS, ids=" ".join)
+
+
+@every
+def test_each_option_and_setting_has_a_sentence(name: tuple[str, str]) -> None:
+    found = [*options_of(VERBS[name]), *settings_of(VERBS[name])]
+    assert found
+    assert [each.key for each in found if len(each.meaning.split()) < 2] == []
+    assert [each.key for each in settings_of(VERBS[name]) if not each.example or not each.type] == []
+
+
+@every
+def test_each_help_has_examples_that_its_program_takes(name: tuple[str, str]) -> None:
+    program_name, word = name
+    examples, schema = _examples(VERBS[name]), schema_of(VERBS[name])
+    assert examples, f"{program_name} {word} has no epilog with an example"
+    parser = program(program_name, description="", add_verbs=ADD_VERBS[program_name])
+    for example in examples:
+        assert example.startswith(f"{program_name} {word} ")
+        options, rest = parser.parse_known_args(shlex.split(example.removeprefix(program_name)))
+        given = [getattr(options, "config", None), *getattr(options, "overrides", []), *rest]
+        assert [each for each in given if each and "=" in each and not sets(schema, each)] == []
+    assert all(example in VERBS[name].format_help().replace("\n    ", " ") for example in examples)
+
+
+def sets(schema: Any, override: str) -> str | None:
+    """The key that it sets, if it is one of the schema."""
+    tree: dict[str, Any] = {}
+    apply_override(tree, override.partition("=")[0] + "=1", schema=schema)
+    (key,) = flatten(tree)
+    return key if key in {prefix + name for prefix, section in sections_of(schema) for name in section.model_fields} else None
+
+
+@pytest.mark.parametrize("schema", CONFIGURED, ids=lambda schema: schema.__name__)
+def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
+    for _, section in sections_of(schema, in_lists=True):
+        for field in section.model_fields.values():
+            if field.examples:
+                checked = TypeAdapter(Annotated[field.annotation, *field.metadata, Field()])
+                for value in field.examples:
+                    checked.validate_json(json.dumps(value))
+    for each in settings_of(CONFIGURED[schema]):  # as it is printed: key=value, or last word=value
+        words = [shlex.split(example) for example in each.example.split(", or ") if "=" in example.split(": ")[0]]
+        assert [word for (word,) in words if sets(schema, word) != each.key] == []
+
+
+def test_the_page_and_the_schemas_are_made_from_what_stands_in_the_code() -> None:
+    made = pages()
+    stale = [str(path.relative_to(REPOSITORY)) for path, text in made.items() if not path.exists() or path.read_text() != text]
+    assert stale == [], "run: python -m tests.settings_page"
+    assert set((REPOSITORY / "configs/schemas").iterdir()) == {path for path in made if path.suffix == ".json"}
+
+
+def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
+    words = {"data_prep": "build", "pretrain": "train", "finetune": "tune"}
+    configs = sorted((REPOSITORY / "configs").glob("*/*.yaml"))
+    assert configs
+    for config in configs:
+        word = "index" if config.stem.startswith("index") else words.get(config.parent.name, config.parent.name)
+        schema = json.loads((REPOSITORY / f"configs/schemas/{word}.json").read_text())
+        checked = jsonschema.Draft202012Validator(schema)
+        assert [error.message for error in checked.iter_errors(read_yaml(config))] == [], config
+        (refused,) = checked.iter_errors(read_yaml(config) | {"mistaken": 1})
+        assert "mistaken" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("optimizer.lr", ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"]),
+        ("lr", ["optimizer.lr\n"]),
+        ("name", ["optimizer.name\n", "schedule.name\n", "model.name (kind: timm)\n"]),
+        ("schedule", ["schedule.name\n", "schedule.warmup\n", "schedule.final_lr\n"]),
+        ("preset", ["model.preset\n", "mlp_b12_wi1024"]),
+        ("ranks", ["--ranks\n", "whole number"]),
+        ("also", ["data.also\n", "list of sections"]),
+    ],
+)
+def test_a_key_is_explained_by_any_of_its_names(words: str, expected: list[str], capsys: Capture) -> None:
+    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
+    options = parser.parse_args(["explain", "train", words])
+    assert options.run(options) == 0
+    told = capsys.readouterr().out
+    assert [each for each in expected if each not in told] == []
+    with pytest.raises(SettingsError, match="optimiser: unknown to train; did you mean 'optimizer'"):
+        options.run(parser.parse_args(["explain", "train", "optimiser"]))
+
+
+def test_every_program_tells_its_version(capsys: Capture) -> None:
+    for name in ADD_VERBS:
+        with pytest.raises(SystemExit) as end:
+            program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(["--version"])
+        assert end.value.code == 0 and re.fullmatch(rf"{name} of wide-mlps \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+# ---- short words ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path: Path) -> None:
+    words = ["dataset=d", "run_dir=r", "epochs=3", "lr=2e-4", "preset=mlp_b6_wi256", "seed=7"]
+    settings = load_settings(PretrainSettings, path=None, overrides=words)
+    assert settings.data.dataset == "d" and settings.train.duration == "3 epochs" and settings.optimizer.lr == 2e-4
+    assert settings.train.seed == 7 and settings.model.label == "B-6/Wi-256"
+    probe = load_settings(ProbeSettings, path=None, overrides=["run_dir=r", "dataset=d", "epochs=3"])
+    assert probe.epochs == (3,) and probe.data.dataset == "d"
+    later = load_settings(PretrainSettings, path=None, overrides=[*words, "optimizer.lr=1e-3", "train.duration=5 steps"])
+    assert (later.optimizer.lr, later.train.duration) == (1e-3, "5 steps")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["name=sgd"], "name: there are several; write model.name=sgd or optimizer.name=sgd or schedule.name=sgd"),
+        (["lrr=1"], "lrr: unknown key; did you mean 'optimizer.lr'?"),
+        (["epochs=three"], "train.duration: 'three epochs' is not a length"),
+        (["nonsense=1"], "nonsense: unknown key; known: augment, checkpoint"),
+        ([], "data.dataset: missing; set it in the config or as data.dataset=VALUE"),
+    ],
+)
+def test_a_word_that_finds_no_key_or_several_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load_settings(
+            PretrainSettings, path=None, overrides=["run_dir=r", "preset=mlp_b6_wi256", "train.duration=1 epochs", *words]
+        )
+
+
+def test_a_key_at_the_top_wins_over_one_that_ends_with_it() -> None:
+    schema = schema_of(VERBS["data_prep", "build"])
+    tree: dict[str, Any] = {}
+    for word in ("image_size=64", "path=photos"):  # a source has an image_size, too
+        apply_override(tree, word, schema=schema)
+    assert tree == {"image_size": 64, "source": {"path": "photos"}}
+
+
+# ---- completion -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_and_their_words_are_completed() -> None:
+    train = VERBS["pretrain", "train"]
+    assert completions(train, "optimizer.w") == ["optimizer.weight_decay="]
+    assert completions(train, "weight_d") == ["weight_decay="]
+    assert completions(train, "precision=") == ["precision=fp32", "precision=bf16", "precision=fp16"]
+    assert "schedule.name=" in completions(train, "") and "name=" not in completions(train, "")
+
+
+def test_the_shell_is_answered_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    line, answer = "pretrain train x.yaml optimizer.l", tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    subprocess.run([sys.executable, "-m", "pretrain"], env=os.environ | asked, check=True, capture_output=True)
+    assert answer.read_text().split("\x0b") == ["optimizer.lr=", "optimizer.layer_decay="]
