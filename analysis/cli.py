@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out
+from data_prep.progress import doing
 from data_prep.settings import near_path
 
 OK, BAD_INPUT = 0, 2
@@ -112,7 +113,8 @@ def _filters(options: argparse.Namespace) -> int:
 
     check_out(options.out)
     Checkpoint.open(options.checkpoint, verify=False)
-    from analysis.filters import draw
+    with doing("loading torch"):
+        from analysis.filters import draw
 
     draw(options.checkpoint, options.out)
     print(f"picture: {options.out}")
@@ -137,7 +139,8 @@ def _efficiency(options: argparse.Namespace) -> int:
         raise ValueError(f"--batch: {options.batch} will not do; give 1 or more")
     from rich.console import Console
 
-    from analysis.efficiency import PRINTED, conditions_for, machine, measure_named, print_table, title, write
+    with doing("loading torch"):
+        from analysis.efficiency import PRINTED, conditions_for, machine, measure_named, print_table, title, write
 
     conditions = conditions_for(
         options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick

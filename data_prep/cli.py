@@ -29,6 +29,7 @@ def _run(arguments: list[str] | None) -> int:
 
     from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
     from data_prep.explain import program
+    from data_prep.interrupts import keep
     from data_prep.publish import Busy
     from data_prep.settings import UserError, parse_command_line
 
@@ -36,6 +37,7 @@ def _run(arguments: list[str] | None) -> int:
     options = parse_command_line(parser, arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only talks of it
+    keep(options.after_a_stop)  # workers that are in the middle of a large file end when they see that nobody is there any more
     try:
         return int(options.run(options))
     except Busy as error:
@@ -48,7 +50,7 @@ def _run(arguments: list[str] | None) -> int:
         print(f"data_prep: {str(error).rstrip('.')}; {_what_next(error, options.after_a_stop)}", file=sys.stderr)
         return FAULTY
     except KeyboardInterrupt:
-        print(f"data_prep: interrupted; {options.after_a_stop}", file=sys.stderr)
+        print("data_prep: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -9,9 +9,10 @@ outer one's speed does not count that time; its time left does, in the share tha
 """
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -21,6 +22,8 @@ from rich.table import Column
 LOG_INTERVAL_S = 10.0
 SELDOM_AFTER_S, SELDOM_TIMES = 600.0, 6
 RECENT_S = 60.0
+SILENT_S = 1.5
+"""So long nothing is said of work that has begun."""
 _BAR, _NARROWEST = 24, 8
 
 _open_lines: list["ProgressLine"] = []
@@ -39,10 +42,12 @@ class ProgressLine:
         self._bar: Progress | None = None
         self._enabled = enabled
         self._outer = _open_lines[-1] if enabled and _open_lines else None
+        self.silence = doing(lambda: self._text(""), enabled=enabled and self._outer is None)
 
     def advance(self, count: int = 1, *, note: str | None = None) -> None:
         self.done += count
         self.note = self.note if note is None else note
+        self.silence.end()
         if not self._enabled:
             return
         now_s = self._worked_s()
@@ -67,6 +72,7 @@ class ProgressLine:
     def close(self, *, failed: bool = False) -> None:
         """Shows the last state, once; after a failure, which has a line of its own, only the bar ends."""
         took_s = time.monotonic() - self._started_s
+        self.silence.end()
         if self._outer is not None:
             self._outer._elsewhere_s += took_s
         elif self._bar is not None:
@@ -136,6 +142,31 @@ def in_words(seconds: float) -> str:
     return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
 
 
+class doing:  # noqa: N801 (it is used as a function)
+    """Says what is being done, if it takes longer than a moment."""
+
+    def __init__(self, what: str | Callable[[], str], *, enabled: bool = True):
+        self._what, self._timer = what, threading.Timer(SILENT_S, self._say) if enabled else None
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _say(self) -> None:
+        print(self._what if isinstance(self._what, str) else self._what(), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True) -> Iterator[ProgressLine]:
     """Work whose unit is "step" gives its speed in its note."""
@@ -143,6 +174,7 @@ def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool
     failed = False
     if enabled:
         _open_lines.append(line)
+        line.silence.begin()
     try:
         yield line
     except Exception:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from multiprocessing import current_process, get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
@@ -77,13 +77,14 @@ def worker_pool(num_workers: int) -> Pool:
     if num_workers <= 1:
         slots = [0]
         return Pool(slots, max_workers=1, initializer=Tally.connect, initargs=(slots, 0))
-    # Starts the process that workers are forked from, which imports what they need while this one goes on. It ignores Ctrl-C,
-    # which reaches it, too: while it imports it would show a traceback. It ends with this process.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Starts the process that workers are forked from, which imports what they need while this one goes on. Ctrl-C, which reaches
+    # it, too, is blocked there: while it imports it would show a traceback. Here it waits a moment. It ends with this process.
+    resource_tracker.ensure_running()  # which that process starts otherwise, and which lets signals through again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return _Processes(num_workers, _CONTEXT.RawArray("q", num_workers))
 
 
@@ -235,6 +236,7 @@ class _Worker:
 def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, ignores_interrupts: bool) -> None:
     """What a worker does until nobody holds the other end of its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those at work; others learn of the end from the parent
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # To the builder it is a daemon, whose end need not be waited for; but what reads a source here may start processes.
     current_process().daemon = False
     Tally.connect(slots, number)

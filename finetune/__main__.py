@@ -1,6 +1,10 @@
+"""Imports the program when Ctrl-C is heeded already."""
+
 import sys
 
-from finetune.cli import main
+from data_prep.interrupts import interruptible
+
+main = interruptible("finetune")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from data_prep.interrupts import keep
 from data_prep.settings import Settings, dump
 from pretrain.checkpoints.run import finished_result
 from pretrain.cli import OK, rank_count
@@ -47,7 +48,8 @@ def warn_once(warning: str | None, world: World) -> None:
         print(f"finetune: {warning}", file=sys.stderr)
 
 
-def end_on_signals() -> None:
-    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does."""
+def end_on_signals(kept: str) -> None:
+    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does, which is answered with what is kept."""
+    keep(f"{kept}; the same command begins anew")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.explain import Verbs, program
 from data_prep.manifest import load_manifest
+from data_prep.progress import doing
 from data_prep.publish import Busy
 from data_prep.settings import UserError, dump, load_settings, near_path, parse_command_line, read_lines
 from pretrain.checkpoints.checkpoint import MODEL
@@ -167,6 +168,10 @@ def world_of(options: argparse.Namespace) -> World:
     return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
 
 
+def ranks_of(world: World) -> str:
+    return f"{world.num_ranks} rank{'s' * (world.num_ranks > 1)}"
+
+
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: what comes while they last counts
@@ -185,8 +190,8 @@ def _train(options: argparse.Namespace) -> int:
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
-        engine, ranks = settings.engine, f"{world.num_ranks} rank{'s' * (world.num_ranks > 1)}"
-        what = f"{settings.model.label} on {ranks}, ZeRO {engine.zero_stage}, {engine.precision}"
+        engine = settings.engine
+        what = f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage}, {engine.precision}"
         print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
@@ -221,7 +226,8 @@ def _preview(options: argparse.Namespace) -> int:
     check_out(options.out)
     settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     data = load_training_data(settings.data)  # before torch, for the mistakes that it may find
-    from pretrain.loop.preview import preview
+    with doing("loading torch"):
+        from pretrain.loop.preview import preview
 
     sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
     save_sheet(sheet, options.out)
@@ -304,14 +310,16 @@ def _import(options: argparse.Namespace) -> int:
             raise UserError(f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255")
     if options.classes is not None and not options.classes.isdigit():  # they are there, and can be read
         load_manifest(options.classes) if Path(options.classes).is_dir() else read_lines("--classes", options.classes)
-    from pretrain.checkpoints.importing import import_weights
+    with doing("loading torch"):
+        from pretrain.checkpoints.importing import import_weights
 
     print("\n".join(import_weights(options)))
     return OK
 
 
 def _sync(options: argparse.Namespace) -> int:
-    from pretrain.tracking.delivery import sync
+    with doing("loading MLflow"):
+        from pretrain.tracking.delivery import sync
 
     if not (options.run_dir / "tracking" / "identity.json").exists():
         raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from data_prep import progress
 from data_prep.cli import main as data_prep
 from tests import soak
 from tests.training import end_commands
 
 REPOSITORY = Path(__file__).parent.parent
+progress.SILENT_S = 3600.0  # in this process: a busy machine adds no line to what a test expects
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from data_prep.progress import doing
 from data_prep.settings import load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
@@ -48,8 +49,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     result = stored if world.is_first else None
     if stored is None:
         options.started = True
-        end_on_signals()  # before the long imports
-        from finetune.evaluate.evaluate import evaluate_checkpoint
+        end_on_signals("nothing is saved")  # before the long imports
+        with doing("loading torch", enabled=world.is_first):
+            from finetune.evaluate.evaluate import evaluate_checkpoint
 
         result = evaluate_checkpoint(evaluation, world)
     if result is not None and options.json:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data_prep.progress import doing
 from data_prep.publish import make_directory
 from data_prep.settings import UserError, load_settings
 from finetune.export.config import RECORD, ExportSettings
@@ -50,8 +51,9 @@ def _export(options: argparse.Namespace) -> int:
     _check_libraries(settings)
     _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
     options.started = True
-    end_on_signals()  # before the long imports
-    from finetune.export.export import export
+    end_on_signals("nothing is saved")  # before the long imports
+    with doing("loading torch"):
+        from finetune.export.export import export
 
     print("\n".join(export(settings, source)))
     return OK

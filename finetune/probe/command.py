@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
 from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
@@ -35,7 +36,8 @@ def _probe(options: argparse.Namespace) -> int:
             )
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
-        from finetune.probe.probe import probe
+        with doing("loading torch", enabled=world.is_first):
+            from finetune.probe.probe import probe
 
         result = probe(settings, world, checkpoint)
         if result is None:
@@ -55,7 +57,8 @@ def _knn(options: argparse.Namespace) -> int:
             raise DatasetError(f"neighbours: {most} is more than {split}; leave it out")
 
     def work(world: World, checkpoint: Checkpoint | None) -> str | None:
-        from finetune.probe.knn import knn
+        with doing("loading torch", enabled=world.is_first):
+            from finetune.probe.knn import knn
 
         result = knn(settings, world, checkpoint)
         if result is None:
@@ -99,7 +102,7 @@ def _run(
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
     options.started = True
-    end_on_signals()  # before the long imports
+    end_on_signals(f"whole features stay in {settings.features_place}")  # before the long imports
     top1 = work(world, checkpoint)
     if top1 is not None:
         print(f"{run_dir}: top-1 on {settings.data.test_split} {top1}")

@@ -1,6 +1,7 @@
 """`finetune tune` on the command line. No torch until the settings are known to be good."""
 
 import argparse
+import os
 from pathlib import Path
 
 from data_prep.settings import load_settings
@@ -10,9 +11,10 @@ from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_settings, finished_result
-from pretrain.cli import OK, check_run_length, leave, world_of
+from pretrain.cli import OK, check_run_length, leave, ranks_of, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.preemption import StopFlag
 
 
@@ -43,6 +45,9 @@ def _tune(options: argparse.Namespace) -> int:
     checked = [(each, _checked_data(each, checkpoint.card, num_ranks=world.num_ranks)) for each in repeats]
     if settings.init == "pretrained":
         warn_once(checkpoint.card.other_pixels(checked[0][1].parts[0].manifest, dataset=settings.data.dataset), world)
+    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
+        label, from_ = checkpoint.card.model.label, settings.pretrained if settings.init == "pretrained" else "scratch"
+        print(f"{run_dir}: starting {label} from {from_} on {ranks_of(world)}; loading torch takes some seconds", flush=True)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from data_prep.manifest import MANIFEST_NAME
+from data_prep.progress import doing
 from data_prep.publish import sha256_of
 from data_prep.settings import near_path
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
@@ -52,7 +53,8 @@ class Checkpoint:
             if newest is None:
                 raise _no_checkpoint(place)
             return newest
-        fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
+        with doing(f"{place}: reading its weights", enabled=read_world(dict(os.environ)).is_first):
+            fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
         if fault is not None:
             raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); copy it again, or use another")
         return cls.read(place)
@@ -65,7 +67,8 @@ class Checkpoint:
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(found):
             is_bare = to_read and not (directory / HASHES).exists()
-            fault = "" if is_bare else fault_of(directory, needed=needed) or ""
+            with doing(f"{directory}: reading it", enabled=read_world(dict(os.environ)).is_first):
+                fault = "" if is_bare else fault_of(directory, needed=needed) or ""
             if not fault:
                 return cls.read(directory)
             if directory != found[0] and read_world(dict(os.environ)).is_first:

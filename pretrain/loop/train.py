@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, flatten
 from pretrain.augment.augmentation import Augmentation, Normalisation
@@ -123,7 +124,8 @@ def train(task: Task, world: World) -> Outcome:
             heartbeat.watch(stacks_dir(run_dir))
             if any_rank(stop.raised_by is not None, device=device):
                 return Outcome(step=0, finished=False)
-            trainer = assemble(task, world, device=device, stop=stop)
+            with doing(f"{run_dir.name}: making the model, measuring the machine", enabled=world.is_first):
+                trainer = assemble(task, world, device=device, stop=stop)
             tracker, writer = trainer.tracker, trainer.saver.writer
             stop.is_alone = world.num_ranks == 1
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from data_prep.interrupts import keep
 from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.augment.feed import Feed
@@ -127,11 +128,13 @@ class Trainer:
         self.step = self.start_step = start.step
         self.owes_evaluation = start.owes_evaluation
         self._note_length(start)
+        keep("the checkpoint of the next step is saved first", ends_within_s=None)
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         self.saver.go_on(start)
         self.first_read.start()
         title, shown = self.run_dir.name, self.world.is_first
         with progress(title, total=self.num_steps, unit="step", start=self.step, enabled=shown) as self.line, self._feed() as feed:
+            self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
             if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed before result.json
                 self._evaluate()
@@ -254,7 +257,7 @@ class Trainer:
             } | self.meter.reading()
             self.tracker.metrics(self.reading, step=done.step)
             self.line.note = in_words(self.reading, self.scores)
-        self.line.advance()
+        self.line.advance(note=None if self.reading or self.scores else "")
 
     def _evaluate(self) -> None:
         """Not if the run is to stop: then the evaluation is owed, and the next start makes up for it."""

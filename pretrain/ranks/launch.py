@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from data_prep.interrupts import ANSWERED, INTERRUPTED, leave_answer
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
 from pretrain.ranks.world import free_port
 
@@ -33,6 +34,7 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     """
     shared = os.environ | {
         LAUNCHED_WITH: f"--ranks {num_ranks}",
+        ANSWERED: "saves" if heed_signals else "ends",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -44,8 +46,9 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
         """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and ends instead of training on unnoticed."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if not heed_signals:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})  # that one waits until it is heeded
 
+    leave_answer()
     ranks: list[subprocess.Popen[bytes]] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:
@@ -69,7 +72,8 @@ def _watch(ranks: list[subprocess.Popen[bytes]]) -> int:
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
                 _wait(ranks, LAST_WORDS_S)
-                print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
+                if code != INTERRUPTED:
+                    print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):
             return 0
@@ -82,7 +86,8 @@ def describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here it is only confirmed."""
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here the first is only confirmed. A second
+    one kills them: where they are still starting, they would know of one."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -90,9 +95,14 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
                 rank.send_signal(number)
 
     def answer(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, lambda number, frame: None)
-        words = b"stopping at the next step, with a checkpoint; Ctrl-C again ends it at once" if saves else b"stopping"
-        os.write(2, b"\nlaunch: " + words + b"\n")  # print may be interrupted in itself
+        signal.signal(number, end_at_once)
+        words = b"stopping at the next step, with a checkpoint" if saves else b"stopping; nothing more is saved"
+        os.write(2, b"\nlaunch: " + words + b"; Ctrl-C again ends it at once\n")  # print may be interrupted in itself
+
+    def end_at_once(_number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            rank.kill()
+        os._exit(INTERRUPTED)
 
     handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -1,6 +1,7 @@
 """Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where all ranks agree, and then saves.
 
-SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once.
+SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once. What the
+first is answered: data_prep/interrupts.py.
 
 A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A single rank gives it up at
 once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself:
@@ -15,6 +16,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
+
+from data_prep.interrupts import keep
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
@@ -51,6 +54,7 @@ class StopFlag:
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
+        keep("it ends as soon as all is loaded, nothing is to be saved yet", ends_within_s=None)
         for number in SIGNALS:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our launcher blocks them, so that none is lost before this

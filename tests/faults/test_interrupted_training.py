@@ -172,6 +172,8 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
         output = finish(start(config, run_dir, f"data.stage_dir={scratch / str(step)}", strikes=strikes))
         assert output.count("\nstaged ") == 1 and f" MB to {scratch / str(step)} ({socket.gethostname()}) in " in output
         assert "stopped with a checkpoint" in output and "WARNING" not in output
+        answer = "\npretrain: stopping; the checkpoint of the next step is saved first; Ctrl-C again ends it at once\n"
+        assert output.count(answer) == (number == signal.SIGINT)
         assert not (run_dir / "result.json").exists()
         assert step <= step_of(list_checkpoints(run_dir)[-1]) <= step + 2
     finish(start(config, run_dir))
