@@ -58,7 +58,7 @@ def _predict(options: argparse.Namespace) -> int:
         warn_once(card.other_pixels(part.manifest, dataset=str(part.directory)), world)
     about = f"{card.model.label} trained on {card.dataset}, {num_classes:,} classes, {card.image_size} px"
     print(f"{checkpoint.directory}: {about}; finding the pictures and loading torch take some seconds", file=sys.stderr, flush=True)
-    end_on_signals()  # before the long imports
+    end_on_signals("nothing is saved")  # before the long imports
     counts = [each.num_samples if isinstance(each, Part) else sum(map(_count, each)) for each in inputs]
     options.started = True
     from finetune.predict.predict import predict
