@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -50,14 +51,17 @@ class Run:
         threads: int = 1,
         program: str = "pretrain",
         strikes: Mapping[int, Strike] | None = None,
+        journal_only: bool = False,
     ):
-        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal."""
+        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal; `journal_only`: no deliverer starts, whose
+        imports of mlflow cost more than the run (a test may call `sync`)."""
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
+        how = {"OMP_NUM_THREADS": str(threads)} | ({"JOURNAL_ONLY": "1"} if journal_only else {})
         self.ranks = [
             begin("tests.training:main", program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
-            for rank, environment in enumerate(environments(ranks, OMP_NUM_THREADS=str(threads)))
+            for rank, environment in enumerate(environments(ranks, **how))
         ]
 
     def said(self) -> str:
@@ -91,19 +95,19 @@ def main(program: str, words: list[str], strike: Strike | None = None) -> int:
     """`program`: pretrain or finetune."""
     if strike is not None:
         strike.arm()
+    if "JOURNAL_ONLY" in os.environ:
+        sys.executable = "/bin/true"  # which a deliverer would be started with
     sys.argv = [program, *words]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which it reads when it is imported, as it has been
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
-def start(
-    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, threads: int = 1, strikes: Mapping[int, Strike] | None = None
-) -> Run:
-    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, threads=threads, strikes=strikes)
+def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **how: Any) -> Run:
+    return Run(["train", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, **how)
 
 
-def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1) -> Run:
-    return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune")
+def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1, **how: Any) -> Run:
+    return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune", **how)
 
 
 def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str) -> subprocess.Popen[str]:

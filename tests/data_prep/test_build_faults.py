@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@soaked
+@partial(soaked, usual=3)
 def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(tmp_path: Path, salt: int) -> None:
     source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
     write_files(source, {"ant/zero.jpg": b""})

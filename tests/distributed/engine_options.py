@@ -232,7 +232,7 @@ def noise(world: World, folder: str) -> dict[str, str]:
 def options(world: World, folder: str) -> dict[str, Any]:
     return {
         "tuned": tuned(world),
-        "tuning_goes_on": {name: tuning_goes_on(world, name) for name in ("lion", "lamb")},
+        "tuning_goes_on": {name: tuning_goes_on(world, name) for name in ("lion", "lamb", "sgd")},
         "grown": [grown(world, stage) for stage in (0, 1, 3)],
         "left_early": [left_early(world, stage) for stage in (0, 3)],
         "noise": noise(world, folder),

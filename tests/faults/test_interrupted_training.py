@@ -44,14 +44,15 @@ def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-BF16 = ("engine.precision=bf16", "engine.zero_stage=3", "tracking.peak_teraflops=1")
+JOURNAL = ("tracking.enabled=true", "tracking.peak_teraflops=1")
+BF16 = ("engine.precision=bf16", "engine.zero_stage=3", *JOURNAL)
 """The peak is given, as measuring it in bf16 takes a CPU longer than all else that a start does."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish(start(config, run_dir))
+    finish(start(config, run_dir, *JOURNAL, journal_only=True))
     return run_dir
 
 
@@ -72,18 +73,18 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
 ) -> None:
     """Every second kill may come while it starts, each of the others sixteen steps further; one rank is killed, or both.
     Checkpoints are so frequent that a kill may come while one is written. At last the newest is damaged, and passed over."""
-    run_dir, generator, words = tmp_path / "run", random.Random(salt or 8), ["checkpoint.every=2 steps"]
+    run_dir, generator, words = tmp_path / "run", random.Random(salt or 8), ["checkpoint.every=2 steps", *JOURNAL]
     num_kills = {"fp32": 4, "bf16": 2}[precision]
     if precision == "bf16":
         words += [*BF16, "train.duration=24 steps"]
         undisturbed = tmp_path / "undisturbed"
-        finish(start(config, undisturbed, *words))
+        finish(start(config, undisturbed, *words, journal_only=True))
     for life in range(num_kills):
         victim, starts = generator.randrange(2), life % 2 == 1
         # of every two steps the first rank, which writes the checkpoint, has some forty moments, and the other one seven
         moment = generator.randint(1, (60, 12)[victim])
         strike = Strike(run_dir, moment, step=0 if starts else 9 + 8 * life)
-        process = start(config, run_dir, *words, strikes={victim: strike})
+        process = start(config, run_dir, *words, strikes={victim: strike}, journal_only=True)
         wait_until(lambda: process.ranks[victim].exitcode is not None, timeout_s=300)  # noqa: B023
         assert process.ranks[victim].exitcode == -signal.SIGKILL, process.said()
         alone = not starts and generator.randrange(3) > 0
@@ -95,11 +96,14 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
         assert not (run_dir / "result.json").exists()
     newest = list_checkpoints(run_dir)[-1] / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + bytes([newest.read_bytes()[-1] ^ 1]))
-    output = finish(start(config, run_dir, *words))
+    output = finish(start(config, run_dir, *words, journal_only=True))
     assert "is damaged (model.safetensors has changed); trying" in output
     assert "going on from step-" in output and "OMP_NUM_THREADS" not in output
     assert_same_bits(run_dir, undisturbed)
-    assert json.loads((run_dir / "result.json").read_text())["step"] == {"fp32": NUM_STEPS, "bf16": 24}[precision]
+    last = {"fp32": NUM_STEPS, "bf16": 24}[precision]
+    assert json.loads((run_dir / "result.json").read_text())["step"] == last
+    found, wanted = logged_losses(run_dir), logged_losses(undisturbed)
+    assert found.items() <= wanted.items() and last in found  # a kill may come before the line of its step
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 
 
@@ -108,7 +112,7 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
 ) -> None:
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     words = ("engine.lock_wait_s=0.2", "tracking.enabled=true", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
-    finish(start(config, undisturbed, ranks=1))
+    finish(start(config, undisturbed, *words, ranks=1, journal_only=True))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     frozen = start(config, run_dir, *words, ranks=1, strikes={0: Strike(run_dir, 1, step=22, signal=signal.SIGSTOP)})
     wait_until(lambda: is_stopped(frozen), lives=lambda: frozen.poll() is None)
@@ -127,7 +131,8 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     assert frozen.returncode == 1 and "a newer start has taken over" in said, said
     assert contents(run_dir) == before
     assert_same_bits(run_dir, undisturbed)
-    assert logged_steps(run_dir) == [10, 20, 30, 40]
+    assert logged_losses(run_dir) == logged_losses(undisturbed)
+    assert list(logged_losses(run_dir)) == [10, 20, 30, 40]
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
         assert store.execute("select name, status from runs").fetchall() == [("run", "FINISHED")]
 
@@ -142,10 +147,13 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.suffix != ".log"}
 
 
-def logged_steps(run_dir: Path) -> list[int]:
-    """Of the losses in the journal."""
+def logged_losses(run_dir: Path) -> dict[int, float]:
+    """By their steps, each of which the journal has once."""
     events = map(json.loads, (run_dir / "tracking" / "journal.jsonl").read_text().splitlines())
-    return [each["step"] for each in events if each["event"] == "metrics" and "train/loss" in each["values"]]
+    told = [each for each in events if each["event"] == "metrics" and "train/loss" in each["values"]]
+    losses = {each["step"]: each["values"]["train/loss"] for each in told}
+    assert len(losses) == len(told)
+    return losses
 
 
 def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvicorn
 from mlflow import MlflowClient
 from PIL import Image
 
@@ -27,10 +28,12 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Server:
-    """MLflow's own application on loopback, in a fork: what `mlflow server` serves, without its seconds of imports."""
+    """`mlflow server --workers 1` on loopback, from where it has imported its application: a fork saves those seconds."""
 
     def __init__(self, folder: Path):
-        import mlflow.server  # noqa: F401 (once, for all forks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of starlette's
+            import mlflow.server.fastapi_app  # noqa: F401 (once, for all forks)
 
         self.store, self.port = f"sqlite:///{folder}/server.db", free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
@@ -49,13 +52,13 @@ class Server:
         return self
 
     def _serve(self) -> None:
-        from mlflow.server import app
-        from werkzeug.serving import run_simple
+        from mlflow.server import _UVICORN_LOG_CONFIG
 
         os.closerange(3, 1 << 10)  # or it would hold the deliverer's pipe open, which was made before the second start
         warnings.simplefilter("ignore")
         os.environ.update(self._settings)
-        run_simple("127.0.0.1", self.port, app, threaded=True)
+        words = ["--log-config", str(_UVICORN_LOG_CONFIG), "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        uvicorn.main([*words, "mlflow.server.fastapi_app:app"])  # as mlflow.server._build_uvicorn_command has it
 
     def answers(self) -> bool:
         try:

@@ -56,11 +56,11 @@ BY_ONNX = ("permuted s-mixer", "sparse")
 
 @pytest.fixture(scope="module")
 def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At ZeRO 3, with runs beside it as an evaluation and a probe leave them."""
+    """At ZeRO 3 on two ranks, with runs beside it as an evaluation and a probe leave them."""
     folder = tmp_path_factory.mktemp("exporting")
     config = write_config(folder, dataset=shapes)
     short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
-    finish(start(config, folder / "run", "engine.zero_stage=3", *short, ranks=1))
+    finish(start(config, folder / "run", "engine.zero_stage=3", *short))
     for name, source, settings, result in (
         ("judged", "run", {"data": {"split": "val"}}, {"eval/top1": 0.25, "eval/loss": 2.0}),
         ("probed", "run", {"lrs": [0.1], "data": {"train_split": "train", "test_split": "test"}}, {"test_top1": 0.5}),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data_prep.manifest import load_manifest, save_manifest
 from finetune.probe.config import KnnSettings
@@ -16,7 +17,7 @@ from tests.conftest import Patch
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import forget_credentials, s3_server, web
 from tests.finetune.tiny import ALONE, PROBE, feature_settings, judge, opened, predictions, write_tuning
-from tests.training import finish, start_tuning, write_config
+from tests.training import final_state, finish, start_tuning, write_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -65,18 +66,25 @@ def test_every_verb_over_http_gives_bit_for_bit_what_the_disk_gives(
     assert not list(cache.glob("*.user"))
 
 
-def test_tuning_and_its_preview_read_over_http(shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_tuning_over_http_is_that_of_the_disk_and_its_preview_reads_there_too(
+    shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     forget_credentials(monkeypatch)
     cache = tmp_path / "cache"
     with web(shapes) as (address, _):
         dataset = elsewhere(shapes, tmp_path / "far", address)
         words = [f"data.cache_dir={cache}", "train.global_batch_size=16", "tracking.enabled=false"]
-        finish(start_tuning(write_tuning(tmp_path, folder, dataset), tmp_path / "run", *words))
+        config, places = write_tuning(tmp_path, folder, dataset), {tmp_path / "run": dataset, tmp_path / "local": shapes}
+        for run in [start_tuning(config, place, *words, f"data.dataset={data}") for place, data in places.items()]:
+            finish(run)
         words = [str(write_config(tmp_path, dataset=dataset)), f"data.cache_dir={cache}", "run_dir=x", "--count", "8"]
         assert pretrain(["preview", *words, "--out", str(tmp_path / "sheet.png")]) == 0
     shards = [each for split in load_manifest(shapes).splits.values() for each in split.shards]
     assert {path.stem for path in cache.glob("*.tar")} == {each.sha256 for each in shards}
-    assert (tmp_path / "run" / "result.json").exists() and (tmp_path / "sheet.png").stat().st_size
+    found, local = map(final_state, places)
+    assert found.keys() == local.keys() and all(torch.equal(found[name], local[name]) for name in local)
+    scores = [json.loads((place / "result.json").read_text())["eval/loss"] for place in places]
+    assert scores[0] == scores[1] and (tmp_path / "sheet.png").stat().st_size
 
 
 def test_s3_takes_its_options_from_the_settings_and_no_file_holds_them(

@@ -30,6 +30,7 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
 from pretrain.ranks.starts import started
+from pretrain.tracking.delivery import sync
 from pretrain.tracking.run_tags import summary
 from tests.conftest import Capture
 from tests.data_prep.samples import change_manifest
@@ -43,7 +44,7 @@ UNTRACKED = "tracking.enabled=false"
 def pretrained(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
     overrides = ["train.duration=6 steps", "schedule.warmup=0 steps", "tracking.enabled=true"]
-    finish(start(write_config(folder, dataset=shapes), folder / "maker", *overrides, ranks=1))
+    finish(start(write_config(folder, dataset=shapes), folder / "maker", *overrides, ranks=1, journal_only=True))
     return folder / "maker"
 
 
@@ -63,7 +64,7 @@ def result_of(run_dir: Path) -> dict[str, float]:
 
 def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     config, alone = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "alone"
-    words = [UNTRACKED, "train.duration=24 steps", "train.local_batch_size=4", "train.eval_every=12 steps"]
+    words = [UNTRACKED, "train.duration=24 steps", "train.local_batch_size=4", "train.eval_every=12 steps", "optimizer.name=adamw"]
     finish(start_tuning(config, alone, *words))
     finish(start_tuning(config, tmp_path / "two", *words, ranks=2))
     one, two = final_state(alone), final_state(tmp_path / "two")
@@ -102,18 +103,24 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(pretrained: Path, o
 
 def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
     config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
-    output = finish(start_tuning(config, group, "seeds=[0,5]"))
+    output = finish(start_tuning(config, group, "seeds=[0,5]", journal_only=True))
+    for run_dir in (pretrained, group, group / "seed-0", group / "seed-5"):
+        sync(run_dir)
     alone = tmp_path / "alone"
     finish(start_tuning(config, alone, "train.seed=5", UNTRACKED))
     one, two, by_itself = (final_state(path) for path in (group / "seed-0", group / "seed-5", alone))
     assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
     assert not torch.equal(one["head.weight"], two["head.weight"])
-    # a third seed is added; what is finished is not done again
+    # a third seed is added and one is lost: two ranks do these, and nothing that is finished
     times = {path: path.stat().st_mtime_ns for path in group.glob("seed-*/checkpoints/*/model.safetensors")}
     assert len(times) == 2
     check_books(pretrained, other_shapes, group)
-    finish(start_tuning(config, group, "seeds=[0,5,6]", UNTRACKED))
-    assert {path: path.stat().st_mtime_ns for path in times} == times
+    shutil.rmtree(group / "seed-5")
+    finish(start_tuning(config, group, "seeds=[0,5,6]", UNTRACKED, ranks=2))
+    assert {path.parts[-4] for path in times if path.stat().st_mtime_ns == times[path]} == {"seed-0"}
+    again = final_state(group / "seed-5")
+    for name, tensor in by_itself.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-3, atol=1e-5)
     top1 = [result_of(group / f"seed-{seed}")["eval/top1"] for seed in (0, 5, 6)]
     result = result_of(group)
     assert result["num_runs"] == 3 and result["eval/top1"] == pytest.approx(statistics.fmean(top1))

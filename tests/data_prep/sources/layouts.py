@@ -60,7 +60,9 @@ class _Python2(pickle._Pickler):
 def python2_pickle(value: Any) -> bytes:
     """What `cPickle.dump(value, file, 2)` of Python 2.7 wrote: strings are `str`, arrays go through numpy's old module."""
     file = io.BytesIO()
-    _Python2(file, 2).dump(value)
+    pickler = _Python2(file, 2)
+    pickler.memo[-1] = (0, None)  # its numbers begin with 1 there
+    pickler.dump(value)
     return file.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
 
 

@@ -159,6 +159,12 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
     assert len(listed(source_of(folder, md5="published"))) == 2 * NUM
 
 
+def test_files_are_pickled_here_as_those_that_are_published_were() -> None:
+    """Byte for byte, opcodes and all: of one of them everything is known."""
+    name = "batches.meta"
+    assert hashlib.md5(ten_python()[f"cifar-10-batches-py/{name}"]).hexdigest() == cifar.CIFAR_FILES[name]
+
+
 # ---- mistakes ---------------------------------------------------------------------------------------------------
 
 

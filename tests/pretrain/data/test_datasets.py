@@ -12,9 +12,10 @@ import torch
 from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader
 from tests.data_prep.samples import change_manifest, write_classes
-from tests.pretrain.data.tiny import opened, packed
+from tests.pretrain.data.tiny import loaded, opened, packed
 from tests.training import finish, start, write_config
 
 
@@ -59,6 +60,19 @@ def test_without_weights_every_sample_comes_once_an_epoch_and_with_them_in_these
     assert (samples < 28).sum() == 1000
 
 
+def test_two_ranks_read_every_picture_of_a_mixture_once_an_epoch(animals: tuple[Path, Path]) -> None:
+    data, plan = mixed(animals), BatchPlan(8, 4, 2)
+    reader, num_steps, found = ShardReader(data.parts), 3 * 47 // 8, list[tuple[int, int]]()
+    for rank in range(2):
+        with loaded(reader, data.order(seed=3, global_batch_size=8), plan, rank=rank) as batches:
+            for batch in (next(batches) for _ in range(num_steps)):
+                assert torch.equal(batch.images_BHWC, reader.images(batch.samples))
+                assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
+                found += zip(batch.epochs.tolist(), batch.samples.tolist(), strict=True)
+    assert sorted(found)[:94] == [(epoch, sample) for epoch in range(2) for sample in range(47)]
+    assert len(set(found)) == len(found) == 8 * num_steps
+
+
 def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[Path, Path]) -> None:
     data = mixed(animals, weights=(1.0, 3.0))
     pixels = []
@@ -95,7 +109,7 @@ def test_a_run_trains_on_a_mixture_and_judges_the_first(shapes: Path, other_shap
     config = write_config(tmp_path, dataset=shapes)
     also = f"data.also=[{{dataset: {other_shapes}, weight: 1}}]"
     words = [also, "data.weight=2", "train.duration=12 steps", "train.eval_every=12 steps"]
-    assert "finished" in finish(start(config, tmp_path / "run", *words, ranks=1))
+    assert "finished" in finish(start(config, tmp_path / "run", *words))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     classes = json.loads((newest / "config.json").read_text())["classes"]
     assert len(classes) == 13 and classes[:8] == list(load_manifest(shapes).classes)

@@ -23,7 +23,7 @@ from pretrain.data.store.store import ShardStore
 from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
-from tests.pretrain.data.tiny import loaded, opened
+from tests.pretrain.data.tiny import few_files, loaded, opened
 from tests.training import finish, start, write_config
 
 NUM_SHARDS, PER_SHARD = 8, 12
@@ -103,6 +103,9 @@ def test_shards_are_fetched_ahead_and_once(far: Callable[..., ShardReader], serv
     found = batches_of(far(99), Order(96, 3), steps=16)
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
+    again = far(99)
+    with few_files():  # fewer than shards and their indices
+        assert again.images(np.arange(96)).shape == (96, 16, 16, 3)
 
 
 def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
@@ -170,7 +173,7 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(folder: Path, tmp_path: P
         config = write_config(tmp_path, dataset=tmp_path / "s3")
         words = ["data.eval_split=train", "data.image_size=16", "train.duration=5 steps", f"data.storage={storage}"]
         cache = f"data.cache_dir={tmp_path / 'cache'}"
-        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1))
+        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1, journal_only=True))
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
     shutil.rmtree(tmp_path / "run")
 

@@ -18,11 +18,11 @@ from pretrain.ranks.hangs import PROGRESS, Progress, Standing, Standings, Verdic
 from pretrain.ranks.heartbeat import Heartbeat
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import Peer, read_world
-from tests import training
+from tests import training as trainings
 from tests.forked import begin, environments, wait
-from tests.moments import wait_until
+from tests.moments import Strike, wait_until
 from tests.pretrain.ranks.test_heartbeat import announce
-from tests.training import write_config
+from tests.training import start, write_config
 
 PEERS = [Peer(rank, f"n{rank // 2}", 100 + rank) for rank in range(8)]
 
@@ -42,7 +42,7 @@ def train_with_one_stuck_rank(words: list[str]) -> int:
         return never_gets_its_data(feed) if given == 9 and os.environ["RANK"] == "1" else real(feed)
 
     Feed.__next__ = following  # type: ignore[method-assign]
-    return training.main("pretrain", words)
+    return trainings.main("pretrain", words)
 
 
 def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(shapes: Path, tmp_path: Path) -> None:
@@ -115,10 +115,12 @@ def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float) -> list[F
     return ranks
 
 
-def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_path: Path) -> None:
-    """One of two ranks holds Python's lock, and in another pair one is stopped."""
-    holds, stopped = (begun(tmp_path / plan, plan, num_ranks=2, silent_s=2) for plan in ("holds Python's lock", "is stopped"))
-    os.kill(stopped[1].pid or 0, signal.SIGSTOP)
+def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(shapes: Path, tmp_path: Path) -> None:
+    """One of two ranks holds Python's lock, and in a whole training one is stopped in its fifth step."""
+    config, run_dir = write_config(tmp_path, dataset=shapes), tmp_path / "is stopped"
+    strikes = {1: Strike(run_dir, 1, step=5, signal=signal.SIGSTOP)}
+    training = start(config, run_dir, "engine.heartbeat_timeout_s=5", strikes=strikes)
+    holds, stopped = begun(tmp_path / "holds", "holds Python's lock", num_ranks=2, silent_s=2), training.ranks
     try:
         for ranks in (holds, stopped):
             ranks[0].join(120)
@@ -126,17 +128,19 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(tmp_pat
     finally:
         for ranks in (holds, stopped):
             ranks[1].kill()
-    for folder, pid in ((tmp_path / "holds Python's lock", holds[1].pid), (tmp_path / "is stopped", stopped[1].pid)):
-        found, output = (folder / "stacks" / "rank-0001.txt").read_text(), (folder / "output").read_text()
+    said = (tmp_path / "holds" / "output").read_text()
+    for folder, pid, output in ((tmp_path / "holds", holds[1].pid, said), (run_dir, stopped[1].pid, training.said())):
+        found = (folder / "stacks" / "rank-0001.txt").read_text()
         assert f"as rank 0 sees it in /proc\nrank 1 (node {socket.gethostname()}, pid {pid}): " in found
         assert f"  thread {pid} (" in found and "(heartbeat)" not in found.split("thread")[1]
-        if folder.name == "is stopped":
+        if folder == run_dir:
             assert "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output and "Timeout" not in found
         else:
             assert "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
             assert "Timeout (" in found and "in holds_the_lock" in found
         assert f"; stacks of all ranks: {folder}/stacks\n" in output
-        assert " in rank\n" in (folder / "stacks" / "rank-0000.txt").read_text()
+        assert f" in {'train' if folder == run_dir else 'rank'}\n" in (folder / "stacks" / "rank-0000.txt").read_text()
+    assert "Traceback" not in training.said() and not (run_dir / "result.json").exists()
 
 
 def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_path: Path) -> None:

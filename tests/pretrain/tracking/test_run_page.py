@@ -1,6 +1,10 @@
 """What a run tells of itself: one real training at ZeRO 3, where the weights lie in shards, and its journal."""
 
+import contextlib
 import json
+import shutil
+import signal
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.tracking.pictures import HEAD, draw_filters, strongest_filters
 from pretrain.tracking.run_tags import datasets_of, shown_command, slurm_tags, with_note
+from tests.moments import Strike, wait_until
 from tests.training import finish, start, write_config
 
 
@@ -24,8 +29,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     folder = tmp_path_factory.mktemp("page")
     words = ["engine.zero_stage=3", "train.duration=6 steps", "train.eval_every=3 steps", "train.log_every_steps=2"]
     tracking = "tracking={enabled: true, peak_teraflops: 0.5}"
-    finish(start(write_config(folder, dataset=shapes), folder / "tiny", *words, tracking), timeout_s=170)
+    finish(start(write_config(folder, dataset=shapes), folder / "tiny", *words, tracking, journal_only=True), timeout_s=170)
     return folder / "tiny"
+
+
+def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, shapes: Path, new_store: Path) -> None:
+    """Its deliverer outlives it, and has the last word."""
+    shutil.copy(new_store, tmp_path / "mlflow.db")
+    config, tracking = write_config(tmp_path, dataset=shapes), "tracking={enabled: true, peak_teraflops: 0.5}"
+    run = start(config, tmp_path / "run", tracking, ranks=1, strikes={0: Strike(tmp_path / "run", 1, step=12)})
+    run.communicate()
+    assert run.ranks[0].exitcode == -signal.SIGKILL
+
+    def told(words: str) -> list[tuple[object, ...]]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+            return list(store.execute(words))
+
+    wait_until(lambda: told("select status from runs") == [("FAILED",)], timeout_s=300)
+    assert told("select step from metrics where key = 'train/loss'") == [(10,)]
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, object]]:

@@ -207,12 +207,6 @@ def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_p
     assert [run.info.status for run in runs_in(store)] == ["FAILED"]
 
 
-def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, store: Path) -> None:
-    write_journal(tmp_path / "run", START, loss(1))
-    assert deliver_after_the_end(tmp_path / "run") == 0
-    assert [run.info.status for run in runs_in(store)] == ["FAILED"]
-
-
 def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, store: Path) -> None:
     """The deliverer of a trainer that was killed has delivered all that the next trainer had to say, too."""
     run_dir = tmp_path / "run"
