@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 from rich.table import Table as ConsoleTable
 
 from analysis.table import Cell, Filled
+from data_prep.images.lettering import legible
+from finetune.looks import looks
 
 NOT_RUN = "not run"
 NOTES = (
@@ -63,22 +65,34 @@ def _ours(cell: Cell) -> str:
     return f"{cell.mean:.1f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
 
 
+def in_picture(tables: Sequence[Filled]) -> list[Filled]:
+    """The user's own rows first, then of the papers' tables those that have a run; all of them where there is no run."""
+    met = [table for table in tables if any(cell.mean is not None for line in table.lines for cell in line.cells)]
+    return sorted(met or tables, key=lambda table: bool(table.source))
+
+
 def draw(tables: Sequence[Filled], path: Path) -> None:
     """Our number above, the paper's and the gap below it; green where ours is not worse."""
+    tables = in_picture(tables)
+    with looks(*(text for table in tables for text in (*table.columns, *(line.name for line in table.lines)))):
+        _drawn(tables).savefig(path, dpi=150)
+
+
+def _drawn(tables: Sequence[Filled]) -> Figure:
     longest = max(len(line.name) for table in tables for line in table.lines)
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * longest + 0.3)
     width = name_inches + CELL_INCHES * max(len(table.columns) for table in tables)
     heights = [LINE_INCHES * (len(table.lines) + 1) for table in tables]
-    figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)), layout="constrained")
+    figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)))
     panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, table in zip(panels, tables, strict=True):
         source = f"beside {table.source}" if table.source else "what the papers have no row or column for"
-        axes.set_title(f"{table.title}: {source}", fontsize=11, loc="left")
+        axes.set_title(f"{table.title}: {source}", fontsize=11)
         axes.set_axis_off()
         used = name_inches + CELL_INCHES * len(table.columns)
         drawn = axes.table(
-            [[line.name, *(words_of(cell, table, between="\n") for cell in line.cells)] for line in table.lines],
-            colLabels=["", *(each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in table.columns)],
+            [[legible(line.name), *(words_of(cell, table, between="\n") for cell in line.cells)] for line in table.lines],
+            colLabels=["", *(legible(each if len(each) <= LONGEST else each[: LONGEST - 3] + "...") for each in table.columns)],
             colWidths=[name_inches / used, *[CELL_INCHES / used] * len(table.columns)],
             cellLoc="center",
             edges="horizontal",
@@ -93,4 +107,4 @@ def draw(tables: Sequence[Filled], path: Path) -> None:
                 mean, gap = table.lines[row - 1].cells[column - 1].mean, table.lines[row - 1].cells[column - 1].gap
                 kind = "not run" if mean is None else "ours" if gap is None else "better" if gap >= 0 else "worse"
                 cell.set_text_props(color=COLOURS[kind])
-    figure.savefig(path, dpi=150)
+    return figure

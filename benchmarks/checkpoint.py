@@ -90,11 +90,11 @@ def main() -> None:
         publish(run_dir, snapshot)
         settle(run_dir, snapshot, Retention(1))
         on_the_spot_s = time.perf_counter() - began_s
-        values = (alone_s, stall_s, statistics.median(during_s), news["checkpoint/write_s"], on_the_spot_s)
+        values = (alone_s, stall_s, statistics.median(during_s), news["usage/checkpoint_write_s"], on_the_spot_s)
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
     shutil.rmtree(run_dir)
-    report(f"{spec.label}, batch {batch:,}, a checkpoint of {news['checkpoint/gb']:.2f} GB", found)
+    report(f"{spec.label}, batch {batch:,}, a checkpoint of {news['usage/checkpoint_gb']:.2f} GB", found)
     os._exit(0)
 
 

@@ -6,17 +6,20 @@ is none), and of the central squares.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep.check.stored import Storage, each_picture, each_shard
 from data_prep.images import decode, resize, size_of
 from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
 from data_prep.manifest import Manifest, Shard, Split, load_index, load_manifest, load_rejected
 
+SPREAD = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
 NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
 
@@ -61,14 +64,18 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
         "picture_bytes": picture_bytes,
         "tar_bytes": sum(shard.num_bytes for shard in split.shards),
         "classes": len(present),
-        "per_class": {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
-        if len(present)
-        else None,
+        "per_class": spread(counts) if len(present) else None,
         "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
         "largest": ranked[:NUM_EXTREMES] if len(present) else [],
         "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
         "annotations": {key: annotation.num_columns for key, annotation in sorted(split.annotations.items())},
     }
+
+
+def spread(values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None) -> dict[str, int]:
+    """Of values that are there, each once or so often."""
+    found = np.percentile(values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf")
+    return dict(zip(SPREAD, map(int, found), strict=True))
 
 
 # ---- what takes a look at the pictures -----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    from data_prep.check.stats import stats
+    from data_prep.check.stats import SPREAD, spread, stats
 
     found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
     if options.json:
@@ -60,14 +60,14 @@ def _stats(options: argparse.Namespace) -> int:
     print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {rejected}")
     if found["left_out"]:
         print(f"left out: {counted(found['left_out'])}")
-    heads = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
+    heads: tuple[str, ...] = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
     columns = ("samples", "unlabelled", "shards")
     rows = [
         (name, *(split[key] for key in columns), *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")))
         for name, split in found["splits"].items()
     ]
     print_table(heads, rows)
-    heads = ("per class", "classes", "min", "median", "max", "max/min")
+    heads = ("per class", "classes", *SPREAD, "max/min")
     labelled = {name: split for name, split in found["splits"].items() if split["classes"]}
     print_table(heads, [(name, each["classes"], *each["per_class"].values(), each["imbalance"]) for name, each in labelled.items()])
     for name, split in labelled.items():
@@ -78,6 +78,10 @@ def _stats(options: argparse.Namespace) -> int:
         rows.append(_channel_row("recomputed", found["recomputed_channel_mean"], found["recomputed_channel_std"]))
     print_table(("channels (R G B)", "mean", "std"), rows)
     sizes = found["sizes"]
+    counts_of = [size["count"] for size in sizes]
+    sides = {side: spread([size[side] for size in sizes], counts_of) for side in ("width", "height") if len(sizes) > 1}
+    if sides:
+        print_table(("pixels", *SPREAD), [(side, *found.values()) for side, found in sides.items()])
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
     print_table(("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else []))

@@ -210,7 +210,7 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda place, _: f"{max(0, round(place * size / NUM_BLOCKS)):,}"))
     is_few = counts.sum(axis=1).max(initial=0) < FEW_PER_CLASS
-    bar.set_label("share of the class's pictures" + (", which are counted in the cells" if is_few else ""))
+    bar.set_label("share of the class's pictures" + ("; in the cells: how many" if is_few else ""))
     for (row, column), share in np.ndenumerate(shares) if max(shares.shape) <= (MOST_NAMED if is_few else MOST_COUNTED) else ():
         if share > 0:
             words = f"{counts[row, column]:.0f}" if is_few else f"{share:.0%}"

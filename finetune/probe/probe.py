@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from torch import Tensor
 
+from data_prep.images.lettering import legible
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
 from finetune.probe.config import ProbeSettings
@@ -179,9 +180,10 @@ def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
     print_grid(judged, best, console())
     for hint in edges(best, judged):
         print(hint)
-    for number, values in enumerate([*result["grid"], {k: v for k, v in result.items() if k != "grid"}]):
-        known = {f"probe/{name}": float(value) for name, value in values.items() if value is not None}
-        tracker.metrics(known, step=number)
+    found = {name: value for name, value in result.items() if name != "grid"}  # that is a picture, and stands in result.json
+    chosen_by = {name: value for name, value in found.items() if name.startswith("chosen_")}
+    tracker.params(chosen_by)
+    tracker.metrics({f"probe/{name}": float(found[name]) for name in found.keys() - chosen_by.keys()}, step=0)
     chosen = f"at lr {best.candidate.lr:g}, decay {best.candidate.weight_decay:g}"
     length = f", {best.candidate.epochs} epochs" if len(settings.epochs) > 1 else ""
     title = f"{Path(settings.run_dir).name}: held-out top-1, best {best} {chosen}{length}"
@@ -325,21 +327,25 @@ def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
+    from finetune.looks import looks
+
     decays, lrs, rows = _layer(judged, best.candidate.epochs)
     scores = np.array([[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows])
-    figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)), dpi=120, layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
-    axes.imshow(scores, cmap="Blues", aspect="auto")
-    axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
-    axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("weight decay")
-    middle = (np.nanmin(scores) + np.nanmax(scores)) / 2
-    for (row, column), score in np.ndenumerate(scores):
-        colour = "white" if score > middle else "black"
-        axes.text(column, row, str(rows[row][column]), ha="center", va="center", color=colour, fontsize=9)
-    corner = (lrs.index(best.candidate.lr) - 0.48, decays.index(best.candidate.weight_decay) - 0.48)
-    axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5))
-    axes.set_title(title, fontsize=9, loc="left")
-    canvas.draw()  # type: ignore[no-untyped-call]
+    first, third = np.nanpercentile(scores, [25, 75])
+    lowest = max(np.nanmin(scores), first - 1.5 * (third - first))  # what is below, as in a box plot, would take all colours
+    with looks(title):
+        figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)), dpi=120)
+        canvas, axes = (
+            FigureCanvasAgg(figure),
+            figure.add_subplot(title=legible(title), xlabel="learning rate", ylabel="weight decay"),
+        )
+        axes.imshow(scores, cmap="Blues", aspect="auto", vmin=lowest, vmax=np.nanmax(scores))
+        axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
+        axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
+        for (row, column), score in np.ndenumerate(scores):
+            colour = "white" if score > (lowest + np.nanmax(scores)) / 2 else "black"
+            axes.text(column, row, str(rows[row][column]), ha="center", va="center", color=colour)
+        corner = (lrs.index(best.candidate.lr) - 0.48, decays.index(best.candidate.weight_decay) - 0.48)
+        axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5))
+        canvas.draw()  # type: ignore[no-untyped-call]
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())  # type: ignore[no-untyped-call]

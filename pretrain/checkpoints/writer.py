@@ -3,7 +3,7 @@
 A checkpoint's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make the
 snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread publishes
 it, and tries again, with growing pauses, as long as the file system refuses: a full disk costs a checkpoint, never the run. What
-training loses is the snapshot, and the wait for the write before it, if that is still under way (checkpoint/stall_s).
+training loses is the snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s).
 
 The best is the best of the checkpoints that came to be: what an evaluation found is forgotten, by all ranks, where the checkpoint
 of its step is left out, or could not be written and made room for the next. So whatever a checkpoint calls the best is there.
@@ -118,7 +118,7 @@ class Saver:
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
             self.writer.submit(Snapshot(engine, replace(state, best=self.best), card))
-            self.writer.report({"checkpoint/stall_s": time.monotonic() - began_s})
+            self.writer.report({"usage/checkpoint_stall_s": time.monotonic() - began_s})
         self.saved_step = step
 
     def finish(self) -> None:
@@ -257,7 +257,7 @@ class CheckpointWriter:
                     self._snapshot = None
                 else:
                     self._num_failures += 1
-                    self._news["checkpoint/failures"] = float(self._num_failures)
+                    self._news["usage/checkpoint_failures"] = float(self._num_failures)
                     self._try_at_s = time.monotonic() + self._pause_s
                     self._pause_s = min(self._longest_pause_s, 2 * self._pause_s)
                 self._changed.notify_all()
@@ -266,7 +266,7 @@ class CheckpointWriter:
         if not self._is_published:
             began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
             self._is_published = True
-            self.report({"checkpoint/write_s": time.monotonic() - began_s, "checkpoint/gb": num_bytes / 1e9})
+            self.report({"usage/checkpoint_write_s": time.monotonic() - began_s, "usage/checkpoint_gb": num_bytes / 1e9})
         settle(self._run_dir, snapshot, self._retention)
 
     def _warn(self, step: int, error: OSError) -> None:

@@ -371,15 +371,15 @@ class Meter:
         teraflops = 3 * self.flops_per_image * images_per_s / 1e12
         self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
         found = {
-            "speed/images_per_s": images_per_s,
-            "speed/teraflops": teraflops,
-            "speed/mfu": teraflops / self.peak_teraflops,
-            "speed/data_wait_share": self._wait_s / elapsed_s,
-            "memory/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "usage/images_per_s": images_per_s,
+            "usage/teraflops": teraflops,
+            "usage/mfu": teraflops / self.peak_teraflops,
+            "usage/data_wait_share": self._wait_s / elapsed_s,
+            "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if self.device.type == "cuda":
-            found["memory/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            found["memory/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+            found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
         self.restart()
         return found
 
@@ -391,6 +391,6 @@ def in_words(reading: dict[str, float], scores: Scores | None) -> str:
         parts.append(f"loss {reading['train/loss']:.3f}")
     if scores is not None:
         parts.append(f"top-1 {100 * scores.top1:.1f} %")
-    if "speed/images_per_s" in reading:
-        parts += [f"{reading['speed/images_per_s']:,.0f} images/s", f"MFU {100 * reading['speed/mfu']:.0f} %"]
+    if "usage/images_per_s" in reading:
+        parts += [f"{reading['usage/images_per_s']:,.0f} images/s", f"MFU {100 * reading['usage/mfu']:.0f} %"]
     return "  ".join(parts)

@@ -8,8 +8,8 @@ from PIL import Image
 
 from analysis.cli import main as analysis
 from analysis.published import TABLES
-from analysis.table import Cell, Filled, fill
-from analysis.table_pages import markdown
+from analysis.table import Cell, Filled, Line, fill
+from analysis.table_pages import in_picture, markdown
 from finetune.runs import Run
 from tests.analysis.conftest import WriteRun
 from tests.conftest import Capture, Patch
@@ -210,6 +210,15 @@ def test_test_time_augmentation_is_an_evaluation_with_views_of_a_tuned_run() -> 
     assert (found.mean, found.num_repetitions) == (pytest.approx(96.0), 2) and found.gap == pytest.approx(0.5)
     assert cell(tables, "fine-tune B-12/Wi-1024 + DA, public checkpoint", "CIFAR-10").mean == pytest.approx(90.0)
     assert [line.name for line in tables[2].lines] == ["fine-tune, TTA B-12/Wi-1024 + DA, of imagenet21k, on train"]
+
+
+def test_the_picture_begins_with_ones_own_and_leaves_out_tables_without_a_run() -> None:
+    paper, other = (
+        Filled(name, "a paper", ("c",), (Line("row", (Cell(50.0, mean),)),)) for name, mean in (("A", 1.0), ("B", None))
+    )
+    ours = Filled("Ours", "", ("c",), (Line("row", (Cell(None, 2.0),)),))
+    assert [table.title for table in in_picture([other, paper, ours])] == ["Ours", "A"]
+    assert [table.title for table in in_picture([other])] == ["B"]
 
 
 def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monkeypatch: Patch, capsys: Capture) -> None:

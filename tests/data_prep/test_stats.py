@@ -56,10 +56,10 @@ def test_numbers_are_those_of_an_independent_count(source: Path, tmp_path: Path,
     assert found["rejected"] == {"empty": 1, "not_an_image": 1}
     train, val = found["splits"]["train"], found["splits"]["val"]
     assert (train["samples"], train["unlabelled"], train["shards"], train["classes"]) == (9, 0, 3, 3)
-    assert train["per_class"] == {"min": 1, "median": 2.0, "max": 6}
+    assert train["per_class"] == {"min": 1, "5 %": 1, "median": 2, "95 %": 6, "max": 6}
     assert train["imbalance"] == 6.0
     assert train["largest"] == [["ant", 6], ["bee", 2], ["cat", 1]]
-    assert val["per_class"] == {"min": 0, "median": 0.0, "max": 4}
+    assert val["per_class"] == {"min": 0, "5 %": 0, "median": 0, "95 %": 4, "max": 4}
     assert (val["classes"], val["smallest"][0]) == (1, ["cat", 0])
     assert train["tar_bytes"] == sum(path.stat().st_size for path in directory.glob("train-*.tar"))
     assert found["sizes"] == [{"width": 16, "height": 16, "count": 13}]
@@ -92,6 +92,8 @@ def test_the_command_prints_tables_or_json(source: Path, tmp_path: Path, capsys:
     assert "read 15 = written 13 + rejected 2 (empty 1, not_an_image 1)" in said
     assert "train: largest ant 6, bee 2, cat 1; smallest cat 1, bee 2, ant 6" in said
     assert "40 x 30" in said
+    (width,) = (line.split() for line in said.splitlines() if line.startswith("width ") and " x " not in line)
+    assert width == ["width", "21", "21", "40", "40", "40"]  # of 21, 22 and eleven times 40
     assert "recomputed" in said
     assert max(len(line) for line in said.splitlines() if not line.startswith(str(directory))) <= 80
 

@@ -159,7 +159,7 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     writer.finish(best)
     assert steps(tmp_path) == [30, 60, 90, 100]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
-    assert writer.news()["checkpoint/gb"] > 0
+    assert writer.news()["usage/checkpoint_gb"] > 0
 
 
 def submitted(writer: CheckpointWriter, step: int, engine: EngineState | None = None, best: Best | None = None) -> CheckpointWriter:
@@ -393,7 +393,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
     for step in (1, 2):
         submitted(writer, step)
         wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
-    assert writer.news()["checkpoint/failures"] >= 2
+    assert writer.news()["usage/checkpoint_failures"] >= 2
     assert writer.make_room(timeout_s=10)  # while the ranks make the next snapshot, nothing reads the memory of this one
     taken.unlink()
     time.sleep(0.3)

@@ -61,9 +61,9 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: p
         meter.count()
     reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()
     # 20 batches of 64 in 10 s are 128 images/s, of 1 + 2 billion operations each
-    assert reading["speed/images_per_s"] == 128 and reading["speed/teraflops"] == pytest.approx(0.384)
-    assert reading["speed/mfu"] == pytest.approx(0.5) and reading["speed/data_wait_share"] == 0.25
-    assert 0.01 < reading["memory/peak_rss_gb"] < 1000
+    assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(0.384)
+    assert reading["usage/mfu"] == pytest.approx(0.5) and reading["usage/data_wait_share"] == 0.25
+    assert 0.01 < reading["usage/peak_rss_gb"] < 1000
     scores = Scores(top1=0.412, top5=0.7, loss=2.1, num_samples=10)
     assert in_words(reading, scores) == "epoch 3.1  loss 2.000  top-1 41.2 %  128 images/s  MFU 50 %"
     assert in_words({}, None) == ""
@@ -74,4 +74,4 @@ def test_a_rate_that_was_reached_is_the_least_that_the_peak_can_be(monkeypatch: 
     meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.1, device=CPU, _started_s=100.0)
     for _ in range(20):
         meter.count()
-    assert meter.reading()["speed/mfu"] == 1
+    assert meter.reading()["usage/mfu"] == 1

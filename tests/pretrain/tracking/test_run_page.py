@@ -70,7 +70,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
             told.setdefault(name, []).append(event["step"])
     for name in ("loss", "gradient_norm", "lr", "samples", "bad_samples"):
         assert told[f"train/{name}"] == [2, 4, 6], name
-    for name in ("speed/images_per_s", "speed/mfu", "speed/data_wait_share", "memory/peak_rss_gb"):
+    for name in ("usage/images_per_s", "usage/mfu", "usage/data_wait_share", "usage/peak_rss_gb"):
         assert told[name] == [2, 4, 6], name
     assert told["eval/top1"] == told["eval/top5"] == told["eval/loss"] == [3, 6]
     assert [event["status"] for event in events(run_dir, "end")] == ["FINISHED"]

@@ -59,11 +59,13 @@ def tracker(run_dir: Path, *, close_timeout_s: float = 60) -> Tracker:
     )
 
 
-def runs_in(store: Path) -> list[Any]:
+def runs_in(store: Path, *, pictures: bool = False) -> list[Any]:
+    """Those that have the pictures of another stand apart."""
     client = MlflowClient(tracking_uri=f"sqlite:///{store}")
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
-    return list(client.search_runs([experiment.experiment_id]))
+    runs = client.search_runs([experiment.experiment_id])
+    return [run for run in runs if run.info.run_name.endswith(" pictures") == pictures]
 
 
 def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
@@ -310,9 +312,10 @@ def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path
     before = files(tmp_path)
     (run_dir / "tracking" / "delivered.json").unlink()
     sync(run_dir)
-    (run,) = runs_in(store)
+    (run,), (pictures,) = runs_in(store), runs_in(store, pictures=True)
     assert points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
-    assert files(tmp_path) == before and run.data.tags["mlflow.loggedImages"] == "True"
+    assert files(tmp_path) == before and pictures.data.tags["mlflow.loggedImages"] == "True"
+    assert pictures.data.tags["mlflow.parentRunId"] == run.info.run_id and pictures.info.status == "FINISHED"
     shapes = [re.fullmatch(r"(.*)\+step\+(\d+)\+timestamp\+\d+\+[0-9a-f-]{36}(.*)", name) for name in before]
     assert [shape.groups() for shape in shapes if shape] == [
         ("pictures~first", "0", "+compressed.webp"),
