@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _add_verbs(verbs: Verbs) -> None:
     listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
     run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
-    for name, verb, work in (("list", listing, _list_file), ("run", run, _run_file)):
+    for name, verb, work in (("list", listing, _list), ("run", run, _run)):
         verb.add_argument("file", help="such as configs/plan/demo.yaml")
         verb.epilog = f"python -m cluster.plan {name} configs/plan/demo.yaml"
         verb.set_defaults(run=work, schema="cluster.plan_file:PlanSettings")
@@ -54,21 +54,8 @@ def _add_verbs(verbs: Verbs) -> None:
     run.add_argument("--dry-run", action="store_true", help="only show the commands")
 
 
-def _list_file(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
     plan = load_checked(options.file)
-    _list(plan, plan.missing())
-    return OK
-
-
-def _run_file(options: argparse.Namespace) -> int:
-    plan = load_checked(options.file)
-    missing = plan.missing()
-    if missing:
-        raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
-    return _run(plan, ranks=options.ranks or num_gpus() or 1, dry_run=options.dry_run)
-
-
-def _list(plan: Plan, missing: list[str]) -> None:
     rows = []
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
@@ -76,9 +63,10 @@ def _list(plan: Plan, missing: list[str]) -> None:
             rows.append([stage.title(member), member.work.state(), after, member.work.writes, " ".join(member.own)])
     print_columns(["member", "state", "waits for", "writes", "overrides"], rows)
     print(f"{sum(row[1] == 'finished' for row in rows)} of {len(rows)} finished")
-    for line in missing:
+    for line in plan.missing():
         print(f"not there yet: {line}")
     print(f"on SLURM: cluster/submit {plan.path}\nhere:     python -m cluster.plan run {plan.path}")
+    return OK
 
 
 def print_columns(heads: list[str], rows: list[list[str]]) -> None:
@@ -144,8 +132,12 @@ def num_gpus() -> int:
     return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
 
 
-def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
+def _run(options: argparse.Namespace) -> int:
     """A member that fails does not stop the others of its grid; the stages after it mostly need it, and are left out."""
+    plan, ranks = load_checked(options.file), options.ranks or num_gpus() or 1
+    missing = plan.missing()
+    if missing:
+        raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
     outcomes: list[list[str]] = []
     failed = False
     with Here().listening() as here:
@@ -154,7 +146,7 @@ def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
                 work, title, outcome = member.work, stage.title(member), ""
                 if work.is_finished() and not _doubt(work).exists():
                     outcome = "finished before"
-                elif dry_run:
+                elif options.dry_run:
                     print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
                 elif not here.stopped:
                     print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
@@ -165,7 +157,7 @@ def _run(plan: Plan, *, ranks: int, dry_run: bool) -> int:
             failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
             if failed:
                 break
-    if dry_run:
+    if options.dry_run:
         return OK
     print()
     print_columns(["member", "outcome", "writes"], outcomes)

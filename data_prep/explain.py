@@ -28,7 +28,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from data_prep.settings import Parser, SettingsError, nearest, sections_of
+from data_prep.settings import Parser, SettingsError, last_words, nearest, sections_of
 
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -69,16 +69,14 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     add_verbs(verbs)
     known = dict(verbs.choices)
-    first = next((verb for verb in known if schema_of(known[verb], resolve=False)), next(iter(known)))
     explain = verbs.add_parser("explain", help="what a verb can be given: meaning, type, default and example of each setting")
-    explain.epilog = f"{name} explain {first}"
+    explain.epilog = f"{name} explain {next(iter(known))}"
     explain.add_argument("verb", choices=list(known), metavar="VERB", help=f"one of {', '.join(known)}")
     explain.add_argument("key", nargs="?", help="a setting or its last word, a section, or an option; all of them without")
     explain.add_argument("--json-schema", action="store_true", help="print the settings as a JSON schema, for editors")
     explain.set_defaults(run=partial(_explain, known), after_a_stop="nothing was changed")
     for word, verb in verbs.choices.items():
-        lines = ["examples:", *(verb.epilog or "").splitlines()]
-        verb.epilog = "\n  ".join(lines)
+        verb.epilog = "\n  ".join(["examples:", *(verb.epilog or "").splitlines()])
         verb.epilog += f"\nsettings: {name} explain {word} [KEY]" if schema_of(verb, resolve=False) else ""
         verb.formatter_class = _Help
     if "_ARGCOMPLETE" in os.environ:  # the shell asks
@@ -172,12 +170,9 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
                 continue
             meaning = about if name == "kind" else meanings.get(name) or field.description or ""
             default = None if field.is_required() else _yaml(field.get_default(call_default_factory=True))
-            key, value = f"{prefix}{name}", shlex.quote(_yaml(_example(field)))
-            example = f"{key}={value}"
-            if "N." in prefix or not overridden:
-                example = f"{name}: {_yaml(_example(field))}"
-            elif key in short:
-                example += f", or {name}={value}"
+            key, value = f"{prefix}{name}", _yaml(_example(field))
+            as_word = shlex.quote(value) + (f", or {name}={shlex.quote(value)}" if key in short else "")
+            example = f"{key}={as_word}" if overridden and "N." not in prefix else f"{name}: {value}"
             found.append(Explained(key, meaning, type_of(field.annotation, field.metadata), default, example, tag, about))
     return found
 
@@ -235,11 +230,7 @@ def _is_section(annotation: Any) -> bool:
 
 def _short_words(schema: type[BaseModel]) -> dict[str, str]:
     """{full key: the last word of it}, where that word finds it."""
-    keys: dict[str, dict[str, None]] = {}
-    for prefix, section in sections_of(schema):
-        for name in section.model_fields:
-            keys.setdefault(name, {})[prefix + name] = None
-    return {key: name for name, (key, *others) in keys.items() if "." in key and not others}
+    return {keys[0]: word for word, keys in last_words(schema).items() if len(keys) == 1 and word not in schema.model_fields}
 
 
 def _example(field: FieldInfo) -> Any:
@@ -282,16 +273,14 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
             raise SettingsError(f"--json-schema: {options.verb} has no settings; see {verb.prog} --help")
         print(json_schema(schema), end="")
         return 0
-    known = [*options_of(verb), *settings_of(verb)]
-    names = {name for each in known for name in (each.key, each.key.rpartition(".")[2], *each.key.split(", "))}
-    sections = {each.key.rpartition(".")[0] for each in known}
-    chosen = known
+    chosen = known = [*options_of(verb), *settings_of(verb)]
     if key is not None:
         chosen = [each for each in known if key in (each.key, *(word.lstrip("-") for word in each.key.split(", ")))]
         chosen = chosen or [each for each in known if each.key.startswith(f"{key}.")]
         chosen = chosen or [each for each in known if each.key.endswith(f".{key}")]
         if not chosen:
-            raise SettingsError(f"{key}: unknown to {options.verb}; {nearest(key, sorted(names | sections - {''}))}")
+            words = {word for each in known for word in re.split(r"\.|, ", each.key) + [each.key]}
+            raise SettingsError(f"{key}: unknown to {options.verb}; {nearest(key, sorted(words))}")
     width = min(shutil.get_terminal_size((110, 24)).columns, 110)
     if key is None:
         print(verb.format_usage())

@@ -170,17 +170,13 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
 def _written_out(schema: type[BaseModel], word: str, text: str) -> tuple[str, str]:
     """The full key that a single word means, and the value: a setting at the top; else the only one that ends with the word; else
     what a section has a short word for."""
-    if word in schema.model_fields:
-        return word, text
-    sections = list(sections_of(schema))
-    found = list(dict.fromkeys(prefix + word for prefix, section in sections if word in section.model_fields))
+    found = [word] if word in schema.model_fields else last_words(schema).get(word, [])
     if len(found) > 1:
         raise SettingsError(f"{word}: there are several; write {' or '.join(f'{key}={text}' for key in found)}")
-    if not found:
-        for prefix, section in sections:
-            field, form = getattr(section, "short_words", {}).get(word, ("", ""))
-            if field:
-                return prefix + field, form.format(text)
+    for prefix, section in sections_of(schema) if not found else ():
+        field, form = getattr(section, "short_words", {}).get(word, ("", ""))
+        if field:
+            return prefix + field, form.format(text)
     return (*found, word)[0], text
 
 
@@ -317,12 +313,10 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     if kind == "extra_forbidden":
         _, models = _locate(schema, problem["loc"][:-1])
         known = [name for model in models for name in model.model_fields]
-        deeper = [prefix + name for prefix, section in sections_of(schema) for name in section.model_fields if prefix]
-        leaves = [key.rpartition(".")[2] for key in deeper]
-        best = difflib.get_close_matches(location[-1], [*known, *leaves], n=1, cutoff=0.75) if len(location) == 1 else []
-        if best and best[0] not in known:
-            keys = dict.fromkeys(key for key, leaf in zip(deeper, leaves, strict=True) if leaf == best[0])
-            return f"{field}: unknown key; did you mean {' or '.join(map(repr, keys))}?"
+        leaves = last_words(schema) if len(location) == 1 else {}
+        best = difflib.get_close_matches(location[-1], [*known, *leaves], n=1, cutoff=0.75)
+        if best and best[0] in leaves.keys() - set(known):
+            return f"{field}: unknown key; did you mean {' or '.join(map(repr, leaves[best[0]]))}?"
         return f"{field}: unknown key; {nearest(location[-1], known)}"
     if kind == "missing":
         _, models = _locate(schema, problem["loc"])
@@ -378,6 +372,15 @@ def sections_of(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = F
         listed = _models_of(field.annotation) if in_lists and not alone else []
         for section in dict.fromkeys([*alone, *listed]):
             yield from sections_of(section, f"{prefix}{name}.{'N.' if listed else ''}", in_lists=in_lists)
+
+
+def last_words(schema: type[BaseModel]) -> dict[str, list[str]]:
+    """{last word of a key: the keys of sections that end with it}"""
+    found: dict[str, dict[str, None]] = {}
+    for prefix, section in sections_of(schema):
+        for name in section.model_fields if prefix else ():
+            found.setdefault(name, {})[prefix + name] = None
+    return {name: list(keys) for name, keys in found.items()}
 
 
 def _models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]]:
