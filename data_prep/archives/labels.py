@@ -17,14 +17,8 @@ COLUMNS = {
     "split": ("split", "set", "subset", "partition"),
 }
 """What a column may be called, whether or not in capitals: the first that is there counts."""
-_SPLITS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
-    "testing": "test",
+_SPLITS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"} | {
+    name: name for name in ("train", "val", "test")
 }
 
 
@@ -35,25 +29,28 @@ class Row(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def read_labels(path: Path, stamp: str, columns: tuple[tuple[str, str | None], ...]) -> tuple[Row, ...]:  # noqa: ARG001
-    """`columns`: by role, what the user calls them; None: one of `COLUMNS`. Without a column for it the split is empty. A table
-    with another `stamp` is read anew."""
-    with refusing(path, remedy="write it as CSV or Parquet", field="source.labels"):
+def read_labels(path: Path, stamp: str, columns: tuple[tuple[str, str], ...]) -> tuple[Row, ...]:  # noqa: ARG001 (a changed one is read anew)
+    """`columns`: (role, what the table calls it), where that is not one of `COLUMNS`."""
+    with refusing(path, remedy="give a CSV or Parquet file", field="source.labels"):
         names, cells = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path)
-    at = {role: _column(path, role, given, names) for role, given in columns}
+    at = {role: _column(path, role, dict(columns).get(role), names) for role in COLUMNS}
+    roles = [role for role in COLUMNS if at[role] is not None]
     rows, seen = [], dict[str, int]()
-    for number, row in enumerate(cells, start=1):
-        file, label, split = (row[place] if (place := at[role]) is not None else "" for role in COLUMNS)
-        file = str(PurePosixPath(file)) if file else ""
-        if not (file and label and (split or at["split"] is None)):
-            lacking = next(role for role, word in zip(COLUMNS, (file, label, split), strict=True) if not word)
-            raise SourceError(f"source.labels: {path}: row {number} has no {lacking}; fill it in, or remove the row")
-        if file in seen:
-            raise SourceError(f"source.labels: {path} names {file} twice, in rows {seen[file]} and {number}; keep one of them")
-        if split and split.lower() not in _SPLITS:
-            raise SourceError(f"source.labels: {path}: row {number} has the split {split!r}; write train, val or test")
+    for number, cell in enumerate(cells, start=1):
+        found = {role: cell[at[role] or 0] for role in roles}
+        lacking = [role for role in roles if not found[role]]
+        file, split = str(PurePosixPath(found["file"])), found.get("split", "").lower()
+        fault = ""
+        if lacking:
+            fault = f"has no {lacking[0]}; fill it in, or remove the row"
+        elif file in seen:
+            fault = f"names {file} again, as row {seen[file]} does; keep one of them"
+        elif split and split not in _SPLITS:
+            fault = f"has the split {split!r}; write train, val or test"
+        if fault:
+            raise SourceError(f"source.labels: {path}: row {number} {fault}")
         seen[file] = number
-        rows.append(Row(file, label, _SPLITS.get(split.lower(), "")))
+        rows.append(Row(file, found["label"], _SPLITS.get(split, "")))
     if not any(row.split in ("", "train") for row in rows):
         raise SourceError(f"source.labels: {path} has no row {'of the split train' if rows else 'at all'}; add some")
     return tuple(rows)
@@ -110,12 +107,9 @@ def _parquet(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def _column(path: Path, role: str, given: str | None, names: list[str]) -> int | None:
-    wanted = [given] if given is not None else [each for known in COLUMNS[role] for each in names if each.lower() == known]
-    if wanted and wanted[0] in names:
-        return names.index(wanted[0])
-    if role == "split" and given is None:
-        return None
-    lacks = f"column {given!r}" if given is not None else f"column for the {role}, such as {role!r}"
-    raise SourceError(
-        f"source.labels: {path} has no {lacks}, only {', '.join(names)}; set source.{role}_column=NAME to one of them"
-    )
+    wanted = (given,) if given else COLUMNS[role]
+    found = [place for known in wanted for place, name in enumerate(names) if known in (name, name.lower())]
+    if found or (role == "split" and not given):
+        return found[0] if found else None
+    lacks = f"column {given!r}" if given else f"column for the {role}, such as {role!r}"
+    raise SourceError(f"source.labels: {path} has no {lacks}, only {', '.join(names)}; set source.columns={{{role}: NAME}} to one")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from data_prep.archives.files import changed_in_folder, is_picture, list_files, only_folders, read_file
 from data_prep.archives.guard import SourceError, stamp_of
@@ -33,19 +33,9 @@ class FolderSettings(Settings):
     """Of which pictures become `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
     """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if it likes, its split."""
-    file_column: str | None = Field(None, examples=["filename"])
-    """What the table calls it; by default `file`, `filename`, `path`, `image`, `id` or the like."""
-    label_column: str | None = Field(None, examples=["species"])
-    """By default `label`, `class`, `category` or the like."""
-    split_column: str | None = Field(None, examples=["fold"])
-    """By default `split`, `set` or the like, if there is one. Its values: train, val, test."""
-
-    @model_validator(mode="after")
-    def _columns_are_of_a_table(self) -> "FolderSettings":
-        for name in ("file_column", "label_column", "split_column"):
-            if self.labels is None and getattr(self, name) is not None:
-                raise ValueError(f"source.{name}: is of a table; name that, too, as source.labels=FILE, or leave it out")
-        return self
+    columns: dict[Literal["file", "label", "split"], str] = Field(default={}, examples=[{"label": "species"}])
+    """What the table calls them, where it is no usual name (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`).
+    Splits are train, val and test."""
 
 
 class FolderSource(Source):
@@ -53,8 +43,7 @@ class FolderSource(Source):
 
     def describe(self) -> dict[str, Any]:
         """Of a table what it says, wherever it lies and however it is written."""
-        columns = {"labels", "file_column", "label_column", "split_column"}
-        described = self.settings.model_dump(mode="json", exclude={"path", *columns})
+        described = self.settings.model_dump(mode="json", exclude={"path", "labels", "columns"})
         return described if self.settings.labels is None else described | {"labels": hash_of_json(sorted(self._table()))}
 
     def outline(self) -> Outline:
@@ -126,12 +115,8 @@ class FolderSource(Source):
 
     def _table(self) -> tuple[Row, ...]:
         assert self.settings.labels is not None
-        file, beside = Path(self.settings.labels), self.path / self.settings.labels
-        if not file.is_file():
-            near = f"did you mean {beside}?" if beside.is_file() else "give a CSV or Parquet file"
-            raise SourceError(f"source.labels: {file} is not there; {near}")
-        columns = {role: getattr(self.settings, f"{role}_column") for role in ("file", "label", "split")}
-        return read_labels(file, stamp_of([file]), tuple(columns.items()))
+        file = Path(self.settings.labels)
+        return read_labels(file, stamp_of([file]) if file.exists() else "", tuple(sorted(self.settings.columns.items())))
 
     def _rows(self, files: list[str], *, is_picture: Callable[[str], bool]) -> Mapping[str, Row]:
         """The row of each file that has one."""

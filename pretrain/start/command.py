@@ -18,7 +18,7 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.publish import write_atomic
-from data_prep.settings import UserError, differences, read_yaml
+from data_prep.settings import UserError, differences, num_cores, read_yaml
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.start import recipe
@@ -61,13 +61,9 @@ def start(options: argparse.Namespace) -> int:
         if directory.resolve() == options.place.resolve():
             directory = Path("data") / f"{name}-dataset"
         code = _build(options, directory, card=card)
-        if code == 130:
-            return code
+        if code not in (0, 130):
+            print(f"pretrain: {options.place} is no dataset yet: mend what stands above, or try another --name", file=sys.stderr)
         if code != 0:
-            print(
-                f"pretrain: {options.place} is no dataset yet: mend what the line above says, or try another --name",
-                file=sys.stderr,
-            )
             return code
     data, machine = Data.of(directory), Machine.here()
     verb, choices = _chosen(options, data, machine, card=card, name=name)
@@ -109,7 +105,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
     ]
     command = ["data_prep", "build", "--source", "folder", "--out", str(out), *words]
     print(f"{place}: {pictures.num_pictures:,} pictures; stored at {size} px: {reason}\n$ {shlex.join(command)}", flush=True)
-    return _run(command)
+    return _run(command)[0]
 
 
 def _chosen(
@@ -142,25 +138,23 @@ def _timed(command: list[str], choices: list[Choice], data: Data) -> str:
         words = [f"run_dir={folder}/run", f"train.duration={steps} steps", f"train.log_every_steps={steps // 2}"]
         words += ["schedule.warmup=1 steps", "data.eval_split=null", "data.check=none", "tracking.enabled=false"]
         with open(log, "w") as output:
-            code, peak_gb = _measured([*command[:2], str(config), *words, *command[3:]], output)
+            code, peak_gb = _run([*command[:2], str(config), *words, *command[3:]], output)
         said = log.read_text()
     speeds = _SPEED.findall(said)
     if code != 0 or not speeds:
         return f"not timed: {(said.strip().splitlines() or ['it said nothing'])[-1]}"
     per_s = float(speeds[-1].replace(",", ""))
     num_evaluations = max(1, epochs // int(value["train.eval_every"].split()[0]))
+    load, cores = os.getloadavg()[0], num_cores()
+    busy = f" (busy with others: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
     seconds = (epochs * data.num_train + num_evaluations * data.num_judged / 3) / max(per_s, 1)
     length = f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
-    return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {steps // 2} steps timed here: about {length} for {epochs} epochs"
+    return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {steps // 2} steps timed here{busy}: about {length} for {epochs} epochs"
 
 
-def _run(command: list[str], output: Any = None) -> int:
-    """One of our programs. Ctrl-C reaches it from the terminal itself: here we wait until it has left."""
-    return _measured(command, output)[0]
-
-
-def _measured(command: list[str], output: Any = None) -> tuple[int, float]:
-    """And the most memory that it held, in GB."""
+def _run(command: list[str], output: Any = None) -> tuple[int, float]:
+    """Exit code of one of our programs, and the GB of memory that it held at most. Ctrl-C reaches it from the terminal itself: here
+    we wait until it has left."""
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
     while True:
         try:

@@ -41,36 +41,25 @@ def image_size(pictures: Pictures) -> tuple[int, str]:
 def pretraining(data: Data, machine: Machine, *, name: str) -> list[Choice]:
     count, size, classes = data.num_train, data.manifest.image_size, len(data.manifest.classes)
     wide = [preset for least, preset in _MODELS if count >= least and (machine.gpus or least < 200_000)][-1]
-    batch, ranks = _batch(count, most=4096 if machine.gpus else 1024), num_ranks(machine)
+    batch = _batch(count, most=4096 if machine.gpus else 1024)
     cost = cost_of(spec_of(wide), num_classes=classes, image_size=size)
     epochs = 100 if machine.gpus else max(10, min(100, 4_000_000 // count))
-    longer = (
-        f"1,000 with augmentation gave {PAPER} 12 points more on CIFAR-10" if epochs == 100 else "CPUs are slow, and more is better"
-    )
+    gained = f"1,000 with augmentation gave {PAPER} 12 points more on CIFAR-10"
+    longer = gained if epochs == 100 else "CPUs are slow, and more is better"
+    on_gpu = [Choice("train.local_batch_size", "auto", "what a GPU holds at once; the batch stays what it is")] * bool(machine.gpus)
+    gain = "GPUs are made for it" if machine.gpus else "CPUs gain nothing from less"
     return [
         *_data(data, name=name),
         Choice("model.preset", wide, f"{cost.num_parameters / 1e6:.1f} M weights: {_WIDTH_REASON[bool(machine.gpus)]}"),
-        Choice("augment.crop_scale", [0.4, 1.0], f"random crops of 40 to 100 % of the area, as in the public code of {PAPER}"),
-        Choice("augment.flip_probability", 0.5, "half of them mirrored; 0 where that is another thing (digits, letters, maps)"),
-        Choice("optimizer.name", "lion", f"{PAPER}' optimizer"),
-        Choice("optimizer.lr", _lr(batch), f"for batches of {batch}; halve it if the loss jumps"),
+        *_AUGMENT,
+        Choice("optimizer.lr", _lr(batch), f"of LION, {PAPER}' optimizer, for batches of {batch}; halve it if the loss jumps"),
         Choice("optimizer.weight_decay", 0.1, "the demo's; the paper's 1e-3 is for millions of pictures"),
-        Choice("schedule.name", "cosine", "ends in small steps, where most of the accuracy comes"),
-        Choice("schedule.warmup", _epochs(epochs / 50), "the first steps of random weights are wild"),
+        Choice("schedule.warmup", _epochs(epochs / 50), "the first steps of random weights are wild; then a cosine to 0"),
         Choice("train.duration", _epochs(epochs), f"can be raised later, in the same run: {longer}"),
-        Choice("train.global_batch_size", batch, f"{-(-count // batch):,} steps an epoch; a larger one would make fewer"),
-        Choice("train.label_smoothing", 0.1, "keeps it from being too sure of few pictures"),
+        *_batches(batch, count),
+        *on_gpu,
         *_cadence(epochs, data),
-        Choice(
-            "engine.precision",
-            "bf16" if machine.gpus else "fp32",
-            "GPUs are made for it" if machine.gpus else "CPUs have no gain from less",
-        ),
-        Choice(
-            "engine.zero_stage",
-            int(ranks > 1),
-            "of ZeRO: optimizer state is shared among GPUs" if ranks > 1 else "one process has nobody to share with",
-        ),
+        Choice("engine.precision", "bf16" if machine.gpus else "fp32", gain),
         Choice("engine.gradient_clip_norm", 1.0, "a batch of odd pictures moves the weights no further"),
     ]
 
@@ -80,19 +69,15 @@ def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> list[C
     batch, epochs = _batch(count, most=1024), 30 if count < FEW else 15
     return [
         *_data(data, name=name, keep_size=True),
-        Choice(
-            "pretrained", pretrained, f"{card.model.label} at {card.image_size} px, trained on {card.dataset}; learns on as a whole"
-        ),
-        Choice("augment.crop_scale", [0.4, 1.0], f"random crops of 40 to 100 % of the area, as in the public code of {PAPER}"),
-        Choice("augment.flip_probability", 0.5, "half of them mirrored; 0 where that is another thing (digits, letters, maps)"),
+        Choice("pretrained", pretrained, f"{card.model.label} at {card.image_size} px, of {card.dataset}; all of it learns on"),
+        *_AUGMENT,
         Choice("optimizer.name", "adamw", "reaches in few steps what the paper's SGD needs many for"),
         Choice("optimizer.lr", 3e-4, "of the body, which knows most already"),
         Choice("optimizer.head_lr_scale", 10.0, f"the new head learns ten times as fast, as in {PAPER}"),
         Choice("optimizer.weight_decay", 0.05, "AdamW's usual one"),
         Choice("schedule.warmup", _epochs(epochs / 15), "so that a head of random weights does not spoil the body"),
         Choice("train.duration", _epochs(epochs), f"{PAPER} tunes for 50 to 100; can be raised later, in the same run"),
-        Choice("train.global_batch_size", batch, f"{-(-count // batch):,} steps an epoch"),
-        Choice("train.label_smoothing", 0.1, "keeps it from being too sure of few pictures"),
+        *_batches(batch, count),
         *_cadence(epochs, data),
     ]
 
@@ -101,9 +86,8 @@ def probing(data: Data, *, name: str, pretrained: str, card: ModelCard) -> list[
     if data.judged is None:
         raise UserError(f"{data.directory}: has no split to test on; build it with source.val_share=0.1, or tune (without --probe)")
     found = [choice for choice in _data(data, name=name, keep_size=True) if choice.key != "data.eval_split"]
-    found += [
-        Choice("pretrained", pretrained, f"{card.model.label} at {card.image_size} px, trained on {card.dataset}; stays as it is")
-    ]
+    about = f"{card.model.label} at {card.image_size} px, of {card.dataset}; stays as it is"
+    found.append(Choice("pretrained", pretrained, about))
     if data.judged != "val":  # before the end of the section
         found.insert(2, Choice("data.test_split", data.judged, "the split that it has"))
     if data.num_train < FEW:
@@ -153,6 +137,19 @@ _WIDTH_REASON = {
     True: "grows with the pictures: Wi-256, from 20,000 on Wi-512, from 200,000 Wi-1024, from 2 million B-12",
     False: "Wi-256, from 20,000 pictures on Wi-512: larger ones take CPUs too long",
 }
+
+
+_AUGMENT = (
+    Choice("augment.crop_scale", [0.4, 1.0], f"random crops of 40 to 100 % of the area, as in the public code of {PAPER}"),
+    Choice("augment.flip_probability", 0.5, "half of them mirrored; 0 where that is another thing (digits, letters, maps)"),
+)
+
+
+def _batches(batch: int, count: int) -> list[Choice]:
+    return [
+        Choice("train.global_batch_size", batch, f"{-(-count // batch):,} steps an epoch; a larger one would make fewer"),
+        Choice("train.label_smoothing", 0.1, "keeps it from being too sure of few pictures"),
+    ]
 
 
 def _lr(batch: int) -> float:

@@ -192,7 +192,7 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"kind": "folder"}, "source.path: missing; set it in the config or as source.path=VALUE"),
         (
             {"kind": "folder", "path": "x", "nam_classes": 3},
-            "source.nam_classes: unknown key; known: file_column, kind, label_column, labels, path, seed, split_column, val_share",
+            "source.nam_classes: unknown key; known: columns, kind, labels, path, seed, val_share",
         ),
         ({"kind": "foldr"}, "source.kind: 'foldr' is not one of its values; did you mean 'folder'?"),
         ({"path": "x"}, "source.kind: missing; set it"),

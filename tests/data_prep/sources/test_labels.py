@@ -61,10 +61,10 @@ def test_labels_that_are_numbers_keep_their_order(tmp_path: Path, flat: Path) ->
 ROWS = [f"{name},{label}" for name, label in NAMES.items()]
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda table: table.unlink(), "is not there; give a CSV or Parquet file"),
-    "empty": (lambda table: table.write_text(""), "is cut or damaged (it is empty); write it as CSV or Parquet"),
+    "empty": (lambda table: table.write_text(""), "is cut or damaged (it is empty); give a CSV or Parquet file"),
     "no rows": (lambda table: table.write_text("file,label\n"), "has no row at all"),
     "no column": (lambda table: csv(table, head="file,kind"), "has no column for the label, such as 'label', only file, kind; set"),
-    "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "names 3.jpg twice, in rows 4 and 11; keep one of them"),
+    "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "row 11 names 3.jpg again, as row 4 does; keep one of them"),
     "unlabelled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "row 10 has no label; fill it in"),
     "without a row": (lambda table: csv(table, rows=ROWS[1:]), "1 pictures in flat have no row in t.csv (0.jpg); add"),
     "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "names 1 files that are not in flat (x/y.png)"),
@@ -89,9 +89,11 @@ def test_a_fault_of_the_table_is_one_line(
 
 def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: Refused) -> None:
     table = csv(tmp_path / "t.csv", head="a,b")
-    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.file_column=a", "source.label_column=b") == 0
-    refused(build(flat, tmp_path / "two", f"source.labels={table}", "source.file_column=c"), "has no column 'c', only a, b; set")
-    refused(build(flat, tmp_path / "two", "source.file_column=a"), "source.file_column: is of a table; name that, too")
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.columns={file: a, label: b}") == 0
+    refused(
+        build(flat, tmp_path / "two", f"source.labels={table}", "source.columns.file=c"),
+        "has no column 'c', only a, b; set source.columns={file: NAME}",
+    )
     refused(build(flat, tmp_path / "two"), "or name a table of their labels: source.labels=FILE.csv")
 
 
