@@ -22,7 +22,11 @@ Input = Part | Sequence[Path]
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    predict = verbs.add_parser("predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet")
+    what, example = (
+        "what a checkpoint sees in any pictures: a row for each, as CSV or Parquet",
+        "runs/mine photos/ --out predictions.csv",
+    )
+    predict = verbs.add_parser("predict", help=what, epilog=f"example: finetune predict {example}")
     predict.add_argument("pretrained", metavar="RUN", help="a run of pretrain, probe or tune, a checkpoint, an export or an import")
     kinds = "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep"
     predict.add_argument("pictures", metavar="PICTURES", nargs="+", type=Path, help=kinds)
@@ -43,9 +47,10 @@ def _predict(options: argparse.Namespace) -> int:
         raise SettingsError(f"--features: {options.features} is --out, too; name two files")
     for option, endings in (("out", (".csv", ".parquet")), ("features", (".parquet",))):
         path = getattr(options, option)
-        if path is not None and (path.suffix not in endings or path.is_dir()):
-            raise SettingsError(f"--{option}: {path} will not do; name a file that ends in {' or '.join(endings)}")
-        check_place((path or Path()).parent, field=f"--{option}")
+        if path is not None:
+            if path.suffix not in endings or path.is_dir():
+                raise SettingsError(f"--{option}: {path} will not do; name a file that ends in {' or '.join(endings)}")
+            check_place(path.parent, field=f"--{option}")
     inputs = inputs_of(options.pictures, split=options.split)
     world = read_world()
     if not world.is_first:

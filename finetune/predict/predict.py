@@ -178,7 +178,7 @@ def _rows(
             logits_BK, features_BD = predictor.answer(batch)
             tops_BT = logits_BK.topk(top, dim=1).indices  # by logits, as `finetune evaluate` ranks them
             chances_BT = logits_BK.float().softmax(dim=1).gather(1, tops_BT)
-            held.append((tops_BT, chances_BT, features_BD[:, : None if with_features else 0]))
+            held.append((tops_BT, chances_BT, features_BD if with_features else features_BD[:, :0].clone()))
             before, end = end, min(end + size, count)
             line.advance(end - before)
             if end == count or end - first >= ROWS_PER_GROUP:

@@ -22,18 +22,13 @@ from pretrain.data.loader import Batch, Batches, Request
 from pretrain.data.order import Order, hash64, hex_key
 from pretrain.data.reader import ShardReader, open_store, reading
 
+Transform = Callable[[Tensor], Any]
+
 
 class Shards(Dataset[tuple[Any, int]]):
     """`shards[7]` is (picture, label). The workers of a DataLoader may each have their own; they fetch a batch at once."""
 
-    def __init__(
-        self,
-        dataset: Path | str,
-        split: str = "train",
-        *,
-        image_size: int | None = None,
-        transform: Callable[[Tensor], Any] | None = None,
-    ):
+    def __init__(self, dataset: Path | str, split: str, *, image_size: int | None = None, transform: Transform | None = None):
         """`image_size`: of datasets that keep their pictures' own sizes."""
         manifest = load_manifest(dataset)
         self.classes, self.num_samples = manifest.classes, manifest.split(split, directory=dataset).num_samples
@@ -65,19 +60,15 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(
         self,
         dataset: Path | str,
-        split: str = "train",
+        split: str,
         *,
         batch_size: int,
         shuffle: bool = True,
         seed: int = 0,
         image_size: int | None = None,
     ):
-        self.shards, self.batch_size, self.shuffle, self.seed = (
-            Shards(dataset, split, image_size=image_size),
-            batch_size,
-            shuffle,
-            seed,
-        )
+        self.shards, self.batch_size = Shards(dataset, split, image_size=image_size), batch_size
+        self.shuffle, self.seed = shuffle, seed
         self.epoch = 0
         """Of the next pass. Equal (dataset, seed, epoch) give an equal order on every machine."""
 
@@ -99,17 +90,9 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         def finish(batch: Batch) -> tuple[Tensor, Tensor]:
             return batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B
 
-        with (
-            reading([part], self.shards.settings, image_size=self.shards.image_size) as reader,
-            Batches(
-                reader,
-                order,
-                requests,
-                finish=finish,
-                on_bad=BadSamples(reader).replace,
-                num_threads=num_cores(),
-                prefetch=2,
-                pin=False,
-            ) as batches,
-        ):
-            yield from batches
+        with reading([part], self.shards.settings, image_size=self.shards.image_size) as reader:
+            on_bad, count = BadSamples(reader).replace, num_cores()
+            with Batches(
+                reader, order, requests, finish=finish, on_bad=on_bad, num_threads=count, prefetch=2, pin=False
+            ) as batches:
+                yield from batches
