@@ -141,7 +141,7 @@ def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(folder: Path, shape
     large.write_bytes(encoded(picture(seed=1, width=2000, height=2000), "PNG"))
     many = tmp_path / "many"
     many.mkdir()
-    for number in range(2000):
+    for number in range(300):
         (many / f"{number}.png").symlink_to(large)
     began = threading.Thread(target=lambda: (wait_until((tmp_path / ".tmp-out.csv").exists), os.kill(os.getpid(), signal.SIGINT)))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
