@@ -22,11 +22,7 @@ Input = Part | Sequence[Path]
 
 
 def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    what, example = (
-        "what a checkpoint sees in any pictures: a row for each, as CSV or Parquet",
-        "runs/mine photos/ --out predictions.csv",
-    )
-    predict = verbs.add_parser("predict", help=what, epilog=f"example: finetune predict {example}")
+    predict = verbs.add_parser("predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet")
     predict.add_argument("pretrained", metavar="RUN", help="a run of pretrain, probe or tune, a checkpoint, an export or an import")
     kinds = "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep"
     predict.add_argument("pictures", metavar="PICTURES", nargs="+", type=Path, help=kinds)
