@@ -16,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from data_prep.interrupts import ANSWERED, keep
 from data_prep.manifest import MANIFEST_NAME
+from data_prep.progress import doing
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError, differences, num_cores, read_yaml
 from pretrain.checkpoints.card import ModelCard
@@ -51,6 +53,7 @@ def add_verb(verbs: Any) -> None:
 def start(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         raise UserError("--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN")
+    keep("pictures that are packed stay; the same command goes on", ends_within_s=None)
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
     name = options.name or re.sub(r"[^\w-]+", "-", options.place.resolve().name).strip("-") or "pictures"
     if not re.fullmatch(r"[\w-]+", name):
@@ -61,9 +64,8 @@ def start(options: argparse.Namespace) -> int:
         if directory.resolve() == options.place.resolve():
             directory = Path("data") / f"{name}-dataset"
         code = _build(options, directory, card=card)
-        if code not in (0, 130):
-            print(f"pretrain: {options.place} is no dataset yet: mend what stands above, or try another --name", file=sys.stderr)
         if code != 0:
+            print(f"pretrain: {options.place} is no dataset yet: mend what stands above, or try another --name", file=sys.stderr)
             return code
     data, machine = Data.of(directory), Machine.here()
     verb, choices = _chosen(options, data, machine, card=card, name=name)
@@ -91,7 +93,8 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
     if not place.is_dir():
         is_what = "is a file; give the folder that it lies in" if place.exists() else "is not there; give a folder of pictures"
         raise UserError(f"{place}: {is_what}, or a dataset of data_prep")
-    pictures = Pictures.of(place)
+    with doing("looking at the pictures"):
+        pictures = Pictures.of(place)
     size, reason = recipe.image_size(pictures)
     if card is not None:
         size, reason = card.image_size, f"what {options.pretrained} was trained at"
@@ -153,13 +156,19 @@ def _timed(command: list[str], choices: list[Choice], data: Data) -> str:
 
 
 def _run(command: list[str], output: Any = None) -> tuple[int, float]:
-    """Exit code of one of our programs, and the GB of memory that it held at most. Ctrl-C reaches it from the terminal itself: here
-    we wait until it has left."""
-    process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+    """Exit code of one of our programs, and the GB of memory that it held at most. Ctrl-C reaches it from the terminal, too, and is
+    answered here: what saves nothing (its `output` is kept) is ended, and the others are waited for."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output, env=os.environ | {ANSWERED: "ends"})
+    is_interrupted = False
     while True:
         try:
             _, status, used = os.wait4(process.pid, 0)
         except KeyboardInterrupt:
+            is_interrupted = True
+            if output is not None:
+                process.kill()
             continue
         process.returncode = os.waitstatus_to_exitcode(status)
+        if is_interrupted:
+            raise KeyboardInterrupt
         return process.returncode, used.ru_maxrss / 1e6
