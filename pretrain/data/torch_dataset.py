@@ -18,7 +18,7 @@ from data_prep.settings import num_cores
 from pretrain.config import ReadingSettings
 from pretrain.data.bad_samples import BadSamples
 from pretrain.data.datasets import Part
-from pretrain.data.loader import Batch, Batches, Request
+from pretrain.data.loader import Batches, Request, as_stored
 from pretrain.data.order import Order, hash64, hex_key
 from pretrain.data.reader import ShardReader, open_store, reading
 
@@ -57,18 +57,10 @@ class Shards(Dataset[tuple[Any, int]]):
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches of (pictures, labels), read and decoded by threads. Each pass is the next epoch: every sample once, shuffled anew."""
 
-    def __init__(
-        self,
-        dataset: Path | str,
-        split: str,
-        *,
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        image_size: int | None = None,
-    ):
-        self.shards, self.batch_size = Shards(dataset, split, image_size=image_size), batch_size
-        self.shuffle, self.seed = shuffle, seed
+    def __init__(self, dataset: Path | str, split: str, *, batch_size: int, shuffle: bool = True, seed: int = 0, **reading: Any):
+        """`reading`: `image_size`, as `Shards` has it."""
+        self.shards = Shards(dataset, split, transform=None, **reading)
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.epoch = 0
         """Of the next pass. Equal (dataset, seed, epoch) give an equal order on every machine."""
 
@@ -77,22 +69,14 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if get_worker_info() is not None:
-            raise ValueError(
-                "num_workers: ShardBatches has threads of its own; give DataLoader(batches, batch_size=None, num_workers=0)"
-            )
+            raise ValueError("num_workers: ShardBatches has threads of its own; say DataLoader(batches, batch_size=None)")
         part, count = self.shards.part, len(self.shards)
         key = int(hash64(hex_key(part.manifest.content_hash), self.seed) >> 1)
         order = Order(count, key, "full" if self.shuffle else "none")
         first, self.epoch = self.epoch * count, self.epoch + 1
         cuts = [*range(first, first + count, self.batch_size), first + count]
         requests = (Request(np.arange(*ends)) for ends in pairwise(cuts))
-
-        def finish(batch: Batch) -> tuple[Tensor, Tensor]:
-            return batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B
-
         with reading([part], self.shards.settings, image_size=self.shards.image_size) as reader:
-            on_bad, count = BadSamples(reader).replace, num_cores()
-            with Batches(
-                reader, order, requests, finish=finish, on_bad=on_bad, num_threads=count, prefetch=2, pin=False
-            ) as batches:
-                yield from batches
+            how: dict[str, Any] = {"finish": as_stored, "on_bad": BadSamples(reader).replace, "num_threads": num_cores()}
+            with Batches(reader, order, requests, prefetch=2, pin=False, **how) as batches:
+                yield from ((batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B) for batch in batches)

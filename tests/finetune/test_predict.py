@@ -20,7 +20,6 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.cli import main
 from finetune.predict import predict as room
-from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, tar_of, wait_until, write_files
@@ -213,4 +212,3 @@ def test_the_blocks_of_the_python_page_run(folder: Path, shapes: Path, tmp_path:
     assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[6].startswith("(2, 24) ")
     row = predict(tmp_path / "out.csv", "runs/mine", "photo.jpg")[0]
     assert [line.split()[0] for line in printed[5].splitlines()] == [row["class"], row["class_2"], row["class_3"]]
-    assert open_split(shapes, load_manifest(shapes), "train").num_samples == 240
