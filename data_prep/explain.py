@@ -135,7 +135,7 @@ def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
 def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
     """What its parser reads, but for --help."""
     found = []
-    formatter = _Help(verb.prog)
+    formatter = argparse.HelpFormatter(verb.prog)
     for action in verb._actions:
         if action.dest in ("help", "overrides") or action.help == argparse.SUPPRESS:
             continue
@@ -147,7 +147,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
         kind = _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
         is_told = action.nargs == 0 or action.default in (None, [], {}) or "default" in (action.help or "")
         default = None if action.required else "" if is_told else str(action.default)
-        found.append(Explained(", ".join(action.option_strings) or action.dest, words, kind, default))
+        found.append(Explained(", ".join(action.option_strings) or str(action.metavar or action.dest), words, kind, default))
     return found
 
 

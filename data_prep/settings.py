@@ -149,9 +149,9 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise SettingsError(
-            f"override {override!r}: write it as key.path=value, such as optimizer.lr=1e-4, and in quotes if it has spaces"
-        )
+        fields = schema.model_fields.items() if schema is not None else ()
+        example = next((f"{name}={each.examples[0]}" for name, each in fields if each.examples), "optimizer.lr=1e-4")
+        raise SettingsError(f"override {override!r}: write it as key.path=value, such as {example}, and in quotes if it has spaces")
     if schema is not None and len(keys) == 1:
         key, text = _written_out(schema, keys[0], text)
         keys = key.split(".")
