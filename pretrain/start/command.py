@@ -65,7 +65,9 @@ def start(options: argparse.Namespace) -> int:
             directory = Path("data") / f"{name}-dataset"
         code = _build(options, directory, card=card)
         if code != 0:
-            print(f"pretrain: {options.place} is no dataset yet: mend what stands above, or try another --name", file=sys.stderr)
+            without = f"go on without them: pretrain start {shlex.quote(str(directory))}"
+            other = without if code == 1 and (directory / MANIFEST_NAME).exists() else "try another --name"
+            print(f"pretrain: {options.place} is no dataset yet: mend what stands above, or {other}", file=sys.stderr)
             return code
     data, machine = Data.of(directory), Machine.here()
     verb, choices = _chosen(options, data, machine, card=card, name=name)
@@ -95,6 +97,11 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         raise UserError(f"{place}: {is_what}, or a dataset of data_prep")
     with doing("looking at the pictures"):
         pictures = Pictures.of(place)
+    if not options.labels and not any(path.is_dir() for path in place.iterdir()):
+        table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
+        raise UserError(
+            f"{place}: has no folders of classes; make one for each, or name a table with file and label: --labels {table}"
+        )
     size, reason = recipe.image_size(pictures)
     if card is not None:
         size, reason = card.image_size, f"what {options.pretrained} was trained at"

@@ -148,11 +148,14 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "flat", {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)})
+    Path("flat/t.csv").write_text("id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8)))
     assert main(["start", "flat", "--untimed"]) == 2
+    line = "flat: has no folders of classes; make one for each, or name a table with file and label: --labels flat/t.csv"
+    assert capfd.readouterr().err == f"pretrain: {line}\n"
+    assert main(["start", "flat", "--labels", "none.csv", "--untimed"]) == 2
     said = capfd.readouterr().err
-    assert "or name a table of their labels: source.labels=FILE.csv" in said and "pretrain: flat is no dataset yet" in said
-    Path("t.csv").write_text("id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8)))
-    assert main(["start", "flat", "--labels", "t.csv", "--image-size", "16", "--untimed"]) == 0
+    assert "source.labels: none.csv is not there" in said and "pretrain: flat is no dataset yet" in said
+    assert main(["start", "flat", "--labels", "flat/t.csv", "--image-size", "16", "--untimed"]) == 0
     manifest = load_manifest("data/flat")
     assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)
 
