@@ -105,6 +105,8 @@ class Work:
     def pretrained(self) -> str | None:
         """The run, or the checkpoint of one, that it starts from."""
         settings = self.settings
+        if isinstance(settings, PretrainSettings) and not list_checkpoints(Path(settings.run_dir)):
+            return settings.start_from
         return settings.pretrained if isinstance(settings, ProbeSettings | TuneSettings) else None
 
     def is_finished(self) -> bool:
@@ -154,7 +156,8 @@ class Work:
             if f"{dataset}/{MANIFEST_NAME}" in absent
         ]
         if self.pretrained in absent:
-            found.append(f"pretrained: {self.pretrained} is not there; pretrain it first")
+            field = "start_from" if isinstance(settings, PretrainSettings) else "pretrained"
+            found.append(f"{field}: {self.pretrained} is not there; pretrain it first")
         return found
 
     def state(self) -> str:

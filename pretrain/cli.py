@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,8 +16,8 @@ from data_prep.explain import Verbs, program
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
-from data_prep.settings import UserError, dump, load_settings, near_path, parse_command_line, read_lines
-from pretrain.checkpoints.checkpoint import MODEL
+from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, parse_command_line, read_lines
+from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -189,6 +189,7 @@ def _train(options: argparse.Namespace) -> int:
     check_run_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    start = _start_of(settings, data, world)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
         engine = settings.engine
         what = f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage}, {engine.precision}"
@@ -197,9 +198,35 @@ def _train(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)
     options.started = True
-    from pretrain.loop.train import Pretraining, train
+    from pretrain.loop.train import Pretraining, summary, train
 
-    return leave(train(Pretraining(settings, data), world).finished, run_dir=run_dir, is_first=world.is_first)
+    outcome = train(Pretraining(settings, data, start), world)
+    more = summary(outcome, run_dir, dataset=settings.data.dataset) if outcome.finished else []
+    return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
+
+
+def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
+    """What a run begins with; one that has a checkpoint goes on from that."""
+    source = settings.start_from
+    if source is None or list_checkpoints(Path(settings.run_dir)):
+        return None
+    found = Checkpoint.open(source, verify=world.local_rank == 0)
+    card, model = found.card, settings.model
+    there, here = ({**flatten(each.model_dump(mode="json")), "dropout": None} for each in (card.model, model))
+    differ = [
+        f"model.{key}: {there.get(key)} there, {here.get(key)} here" for key in here | there if there.get(key) != here.get(key)
+    ]
+    differ += [f"{card.image_size} px there, {data.image_size} here"] if card.image_size != data.image_size else []
+    if differ:
+        raise SettingsError(f"start_from: {source} holds another model ({'; '.join(differ)}); set model as there, or name another")
+    if world.is_first and LAUNCHED_WITH not in os.environ:
+        is_same, counts = card.classes == data.classes, f"{len(data.classes):,} classes here, {len(card.classes):,} there"
+        head = "with the head, whose classes are the same" if is_same else f"but for the head, whose classes are others ({counts})"
+        print(f"{settings.run_dir}: takes the weights of {found.directory}, {head}")
+        for part in data.parts:
+            if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
+                print(f"pretrain: {warning}", file=sys.stderr)
+    return found
 
 
 def check_run_length(data: TrainingData, settings: PretrainSettings) -> None:
@@ -207,14 +234,14 @@ def check_run_length(data: TrainingData, settings: PretrainSettings) -> None:
     check_length(Path(settings.run_dir), settings.train.duration, num_steps=num_steps)
 
 
-def leave(finished: bool, *, run_dir: Path | None, is_first: bool) -> int:
+def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
     """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would notice a death. A stopped run exits with 0,
     too: whoever started it sees from result.json whether to start it again."""
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint; the same command goes on from there"
         if not list_checkpoints(run_dir):
             stopped = "stopped before its first checkpoint; the same command begins anew"
-        print(f"{run_dir}: {'finished' if finished else stopped}")
+        print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)

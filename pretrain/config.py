@@ -315,9 +315,9 @@ class CheckpointSettings(Settings):
     """The newest ones stay; training can fall back to the one before if the newest is damaged."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
-    keep_best: bool = False
+    keep_best: bool | None = None
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
-    RUN/checkpoints/best.json."""
+    RUN/checkpoints/best.json. By default wherever there is an evaluation (data.eval_split)."""
 
 
 class TrackingSettings(Settings):
@@ -340,6 +340,9 @@ class PretrainSettings(Settings):
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
     """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
+    start_from: str | None = Field(None, examples=["runs/mine"])
+    """A run or a folder of weights of the same model to begin with, in the place of random weights; the head too, where the classes
+    are the same. Read at the beginning alone: a run that goes on does not need it."""
     data: DataSettings
     model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
     """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""

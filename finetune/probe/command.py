@@ -1,6 +1,7 @@
 """`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to be good."""
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,4 +107,6 @@ def _run(
     top1 = work(world, checkpoint)
     if top1 is not None:
         print(f"{run_dir}: top-1 on {settings.data.test_split} {top1}")
-    return leave(True, run_dir=run_dir, is_first=world.is_first)
+    has_weights = verb == "probe" and checkpoint is not None
+    more = [f"  next     finetune predict {shlex.quote(str(run_dir))} PICTURES --out predictions.csv"] if has_weights else []
+    return leave(True, run_dir=run_dir, is_first=world.is_first, more=more)

@@ -52,11 +52,13 @@ def _tune(options: argparse.Namespace) -> int:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True
     from finetune.tune.tune import Tuning, tune_repeatedly
+    from pretrain.loop.train import summary as end_of
     from pretrain.loop.train import train
 
     if repeats == [settings]:
-        finished = train(Tuning(settings, checked[0][1], checkpoint), world).finished
-        return leave(finished, run_dir=run_dir, is_first=world.is_first)
+        outcome = train(Tuning(settings, checked[0][1], checkpoint), world)
+        more = end_of(outcome, run_dir, dataset=settings.data.dataset) if outcome.finished else []
+        return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
         stopped = "stopped; the same command goes on from there"

@@ -274,6 +274,15 @@ def load_model(checkpoint: Checkpoint) -> ImageModel:
     return model
 
 
+def take_weights(model: ImageModel, checkpoint: Checkpoint, *, classes: tuple[str, ...]) -> None:
+    """Into a model of the checkpoint's spec: all of them, or where the classes are others, all but the head's."""
+    weights, label = load_weights(checkpoint), checkpoint.card.model.label
+    if checkpoint.card.classes != classes:
+        own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("head.")}
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")} | own
+    load_strictly(model, weights, source=checkpoint.directory, label=label)
+
+
 def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tensor]) -> None:
     """Weights that one can pass on: a checkpoint without what only a resume needs. Probe, tune, evaluate and analysis take it as
     they take a run, and timm as `local-dir:DIRECTORY`; uploaded as it is, as `hf-hub:OWNER/NAME`.

@@ -63,7 +63,7 @@ class Saver:
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
         self._keep_every = steps(wanted.keep_every) if wanted.keep_every else None
-        self._keep_best = wanted.keep_best
+        self._keep_best = data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
         self._longest_wait_s = settings.engine.timeout_s / 2
         """For the write before: well before the other ranks give up a collective."""
         self._engine, self._world, self._card, self._data_is_right = engine, world, card, data_is_right

@@ -7,6 +7,7 @@ checkpoint is on disk and result.json says so.
 """
 
 import logging
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,11 +18,11 @@ import torch
 
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings, flatten
+from data_prep.settings import Settings, UserError, flatten
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import TrainerState, load_state
+from pretrain.checkpoints.files import TrainerState, load_state, take_weights
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, stacks_dir, step_of
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
@@ -85,20 +86,31 @@ class Task(ABC):
 
 
 class Pretraining(Task):
-    def __init__(self, settings: PretrainSettings, data: TrainingData):
+    def __init__(self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None):
+        """`start`: of settings.start_from, in a run that has no checkpoint yet."""
         # here, since it takes eight seconds, and fine-tuning does without it
         from pretrain.engine import deepspeed
 
         self._deepspeed = deepspeed
         normalisation = Normalisation(*data.channel_statistics)
         super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
+        self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
+        self._start = start
 
     def join_ranks(self, world: World) -> torch.device:
-        return self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
+        device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
+        if not same_on_all_ranks(int(self._start.sha256[:14], 16) if self._start else 0, device=device):
+            raise UserError(
+                f"start_from: the ranks find different weights in {self.settings.start_from}; name one of its checkpoints"
+            )
+        return device
 
     def model(self) -> ImageModel:
         classes, size, seed = len(self.data.classes), self.data.image_size, self.settings.train.seed
-        return build_model(self.settings.model, num_classes=classes, image_size=size, seed=seed)
+        model = build_model(self.settings.model, num_classes=classes, image_size=size, seed=seed)
+        if self._start is not None:
+            take_weights(model, self._start, classes=self.data.classes)
+        return model
 
     def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine:
         return self._deepspeed.DeepSpeedEngine(
@@ -111,6 +123,22 @@ class Pretraining(Task):
             world=world,
             ema_decay=self.settings.train.ema_decay,
         )
+
+
+def summary(outcome: Outcome, run_dir: Path, *, dataset: str) -> list[str]:
+    """What is worth knowing at the end of a run, and what may come next."""
+    scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
+    last = f"step-{outcome.step:08d}"
+    rows = [("weights", str(checkpoints_dir(run_dir) / last))]
+    if scores is not None:
+        rows.insert(0, ("last", f"top-1 {100 * scores.top1:.1f} %, loss {scores.loss:.3f}, at step {outcome.step:,}"))
+    if best is not None:
+        rows.insert(1, ("best", f"top-1 {100 * best.score:.1f} %, at step {best.step:,}"))
+        rows += [("", str(checkpoints_dir(run_dir) / f"step-{best.step:08d}"))] if best.step != outcome.step else []
+    rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
+    rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
+    rows += [("", f"finetune evaluate {run} {shlex.quote(dataset)}")] if scores is not None else []
+    return [f"  {name:8} {words}" for name, words in rows]
 
 
 def train(task: Task, world: World) -> Outcome:

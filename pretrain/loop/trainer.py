@@ -24,7 +24,7 @@ from data_prep.interrupts import keep
 from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Augmentation, Prepared
 from pretrain.augment.feed import Feed
-from pretrain.checkpoints.files import TrainerState
+from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
@@ -54,6 +54,7 @@ class Outcome:
     step: int
     finished: bool
     scores: Scores | None = None
+    best: Best | None = None
     images_per_s: float = 0.0
     """Over the whole start: evaluation, checkpoints and the first step's warm-up included."""
 
@@ -170,6 +171,7 @@ class Trainer:
             self.step,
             finished=self.step >= self.num_steps and is_saved and not self.owes_evaluation,
             scores=self.scores,
+            best=self.saver.best,
             images_per_s=(self.step - self.start_step) * self.plan.global_batch_size / max(time.monotonic() - began_s, 1e-9),
         )
 

@@ -2,15 +2,24 @@
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from pretrain.checkpoints.run import finished_result
+from data_prep.manifest import load_manifest
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import take_weights
+from pretrain.checkpoints.run import finished_result, list_checkpoints
 from pretrain.cli import main
+from pretrain.models.build import build_model
+from pretrain.models.spec import MlpSpec
 from tests.conftest import Capture
+from tests.finetune.tiny import write_folder
 from tests.moments import Strike
 from tests.training import final_state, finish, start, write_config
 
@@ -26,10 +35,27 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
 
 
+def check_summary(said: str, run_dir: Path) -> None:
+    """It names what is there: the last score and the best, the checkpoints, commands that go on from here."""
+    best = json.loads((run_dir / "checkpoints" / "best.json").read_text())
+    found = re.search(
+        r": finished\n  last     top-1 ([\d.]+) %, loss [\d.]+, at step 30\n  best     top-1 ([\d.]+) %, at step (\d+)\n"
+        r"  weights  (\S+)\n(?:           (\S+step-\d+)\n)?  speed    [\d,]+ images/s\n"
+        r"  next     finetune predict (\S+) PICTURES --out predictions.csv\n           finetune evaluate (\S+) (\S+)\n",
+        said,
+    )
+    assert found is not None, said
+    assert (float(found[2]), int(found[3])) == (pytest.approx(100 * best["score"], abs=0.06), best["step"])
+    weights = [path for path in (found[4], found[5]) if path]
+    assert all((Path(path) / "model.safetensors").is_file() for path in weights)
+    assert {int(path[-8:]) for path in weights} == {30, best["step"]}
+    assert found[6] == found[7] == str(run_dir) and (Path(found[8]) / "manifest.json").is_file()
+
+
 def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: Path, tmp_path: Path) -> None:
     """Raised twice: at its end, which lies within an epoch (240 pictures, batches of 16), and where it was stopped."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1))
+    check_summary(finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1)), whole)
     finish(start(config, run_dir, *CONSTANT, "train.duration=11 steps", ranks=1))
     assert (finished_result(run_dir) or {})["step"] == 11
     strike = Strike(run_dir, 1, step=17, signal=15)
@@ -75,3 +101,35 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
     assert [event["tags"] for event in events if event["event"] == "params" and event.get("tags")] == [{"extended": note}]
     assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=8 steps"]) == 0
     assert "finished before, at step 8" in capsys.readouterr().out
+
+
+def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
+    config: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    spec = MlpSpec(kind="mlp", depth=2, width=32, expansion=2)
+    folder = write_folder(tmp_path / "folder", shapes, spec=spec)
+    source, others = load_file(folder / "model.safetensors"), load_manifest(other_shapes).classes
+    for classes, same_head in ((load_manifest(shapes).classes, True), (others, False)):
+        model = build_model(spec, num_classes=len(classes), image_size=16, seed=3)
+        fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        take_weights(model, Checkpoint.open(folder), classes=classes)
+        expected = source if same_head else source | {name: fresh[name] for name in fresh if name.startswith("head.")}
+        taken = model.state_dict()
+        assert taken.keys() == expected.keys() and all(torch.equal(taken[name], expected[name]) for name in taken)
+    words = (
+        f"start_from={folder}",
+        "optimizer={name: sgd, lr: 1e-9, momentum: 0}",
+        "schedule.warmup=0 steps",
+        "checkpoint.keep_last=9",
+    )
+    said = finish(start(config, tmp_path / "run", *words, "train.duration=2 steps", ranks=1))
+    assert f"takes the weights of {folder}, with the head, whose classes are the same\n" in said
+    shutil.rmtree(folder)
+    finish(start(config, tmp_path / "run", *words, "train.duration=3 steps", ranks=1))
+    learned = load_file(list_checkpoints(tmp_path / "run")[-1] / "model.safetensors")
+    assert learned.keys() == source.keys() and all(torch.allclose(learned[name], source[name], atol=1e-6) for name in source)
+    folder = write_folder(tmp_path / "other", shapes, spec=spec.model_copy(update={"width": 48}))
+    capsys.readouterr()
+    assert main(["train", str(config), f"run_dir={tmp_path / 'new'}", f"start_from={folder}"]) == 2
+    differ = "holds another model (model.width: 48 there, 32 here); set model as there, or name another"
+    assert capsys.readouterr().err == f"pretrain: start_from: {folder} {differ}\n"
