@@ -82,10 +82,13 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     if "_ARGCOMPLETE" in os.environ:  # the shell asks
         import argcomplete
 
-        for verb in known.values():
+        def keys(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+            return [word.rstrip("=") for word in completions(known[parsed_args.verb], prefix)]
+
+        for verb in verbs.choices.values():
             for action in verb._actions:
-                if action.dest == "overrides":
-                    vars(action)["completer"] = partial(completions, verb)
+                if action.dest in ("overrides", "key"):
+                    vars(action)["completer"] = keys if action.dest == "key" else partial(completions, verb)
         argcomplete.autocomplete(parser)
     return parser
 
@@ -114,8 +117,11 @@ class _Help(argparse.HelpFormatter):
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
     """Of a key=value that was begun: keys, full or by their last words; after = the words that it may be."""
     found, schema = dict[str, None](), schema_of(verb)
+    if schema is None:
+        return []
     short = _short_words(schema)
     for section_prefix, section in sections_of(schema):
+        found |= {f"{word}=": None for word in getattr(section, "short_words", {})}
         for name, field in section.model_fields.items():
             key = section_prefix + name
             words = get_args(field.annotation) if get_origin(field.annotation) is Literal and "=" in prefix else [""]

@@ -163,6 +163,7 @@ def test_a_key_at_the_top_wins_over_one_that_ends_with_it() -> None:
 def test_keys_and_their_words_are_completed() -> None:
     train = VERBS["pretrain", "train"]
     assert completions(train, "optimizer.w") == ["optimizer.weight_decay="]
+    assert completions(train, "epo") == ["epochs="] and completions(VERBS["pretrain", "models"], "") == []
     assert completions(train, "weight_d") == ["weight_decay="]
     assert completions(train, "precision=") == ["precision=fp32", "precision=bf16", "precision=fp16"]
     assert "schedule.name=" in completions(train, "") and "name=" not in completions(train, "")
