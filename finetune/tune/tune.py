@@ -115,7 +115,8 @@ def tune_repeatedly(
                     raise Interrupted
             if world.is_first:
                 result = summary([each for each, _ in repeats])
-                tracker.metrics(_scores(result, names=FIGURES), step=len(repeats))
+                num_steps = sum(each["step"] for each in result["runs"].values())  # grows with further seeds and with their length
+                tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
                 save_result(run_dir, result)
                 if settings.init == "pretrained":
                     register(tracker, checkpoint, _scores(result, names=REGISTERED), target=target_of(parts[0].manifest))
