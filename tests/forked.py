@@ -20,8 +20,7 @@ PRELOADED = [
     "pretrain.engine.deepspeed",
     "pretrain.loop.train",
     "safetensors.torch",
-    "torch._dynamo.aot_compile",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._dynamo.aot_compile",  # of torch's own optimizers
     "tests.preloaded",
     "pytest",
 ]

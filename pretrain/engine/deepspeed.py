@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,14 +42,19 @@ from pretrain.ranks.world import World
 
 
 def _import_deepspeed() -> Any:
-    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds) and without its greetings."""
+    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds), without Muon (whose module loads
+    torch's compiler, and which no config of ours can name), and without its greetings."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
     hidden = sys.modules.get("mlflow")
     sys.modules["mlflow"] = None  # type: ignore[assignment]
+    for name, only in (("muon_optimizer", "MuonWithAuxAdam"), ("original_muon", "muon_update")):
+        module = ModuleType(f"deepspeed.runtime.zero.muon.{name}")
+        setattr(module, only, type(only, (), {}))  # of which no optimizer is an instance
+        sys.modules.setdefault(module.__name__, module)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_compiler():
             warnings.simplefilter("ignore")
             import deepspeed
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # once more: the import sets it
@@ -58,6 +64,29 @@ def _import_deepspeed() -> Any:
         else:
             sys.modules["mlflow"] = hidden
     return deepspeed
+
+
+@contextmanager
+def _no_compiler() -> Iterator[None]:
+    """What is marked here as "not to be compiled" stays as it is. torch's own mark loads its compiler when the function is first
+    called, which took a third of a rank's start, and only `engine.compile` compiles anything: the model's forward pass, in which no
+    such function is."""
+
+    def unchanged(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else unchanged
+
+    for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+        plain: Any = getattr(method, "__wrapped__", method)
+        plain.__dynamo_disable = plain  # what torch's mark would otherwise make, and keep under this name
+    places: list[tuple[Any, str]] = [(torch, "_disable_dynamo"), (torch.compiler, "disable")]
+    marks = [getattr(module, name) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, unchanged)
+        yield
+    finally:
+        for (module, name), mark in zip(places, marks, strict=True):
+            setattr(module, name, mark)
 
 
 deepspeed = _import_deepspeed()
@@ -113,11 +142,9 @@ class DeepSpeedEngine:
             checkpoint_activations(model)
         if settings.zero_stage == 0 and settings.precision != "fp32":
             _autocast(model, device=device, dtype=self._dtype)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=make_optimizer(model),
-            config=deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda"),
-        )
+        config = deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda")
+        with _no_compiler():
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
         self._state = ShardedState(self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device)
         self._num_updates = 0
         self._scaler = self._loss_scaler() if settings.precision == "fp16" else None

@@ -17,6 +17,8 @@ from typing import ClassVar, Self
 
 import pytest
 
+from tests.training import finish, start
+
 REPOSITORY = Path(__file__).parents[2]
 LAB = Path(__file__).parent / "lab.sh"
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -252,14 +254,5 @@ def config(slurm: Cluster, shapes: Path) -> Path:
 @pytest.fixture(scope="session")
 def undisturbed(slurm: Cluster, config: Path) -> Path:
     """The run directory of the same config, run without SLURM."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pretrain", "train", config, "run_dir=runs/local", "tracking.enabled=false", "--ranks", "2"],
-        cwd=slurm.root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    finish(start(config, slurm.root / "runs/local", "tracking.enabled=false"))
     return slurm.root / "runs/local"
