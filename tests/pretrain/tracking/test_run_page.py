@@ -34,10 +34,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
 
 
 def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, shapes: Path, new_store: Path) -> None:
-    """Its deliverer outlives it, and has the last word."""
+    """Its deliverer outlives it, and has the last word. (The journal's thread has some steps to write what step 10 has told.)"""
     shutil.copy(new_store, tmp_path / "mlflow.db")
     config, tracking = write_config(tmp_path, dataset=shapes), "tracking={enabled: true, peak_teraflops: 0.5}"
-    run = start(config, tmp_path / "run", tracking, ranks=1, strikes={0: Strike(tmp_path / "run", 1, step=12)})
+    run = start(config, tmp_path / "run", tracking, ranks=1, strikes={0: Strike(tmp_path / "run", 1, step=18)})
     run.communicate()
     assert run.ranks[0].exitcode == -signal.SIGKILL
 
