@@ -137,7 +137,7 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str) -> list[str]:
         rows += [("", str(checkpoints_dir(run_dir) / f"step-{best.step:08d}"))] if best.step != outcome.step else []
     rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
     rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
-    rows += [("", f"finetune evaluate {run} {shlex.quote(dataset)}")] if scores is not None else []
+    rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")] if scores is not None else []
     return [f"  {name:8} {words}" for name, words in rows]
 
 

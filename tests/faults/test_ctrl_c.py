@@ -31,7 +31,7 @@ def answered(program: str, kept: str) -> str:
 
 
 VERBS = {
-    "evaluate": ("finetune evaluate {folder} {shapes}", BUSY, "nothing is saved; the same command begins anew"),
+    "evaluate": ("finetune evaluate pretrained={folder} dataset={shapes}", BUSY, "nothing is saved; the same command begins anew"),
     "probe": ("finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run lrs=[0.1]", SLEEPING, ""),
     "import": ("pretrain import {folder}/model.safetensors --out {here}/out", SLEEPING, "nothing is saved"),
     "filters": ("analysis filters {folder} --out {here}/filters.png", SLEEPING, "nothing is saved"),
