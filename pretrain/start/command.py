@@ -97,11 +97,10 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         raise UserError(f"{place}: {is_what}, or a dataset of data_prep")
     with doing("looking at the pictures"):
         pictures = Pictures.of(place)
-    if not options.labels and not any(path.is_dir() for path in place.iterdir()):
+    if pictures.num_loose and not options.labels:
         table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
-        raise UserError(
-            f"{place}: has no folders of classes; make one for each, or name a table with file and label: --labels {table}"
-        )
+        loose = f"{pictures.num_loose:,} pictures lie in it, in no folder of a class"
+        raise UserError(f"{place}: {loose}; make one for each class, or name a table with file and label: --labels {table}")
     size, reason = recipe.image_size(pictures)
     if card is not None:
         size, reason = card.image_size, f"what {options.pretrained} was trained at"

@@ -23,6 +23,8 @@ class Pictures:
     """A folder of them, by a sample."""
 
     num_pictures: int
+    num_loose: int
+    """Right in it, in no folder."""
     width: int
     height: int
 
@@ -37,7 +39,8 @@ class Pictures:
             remedy = index if any(folder.glob("*.tar")) else "give another"
             raise UserError(f"{folder}: holds no pictures that can be read; {remedy}")
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
-        return cls(len(found), width, height)
+        num_loose = sum(Path(each.path).parent == folder for each in found)
+        return cls(len(found), num_loose, width, height)
 
 
 @dataclass(frozen=True)

@@ -189,5 +189,5 @@ def _cadence(epochs: int, data: Data) -> list[Choice]:
     seen = f"on the {data.num_judged:,} pictures of {data.judged}" if data.judged else "never, without a split for it"
     return [
         Choice("train.eval_every", every, f"about twenty times, {seen}"),
-        Choice("checkpoint.every", every, "what a crash may cost; the newest two stay"),
+        Choice("checkpoint.every", every, f"what a crash may cost; the newest two stay{', and the best' * bool(data.judged)}"),
     ]

@@ -150,7 +150,8 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
     write_files(tmp_path / "flat", {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)})
     Path("flat/t.csv").write_text("id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8)))
     assert main(["start", "flat", "--untimed"]) == 2
-    line = "flat: has no folders of classes; make one for each, or name a table with file and label: --labels flat/t.csv"
+    loose = "8 pictures lie in it, in no folder of a class; make one for each class"
+    line = f"flat: {loose}, or name a table with file and label: --labels flat/t.csv"
     assert capfd.readouterr().err == f"pretrain: {line}\n"
     assert main(["start", "flat", "--labels", "none.csv", "--untimed"]) == 2
     said = capfd.readouterr().err
@@ -182,4 +183,4 @@ def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monk
 
 
 def test_small_pictures_are_stored_small() -> None:
-    assert recipe.image_size(Pictures(9, 28, 28))[0] == 32 and recipe.image_size(Pictures(9, 48, 500))[0] == 64
+    assert recipe.image_size(Pictures(9, 0, 28, 28))[0] == 32 and recipe.image_size(Pictures(9, 0, 48, 500))[0] == 64
