@@ -76,8 +76,8 @@ def _report(options: argparse.Namespace) -> int:
 def _check_runs(root: Path) -> None:
     """Before matplotlib is imported."""
     if not root.is_dir():
-        what = "is a file" if root.exists() else "is not there"
-        raise ValueError(f"{root}: {what}; {near_path(root) or 'name the folder that holds the runs, such as runs'}")
+        near, what = (near_path(root), "is not there") if not root.exists() else ("", "is a file")
+        raise ValueError(f"{root}: {what}; {near or 'name the folder that holds the runs, such as runs'}")
     if not any(root.rglob("config.yaml")):
         raise ValueError(f"{root}: holds no runs; name the folder that they lie in, such as runs")
 
@@ -110,8 +110,10 @@ def _table(options: argparse.Namespace) -> int:
 
 def _filters(options: argparse.Namespace) -> int:
     from pretrain.checkpoints.checkpoint import Checkpoint
+    from pretrain.checkpoints.run import check_place
 
     check_out(options.out)
+    check_place(options.out.absolute().parent, field="out")
     Checkpoint.open(options.checkpoint, verify=False)
     with doing("loading torch"):
         from analysis.filters import draw

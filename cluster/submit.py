@@ -19,7 +19,7 @@ from pathlib import Path
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
 from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
 from cluster.work import Kind, Work, built_at, refuse_options
-from data_prep.settings import SettingsError
+from data_prep.settings import SettingsError, near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
 
@@ -51,7 +51,7 @@ def examine(submission: Submission) -> Order:
         raise SettingsError("usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or PLAN.yaml")
     script = Path(submission.script)
     if not script.is_file():
-        raise SettingsError(f"{script}: no such file")
+        raise SettingsError(f"{script}: no such file; {near_path(script) or 'name a job script, such as cluster/pretrain.slurm'}")
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
         raise SettingsError(f"{script}: put it into cluster/, which is kept with the code")

@@ -234,7 +234,7 @@ def _no_dataset(place: Path) -> str:
         return f"holds shards without an index; make a dataset of them with data_prep index --train '{place}/*.tar' --out DATASET"
     if endings & PICTURES:
         build = f"data_prep build --source folder --out DATASET source.path={place}"
-        return f"is a folder of pictures, and no dataset yet; pretrain start {place} makes one and its config, {build} it alone"
+        return f"is a folder of pictures, no dataset yet; pretrain start {place} makes one and a config, {build} makes it alone"
     return f"holds no {MANIFEST_NAME}, no shards and no pictures; name the directory that data_prep build or index has written"
 
 

@@ -83,8 +83,8 @@ def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | P
     """One line in the place of as many as the config has keys. `keys`: at the top of the file."""
     verbs = verbs_of(keys)
     if verbs and schema.of_verb not in ("", *verbs):
-        kind = "plan" if verbs[0].startswith("cluster") else f"{verbs[0].rpartition(' ')[2]} config"
-        raise SettingsError(f"{path}: this is a {kind}, and {schema.of_verb} takes another; run {verbs[0]} {path}")
+        mine, theirs = schema.of_verb, " or ".join(verbs)
+        raise SettingsError(f"{path}: this is a config of {theirs}, not of {mine}; run {verbs[0]} {path}")
 
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
@@ -93,7 +93,9 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
         # plain, such as YAML's dates, reaches the schema as text and fails there by field.
         return schema.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        lines = [_explain(schema, problem) for problem in error.errors(include_url=False)]
+        problems = error.errors(include_url=False)
+        within = {problem["loc"][:-1] for problem in problems}  # a list is not too short as well because an entry is wrong
+        lines = [_explain(schema, each) for each in problems if each["type"] != "too_short" or each["loc"] not in within]
         raise SettingsError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -200,7 +202,7 @@ class Parser(argparse.ArgumentParser):
             said = f"{about}: {choice[1]!r} is not one of them; {hint}"
         elif about == "unrecognized arguments" and rest.startswith("--"):
             word = rest.partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
             setting = "settings are written without dashes, as key.path=value"
             said = f"{word}: no such option; " + (
                 f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them; {setting}"
@@ -208,7 +210,11 @@ class Parser(argparse.ArgumentParser):
         elif about == "unrecognized arguments":
             said = f"{rest}: is one word too many; write {self._wanted()}"
         elif about == "the following arguments are required":
-            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains them"
+            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains"
+        elif number := re.fullmatch(r"invalid (int|float) value: (.*)", rest):
+            said = f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
+        elif rest.startswith("expected "):
+            said = f"{said}; {self.prog} --help explains"
         self.exit(2, f"{self.prog}: {said}\n")
 
     def _wanted(self) -> str:
@@ -235,7 +241,7 @@ def nearest(word: str, known: list[str]) -> str:
 def near_path(path: Path, *, of: str = "") -> str:
     """Of a path that is not there: the one beside it that is named alike (and holds `of`), as a question."""
     names = sorted(each.name for each in path.parent.glob("*") if not of or Path(f"{each}{of}").exists())
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
@@ -336,7 +342,16 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return message if message.startswith(field) else f"{field}: {message}" if location else message
     if kind in ("too_short", "too_long"):
         return f"{field}: {value!r} has the wrong number of entries; {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    reason, shown = _PLAIN.get(kind) or problem["msg"].replace("Input should", "it must"), repr(value)
+    if (
+        kind.startswith("model_")
+        and isinstance(value, str)
+        and not isinstance(problem["loc"][-1], int)
+        and (inner := _locate(schema, problem["loc"])[1])
+    ):
+        needed = [name for name, each in inner[0].model_fields.items() if each.is_required()]
+        if len(inner) == 1 and needed:
+            return f"{field}: {value!r} will not do, for it is a section; write {field}.{needed[0]}={value}"
+    reason, shown = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"]), repr(value)
     return f"{field}: {shown if len(shown) <= 60 else f'{shown[:57]}...'} will not do; {reason}"
 
 

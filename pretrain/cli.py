@@ -17,8 +17,9 @@ from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
 from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, parse_command_line, read_lines
+from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
-from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, list_checkpoints
+from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, is_begun, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
@@ -84,7 +85,7 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
     preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
     preview.epilog = "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
-    preview.add_argument("--count", type=int, default=64, help="how many pictures (default: 64)")
+    preview.add_argument("--count", type=positive, default=64, help="how many pictures (default: 64)")
     preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
     show = _add_config(verbs, "show", _show, help="print the resolved config")
     show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
@@ -141,9 +142,7 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
     verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
     verb.add_argument(
-        "--activation",
-        choices=get_args(Activation),
-        help="weights do not hold it (default: of the config beside the file, or gelu)",
+        "--activation", choices=get_args(Activation), help="not in the weights (default: of the config beside the file, or gelu)"
     )
     both = "of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)"
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
@@ -337,6 +336,8 @@ def _import(options: argparse.Namespace) -> int:
             raise UserError(f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255")
     if options.classes is not None and not options.classes.isdigit():  # they are there, and can be read
         load_manifest(options.classes) if Path(options.classes).is_dir() else read_lines("--classes", options.classes)
+    if not (options.out / CONFIG).exists():
+        is_begun(options.out, {}, record=CONFIG, what="these weights", field="out", alone=True)
     with doing("loading torch"):
         from pretrain.checkpoints.importing import import_weights
 

@@ -178,7 +178,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 
 
 def _foreign(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
-    changes = differences(before, config)
+    changes = differences(before, config) if before else "an index, or a subset"
     what = f"of another config ({changes})" if changes else "of this config, but its source held other files then"
     return UserError(f"out: {directory} holds a dataset {what}; name another out")
 

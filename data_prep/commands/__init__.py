@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.explain import Verbs
-from data_prep.settings import S, load_settings, num_cores
+from data_prep.settings import S, UserError, load_settings, num_cores
 
 OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -92,6 +92,8 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
+    if config is not None and Path(config).is_dir():
+        raise UserError(f"{config}: is a directory, no config; for a folder of pictures write --source folder source.path={config}")
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
     return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_prep.progress import doing
-from data_prep.settings import load_settings
+from data_prep.settings import SettingsError, load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show, warn_once
@@ -34,6 +34,10 @@ def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    bare = [word for word in options.overrides if "=" not in word]
+    if bare:
+        meant = f"pretrained={bare[0]} data.dataset={bare[1] if len(bare) > 1 else 'DATASET'}"
+        raise SettingsError(f"{bare[0]}: which setting is it? Write finetune evaluate {meant}")
     settings = load_settings(EvaluateSettings, path=None, overrides=options.overrides)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses

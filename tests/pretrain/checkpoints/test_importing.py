@@ -70,7 +70,7 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     assert result is not None and 0 <= result["test_top1"] <= 1
     card = Checkpoint.open(tmp_path / "probe").card
     assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == ("center", "bicubic", "area")
-    weight_NF, side = first_layer(out)
+    weight_NF, side = first_layer(Checkpoint.open(out))
     assert torch.equal(weight_NF, weights["linear_in.weight"]) and side == 16
 
 

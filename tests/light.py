@@ -1,0 +1,91 @@
+"""A process that has imported our programs and nothing heavy: each command runs in a fork of it, so that what it costs, and what it
+imports, is its own.
+
+Asked by lines of JSON on its stdin (the folder, then the words); answers with a line of JSON each.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = {
+    **{name: f"{name}.cli" for name in ("data_prep", "pretrain", "finetune", "analysis")},
+    **{f"cluster/{name}": f"cluster.{name}" for name in ("submit", "doctor", "plan")},
+}
+HEAVY = [
+    "torch",
+    "torchvision",
+    "timm",
+    "deepspeed",
+    "accelerate",
+    "mlflow",
+    "matplotlib",
+    "scipy",
+    "safetensors",
+    "pandas",
+    "pyarrow",
+    "cv2",
+]
+
+
+class Answer(NamedTuple):
+    code: int
+    said: str
+    """On both streams."""
+    cpu_s: float
+    heavy: list[str]
+    """What it has imported that takes long."""
+
+
+class Light:
+    def __init__(self) -> None:
+        command, pipes = [sys.executable, "-m", "tests.light"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        place = Path(__file__).parent.parent
+        self._process = subprocess.Popen(command, cwd=place, env=os.environ | {"PYTHONPATH": str(place)}, text=True, **pipes)  # type: ignore[call-overload]
+
+    def run(self, place: Path, *words: str) -> Answer:
+        self._process.stdin.write(json.dumps([str(place), *words]) + "\n")
+        self._process.stdin.flush()
+        return Answer(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(10)
+
+
+def main() -> None:
+    modules = {name: __import__(module, fromlist=["main"]) for name, module in PROGRAMS.items()}
+    for line in sys.stdin:
+        place, program, *words = json.loads(line)
+        with tempfile.TemporaryFile("w+") as output:
+            child = os.fork()
+            if child == 0:
+                os.chdir(place)
+                for stream in (1, 2):
+                    os.dup2(output.fileno(), stream)
+                code = 99
+                try:
+                    code = modules[program].main(words)
+                except SystemExit as ended:
+                    code = ended.code if isinstance(ended.code, int) else 1
+                except BaseException:  # noqa: BLE001
+                    traceback.print_exc()
+                print(end="\0" + " ".join(name for name in HEAVY if name in sys.modules), flush=True)
+                os._exit(code)
+            _, status, used = os.wait4(child, 0)
+            output.seek(0)
+            said, _, heavy = output.read().rpartition("\0")
+        answer = Answer(os.waitstatus_to_exitcode(status), said.strip(), used.ru_utime + used.ru_stime, heavy.split())
+        print(json.dumps(answer._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main()
