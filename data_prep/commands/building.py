@@ -21,7 +21,6 @@ REMEDIES = {
     "not_a_file": "put the files in the place of the links, or remove these",
     "not_an_image": "remove what is no picture, or convert it to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
-    "missing_codec": "the installer says which headers it lacks; or convert them to JPEG or PNG",
     "too_many_pixels": "make them smaller, or raise max_pixels where memory allows it",
     "too_large": "make them smaller",
     "no_image": "image_member=ENDING names the picture's member (of KEY.image.png it is image.png)",

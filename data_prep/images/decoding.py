@@ -3,7 +3,7 @@
 EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands; all other metadata is dropped.
 Metadata that cannot be read leaves the picture as it is stored. Of several frames or pages the first is taken.
 The true format counts, never the file's name. The size is read off the header, and judged, before anything is decoded.
-Pillow reads every format but two: JPEGs (jpeg.py) and WebPs (webp.py).
+Pillow reads every format but three: JPEGs (jpeg.py), WebPs (webp.py) and compressed TIFFs (tiff.py).
 """
 
 import io
@@ -22,6 +22,7 @@ from data_prep.images.colour import rawmode_of, to_rgb
 from data_prep.images.jpeg import Frame, check_markers, decode_jpeg, draft_scale, plain_frame
 from data_prep.images.quiet import without_warnings
 from data_prep.images.rejection import Rejection, rejecting
+from data_prep.images.tiff import is_compressed, unpack_tiff
 from data_prep.images.webp import WEBP, WebpHeader, decode_webp
 
 T = TypeVar("T")
@@ -50,8 +51,8 @@ _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 def decoder_version() -> str:
     """What the pixels depend on besides the bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    webp = f"opencv-python-headless {version('opencv-python-headless')} (WebP)"
-    return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {webp}"
+    others = f"opencv-python-headless {version('opencv-python-headless')} (WebP), imagecodecs {version('imagecodecs')} (TIFF)"
+    return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {others}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
     _check_size(*image.size, max_pixels=max_pixels)
     with rejecting("truncated"):
         rawmode = rawmode_of(image)
+        if is_compressed(image):
+            unpack_tiff(data, image)
         image.load()
         rgb = to_rgb(image, rawmode=rawmode)
         return Picture(rgb, rgb.size, _orientation(image), EXTENSIONS[image.format or ""])
@@ -171,9 +174,6 @@ def _open(data: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:
             raise Rejection("not_an_image", f"no format that is read here begins with {data[:16]!r}") from None
-        if any(tile[0] == "libtiff" for tile in getattr(image, "tile", ())) and not features.check("libtiff"):
-            remedy = "apt-get install libtiff-dev (or the like), then rm -rf .venv and make"
-            raise Rejection("missing_codec", f"PIL was built without what a compressed TIFF needs: {remedy}")
         return image
 
 

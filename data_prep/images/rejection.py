@@ -1,7 +1,6 @@
 """Why an input did not become a sample: the only error that making one may end in, besides those of the machine.
 
-A rejection's words are a function of the input's bytes (and of the codecs that PIL was built with): rejected.jsonl is the same
-in every run.
+A rejection's words are a function of the input's bytes: rejected.jsonl is the same in every run.
 """
 
 import re
@@ -13,9 +12,7 @@ from PIL import Image
 
 from data_prep.settings import UserError
 
-Reason = Literal[
-    "empty", "not_a_file", "too_large", "not_an_image", "truncated", "damaged", "too_many_pixels", "unsupported", "missing_codec"
-]
+Reason = Literal["empty", "not_a_file", "too_large", "not_an_image", "truncated", "damaged", "too_many_pixels", "unsupported"]
 MAX_DETAIL_CHARACTERS = 200
 
 
@@ -43,8 +40,8 @@ def rejecting(reason: Reason) -> Iterator[None]:
     """Turns whatever goes wrong with the bytes into a rejection."""
     try:
         yield
-    except (Rejection, MemoryError):
-        raise  # running out of memory is a matter of this machine, not of the picture
+    except (Rejection, MemoryError, ImportError):
+        raise  # running out of memory is a matter of this machine, not of the picture; so is what is not installed
     except Image.DecompressionBombError as error:
         raise Rejection("too_many_pixels", _words(error)) from None
     except Exception as error:  # noqa: BLE001

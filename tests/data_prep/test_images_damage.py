@@ -182,4 +182,5 @@ def test_the_decoders_are_named() -> None:
         "libjpeg",
         "simplejpeg",
         "opencv-python-headless",
+        "imagecodecs",
     ]

@@ -8,13 +8,15 @@ import tracemalloc
 import zlib
 
 import cv2
+import imagecodecs
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, features
 
 from data_prep.images import Rejection, decode, decoding, size_of
-from tests.data_prep.samples import encoded, picture, png_chunk, webp
+from data_prep.images.colour import to_rgb
+from tests.data_prep.samples import encoded, packed_tiff, picture, png_chunk, webp
 
 Pixels = NDArray[np.uint8]
 CMYK_INK = (200, 100, 50, 30)
@@ -44,9 +46,11 @@ def png(width: int, height: int, rows: bytes, *, bits: int, colour_type: int, tr
     return b"\x89PNG\r\n\x1a\n" + header + extra + png_chunk(b"IDAT", zlib.compress(lines)) + png_chunk(b"IEND", b"")
 
 
-def tiff(pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1)) -> bytes:
-    """A little-endian TIFF of one uncompressed grey strip."""
-    entries = [(256, 4, size[0]), (257, 4, size[1]), (258, 3, bits), (259, 3, 1), (262, 3, photometric)]
+def tiff(
+    pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1), compression: int = 1
+) -> bytes:
+    """A little-endian TIFF of one grey strip."""
+    entries = [(256, 4, size[0]), (257, 4, size[1]), (258, 3, bits), (259, 3, compression), (262, 3, photometric)]
     entries += [(273, 4, 8), (277, 3, 1), (278, 4, size[1]), (279, 4, len(pixels)), (339, 3, sample_format)]
     body = pixels + b"\0" * (len(pixels) % 2)
     table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
@@ -269,21 +273,91 @@ def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(monkeyp
             decode(data, max_pixels=1199)
 
 
-# ---- codecs that may be missing -----------------------------------------------------------------------------------
+# ---- compressed TIFF ----------------------------------------------------------------------------------------------
 
 
-def test_a_compressed_tiff_is_read_or_its_rejection_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiff(b"\x10\xf0", bits=8, photometric=1)
-    compressed = plain.replace(struct.pack("<HHII", 259, 3, 1, 1), struct.pack("<HHII", 259, 3, 1, 5))  # LZW, it claims
-    if features.check("libtiff"):
-        image = picture(seed=1)
-        np.testing.assert_array_equal(pixels_of(encoded(image, "TIFF", compression="tiff_lzw")), np.asarray(image))
-        assert rejection_of(compressed)[0] == "truncated"
-        monkeypatch.setattr(decoding.features, "check", lambda feature: feature != "libtiff")
-    reason, detail = rejection_of(compressed)
-    assert reason == "missing_codec"
-    assert "libtiff-dev" in detail
-    np.testing.assert_array_equal(pixels_of(plain)[0, :, 0], [16, 240])
+def photographs() -> dict[str, Image.Image]:
+    """One in each mode that TIFFs have and that is read."""
+    image = picture(seed=1, width=41, height=31)
+    grey = np.asarray(image.convert("L")).astype(np.uint16) * 257
+    layered = image.convert("RGBA")
+    layered.putalpha(picture(seed=2, width=41, height=31).convert("L"))
+    modes = {mode: image.convert(mode) for mode in ("1", "L", "P", "RGB", "CMYK", "YCbCr")}
+    return {**modes, "RGBA": layered, "LA": layered.convert("LA"), "I;16": Image.fromarray(grey)}
+
+
+PACKERS = {"LZW": (5, imagecodecs.lzw_encode), "deflate": (8, zlib.compress)}
+
+
+@pytest.mark.parametrize("codec", PACKERS)
+@pytest.mark.parametrize("mode", [mode for mode in photographs() if mode != "YCbCr"])
+def test_a_compressed_tiff_has_the_pixels_of_the_plain_one(mode: str, codec: str) -> None:
+    image, (number, pack) = photographs()[mode], PACKERS[codec]
+    for turned in ({}, {"tiffinfo": {0x0112: 6}}):
+        packed = packed_tiff(image, lambda strip: bytes(pack(strip)), number, **turned)
+        assert packed != encoded(image, "TIFF", **turned)
+        np.testing.assert_array_equal(pixels_of(packed), pixels_of(encoded(image, "TIFF", **turned)))
+        for length in range(12, len(packed), 211):
+            assert rejection_of(packed[:length])[0] in ("not_an_image", "truncated")
+
+
+@pytest.mark.parametrize("bits", [2, 4, 12])
+def test_a_compressed_tiff_of_other_bits_has_the_pixels_of_the_plain_one(bits: int) -> None:
+    rows = np.random.default_rng(bits).bytes(-(-9 * bits // 8) * 7)
+    plain = tiff(rows, bits=bits, photometric=1, size=(9, 7))
+    packed = tiff(zlib.compress(rows), bits=bits, photometric=1, size=(9, 7), compression=8)
+    np.testing.assert_array_equal(pixels_of(packed), pixels_of(plain))
+
+
+CODECS = (
+    "tiff_lzw",
+    "tiff_adobe_deflate",
+    "tiff_deflate",
+    "packbits",
+    "lzma",
+    "zstd",
+    "webp",
+    "jpeg",
+    "group3",
+    "group4",
+    "tiff_ccitt",
+)
+SOME_MODES = {"webp": ("RGB", "RGBA"), "jpeg": ("L", "RGB", "YCbCr"), "group3": "1", "group4": "1", "tiff_ccitt": "1"}
+
+
+@pytest.mark.skipif(not features.check("libtiff"), reason="PIL is built without libtiff, which writes these")
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_compressed_tiff_has_the_pixels_that_pillow_finds(codec: str) -> None:
+    for mode, image in photographs().items():
+        if mode not in SOME_MODES.get(codec, mode):
+            continue
+        for predictor in (1, 2) if mode in ("L", "RGB", "I;16") and codec in ("tiff_lzw", "tiff_adobe_deflate") else (1,):
+            try:
+                data = encoded(image, "TIFF", compression=codec, tiffinfo={317: predictor} if predictor > 1 else {})
+            except OSError:
+                pytest.skip(f"the libtiff of this PIL does not write {codec}")
+            np.testing.assert_array_equal(pixels_of(data), np.asarray(to_rgb(Image.open(io.BytesIO(data)))), f"{codec} {mode}")
+
+
+def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
+    grey = picture(seed=1, width=48, height=48).convert("L")
+    data = packed_tiff(grey, lambda strip: encoded(Image.frombytes("L", (48, len(strip) // 48), strip), quality=95), 7)
+    assert np.abs(pixels_of(data)[..., 0] - np.asarray(grey).astype(int)).mean() < 2
+    for cut in (1, 100, 300):
+        assert rejection_of(data[:-cut])[0] == "truncated"
+
+
+def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def huge(side: int) -> bytes:
+        return tiff(zlib.compress(bytes(99)), bits=8, photometric=1, size=(side, side), compression=8)
+
+    assert rejection_of(huge(20))[0] == "truncated"  # 99 of 400
+    assert (
+        rejection_of(tiff(zlib.compress(bytes(4)), bits=32, photometric=1, compression=8, sample_format=3, size=(1, 1)))[0]
+        == "unsupported"
+    )
+    monkeypatch.setattr(decoding, "unpack_tiff", None)
+    assert rejection_of(huge(20_000))[0] == "too_many_pixels"
 
 
 # ---- what is none, or not whole -----------------------------------------------------------------------------------
