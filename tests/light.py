@@ -19,19 +19,8 @@ PROGRAMS = {
     **{f"cluster/{name}": f"cluster.{name}" for name in ("submit", "doctor", "plan")},
 }
 HEAVY = [
-    "torch",
-    "torchvision",
-    "timm",
-    "deepspeed",
-    "accelerate",
-    "mlflow",
-    "matplotlib",
-    "scipy",
-    "safetensors",
-    "pandas",
-    "pyarrow",
-    "cv2",
-]
+    "torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "matplotlib", "scipy", "safetensors", "pandas", "pyarrow",
+]  # fmt: skip
 
 
 class Answer(NamedTuple):

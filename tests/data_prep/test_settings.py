@@ -2,10 +2,7 @@
 wrote it, the value and the remedy. Nothing heavy is imported on the way.
 """
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,30 +227,3 @@ def test_overrides_may_stand_without_a_config_and_after_options(tmp_path: Path, 
     ):
         assert main(["build", *words]) == 0
         assert "seed: 5\n" in capsys.readouterr().out
-
-
-_HEAVY = """
-import json, sys
-from data_prep.cli import main
-codes = []
-for words in json.loads(sys.argv[1]):
-    try:
-        codes.append(main(words))
-    except SystemExit as ended:
-        codes.append(ended.code)
-print(codes, sorted({"torch", "mlflow", "deepspeed"} & set(sys.modules)))
-"""
-
-
-def test_help_and_a_bad_config_never_import_torch(tmp_path: Path) -> None:
-    codes = {
-        "--help": 0,
-        "build --help": 0,
-        "build --source synthetic --out x source.num_clases=3": 2,
-        "build no_such.yaml": 2,
-        "verify nowhere": 2,
-    }
-    words = json.dumps([line.split() for line in codes])
-    done = subprocess.run([sys.executable, "-c", _HEAVY, words], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{list(codes.values())} []"
-    assert "Traceback" not in done.stderr
