@@ -28,10 +28,10 @@ def _run(arguments: list[str] | None) -> int:
     from concurrent.futures import BrokenExecutor
 
     from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
-    from data_prep.explain import program
+    from data_prep.explain import parse_command_line, program
     from data_prep.interrupts import keep
     from data_prep.publish import Busy
-    from data_prep.settings import UserError, parse_command_line
+    from data_prep.settings import UserError
 
     parser = program("data_prep", description="Image archives in, verified WebDataset shards out.", add_verbs=add_verbs)
     options = parse_command_line(parser, arguments)

@@ -7,6 +7,7 @@ somebody asks, so loading a config costs nothing more. The examples of a verb ar
 
 import argparse
 import ast
+import difflib
 import inspect
 import json
 import os
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from data_prep.settings import Parser, SettingsError, last_words, nearest, sections_of
+from data_prep.settings import SettingsError, last_words, nearest, sections_of
 
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -91,6 +92,56 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
                     vars(action)["completer"] = keys if action.dest == "key" else partial(completions, verb)
         argcomplete.autocomplete(parser)
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """Its mistakes are one line with the remedy, as those in a config."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Of a verb the words that are left are overrides, where it has any; every other is a mistake."""
+        options, rest = super().parse_known_args(args, namespace)
+        stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+        if stray and self._subparsers is None:
+            self.error(f"unrecognized arguments: {stray[0]}")
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        about, _, rest = message.removeprefix("argument ").partition(": ")
+        choice, said = re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest), message.removeprefix("argument ")
+        if choice:
+            known = re.findall(r"[\w-]+", choice[2])
+            hint = f"{about} comes first" if re.search(r"[./=]", choice[1]) else nearest(choice[1], known)
+            said = f"{about}: {choice[1]!r} is not one of them; {hint}"
+        elif about == "unrecognized arguments" and rest.startswith("--"):
+            word = rest.partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+            setting = "settings are written without dashes, as key.path=value"
+            said = f"{word}: no such option; " + (
+                f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them; {setting}"
+            )
+        elif about == "unrecognized arguments":
+            said = f"{rest}: is one word too many; write {self._wanted()}"
+        elif about == "the following arguments are required":
+            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains"
+        elif number := re.fullmatch(r"invalid (int|float) value: (.*)", rest):
+            said = f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
+        elif rest.startswith("expected "):
+            said = f"{said}; {self.prog} --help explains"
+        self.exit(2, f"{self.prog}: {said}\n")
+
+    def _wanted(self) -> str:
+        """The least that must be written."""
+        needed = [action for action in self._actions if action.required]
+        words = [[*action.option_strings[:1], str(action.metavar or action.dest.upper())] for action in needed]
+        return " ".join([self.prog, *(word for each in words for word in each)])
+
+
+def parse_command_line(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Like `parse_args`, but `key.path=value` overrides may follow options (argparse leaves such words behind)."""
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 class _Version(argparse.Action):

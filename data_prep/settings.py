@@ -7,7 +7,6 @@ imported here: a bad config must cost well under a second.
 YAML here is YAML 1.2 in the two places where PyYAML's 1.1 surprises: `1e-3` is a number and `off` is a word.
 """
 
-import argparse
 import difflib
 import json
 import os
@@ -15,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -180,56 +179,6 @@ def _written_out(schema: type[BaseModel], word: str, text: str) -> tuple[str, st
         if field:
             return prefix + field, form.format(text)
     return (*found, word)[0], text
-
-
-class Parser(argparse.ArgumentParser):
-    """Its mistakes are one line with the remedy, as those in a config."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Of a verb the words that are left are overrides, where it has any; every other is a mistake."""
-        options, rest = super().parse_known_args(args, namespace)
-        stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
-        if stray and self._subparsers is None:
-            self.error(f"unrecognized arguments: {stray[0]}")
-        return options, rest
-
-    def error(self, message: str) -> NoReturn:
-        about, _, rest = message.removeprefix("argument ").partition(": ")
-        choice, said = re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest), message.removeprefix("argument ")
-        if choice:
-            known = re.findall(r"[\w-]+", choice[2])
-            hint = f"{about} comes first" if re.search(r"[./=]", choice[1]) else nearest(choice[1], known)
-            said = f"{about}: {choice[1]!r} is not one of them; {hint}"
-        elif about == "unrecognized arguments" and rest.startswith("--"):
-            word = rest.partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
-            setting = "settings are written without dashes, as key.path=value"
-            said = f"{word}: no such option; " + (
-                f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them; {setting}"
-            )
-        elif about == "unrecognized arguments":
-            said = f"{rest}: is one word too many; write {self._wanted()}"
-        elif about == "the following arguments are required":
-            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains"
-        elif number := re.fullmatch(r"invalid (int|float) value: (.*)", rest):
-            said = f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
-        elif rest.startswith("expected "):
-            said = f"{said}; {self.prog} --help explains"
-        self.exit(2, f"{self.prog}: {said}\n")
-
-    def _wanted(self) -> str:
-        """The least that must be written."""
-        needed = [action for action in self._actions if action.required]
-        words = [[*action.option_strings[:1], str(action.metavar or action.dest.upper())] for action in needed]
-        return " ".join([self.prog, *(word for each in words for word in each)])
-
-
-def parse_command_line(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Like `parse_args`, but `key.path=value` overrides may follow options (argparse leaves such words behind)."""
-    options, rest = parser.parse_known_args(arguments)
-    if rest:
-        options.overrides = [*options.overrides, *rest]
-    return options
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -5,8 +5,7 @@ Started by --ranks N, accelerate, torchrun or srun.
 
 import argparse
 
-from data_prep.explain import Verbs, program
-from data_prep.settings import parse_command_line
+from data_prep.explain import Verbs, parse_command_line, program
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting

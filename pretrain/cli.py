@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from data_prep.explain import Verbs, program
+from data_prep.explain import Verbs, parse_command_line, program
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
-from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, parse_command_line, read_lines
+from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, read_lines
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, is_begun, list_checkpoints

@@ -2,6 +2,8 @@
 
 What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `load_training_data`
 and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
+
+Long because all settings of a training stand here, each with its sentence.
 """
 
 import re
