@@ -41,7 +41,8 @@ def check_summary(said: str, run_dir: Path) -> None:
     found = re.search(
         r": finished\n  last     top-1 ([\d.]+) %, loss [\d.]+, at step 30\n  best     top-1 ([\d.]+) %, at step (\d+)\n"
         r"  weights  (\S+)\n(?:           (\S+step-\d+)\n)?  speed    [\d,]+ images/s\n"
-        r"  next     finetune predict (\S+) PICTURES --out predictions.csv\n           finetune evaluate pretrained=(\S+) dataset=(\S+)\n",
+        r"  next     finetune predict (\S+) PICTURES --out predictions.csv\n"
+        r"           finetune evaluate pretrained=(\S+) dataset=(\S+)\n",
         said,
     )
     assert found is not None, said
