@@ -69,7 +69,7 @@ def test_a_look_at_a_dataset_by_workers(verb: str, shapes: Path, tmp_path: Path)
 
 
 def test_ranks_within_an_evaluation(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    words = ["evaluate", str(folder), str(shapes), f"run_dir={tmp_path / 'run'}", "tracking.enabled=false"]
+    words = ["evaluate", f"pretrained={folder}", f"dataset={shapes}", f"run_dir={tmp_path / 'run'}", "tracking.enabled=false"]
     strikes = {rank: Strike(tmp_path, 1, stage="answering val", signal=signal.SIGINT) for rank in range(2)}
     run = Run(words, ranks=2, program="finetune", strikes=strikes)
     said, _ = run.communicate()
