@@ -17,6 +17,7 @@ from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
 from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, read_lines
+from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, is_begun, list_checkpoints
@@ -27,7 +28,6 @@ from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, read_world
-from pretrain.start import command as start
 
 if TYPE_CHECKING:
     from rich.console import Console

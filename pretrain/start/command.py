@@ -33,23 +33,6 @@ TIMED_SAMPLES = 2048
 _SPEED = re.compile(r"step [\d,]+/.* ([\d,]+) images/s")
 
 
-def add_verb(verbs: Any) -> None:
-    words = "a folder of pictures, or a dataset, in; a config with its reasons and the command that trains out"
-    verb = verbs.add_parser("start", help=words)
-    verb.add_argument("place", metavar="FOLDER|DATASET", type=Path, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset")
-    verb.add_argument("--name", help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's)")
-    verb.add_argument("--labels", metavar="FILE", help="of a folder without classes: CSV or Parquet with columns file and label")
-    verb.add_argument("--image-size", type=int, metavar="PX", help="that pictures are stored at (default: 64, small ones 32)")
-    verb.add_argument(
-        "--from", dest="pretrained", metavar="RUN", help="weights to fine-tune: a run, or a folder of `pretrain import`"
-    )
-    verb.add_argument("--probe", action="store_true", help="with --from: train a classifier on its features alone")
-    verb.add_argument("--new", action="store_true", help="write the config anew where another one stands")
-    verb.add_argument("--untimed", action="store_true", help="do not time any steps")
-    verb.epilog = "pretrain start photos\npretrain start photos --labels photos/labels.csv --from runs/public"
-    verb.set_defaults(run=start)
-
-
 def start(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         raise UserError("--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN")
