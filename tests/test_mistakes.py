@@ -237,7 +237,6 @@ MISTAKES = [
     ("pretrain train build.yaml", "this is a config of data_prep build, not of pretrain train; run data_prep build build.yaml"),
     ("pretrain train plan.yaml", "this is a config of cluster/submit, not of pretrain train; run cluster/submit plan.yaml"),
     ("pretrain show knn.yaml", "this is a config of finetune knn, not of pretrain train; run finetune knn knn.yaml"),
-    ("pretrain train train.yaml train.global_batch_size=1000000", "train.global_batch_size: 1,000,000 is more than all 240 samples; give at most that"),
     ("pretrain train train.yaml data=shapes", "data: 'shapes' will not do, for it is a section; write data.dataset=shapes"),
     ("pretrain train train.yaml data.dataset=noval", "data.eval_split: noval: has no split 'val'; known: train; build it elsewhere with source.val_share=0.1, or do without: data.eval_split=null"),
     ("pretrain train train.yaml data.dataset=shaeps", "shaeps: no such dataset directory; did you mean shapes?"),

@@ -197,8 +197,6 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     warmup = data.steps(schedule.warmup, global_batch_size=batch)
     if warmup >= steps:
         raise ValueError(f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter")
-    if batch > data.num_samples:
-        raise ValueError(f"train.global_batch_size: {batch:,} is more than all {data.num_samples:,} samples; give at most that")
     return steps
 
 
