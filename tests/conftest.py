@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import inspect
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,8 @@ def _start(process: BaseProcess, start: Callable[[BaseProcess], None] = BaseProc
     start(process)
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background; what the tests start is to heed Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.addaudithook(_note)
 BaseProcess.start = _start  # type: ignore[method-assign]
 
