@@ -89,7 +89,10 @@ def rows_of_files(
 
 
 def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
-    text = path.read_bytes().decode("utf-8-sig")  # Windows begins text files with a mark
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # Windows begins text files with a mark
+    except UnicodeDecodeError as error:
+        raise SourceError(f"source.labels: {path} is not UTF-8 (byte {error.start:,}); save it as CSV in UTF-8") from None
     head = text.partition("\n")[0]
     lines = [line for line in csv.reader(io.StringIO(text), delimiter=max(",;\t", key=head.count)) if any(map(str.strip, line))]
     if not lines:

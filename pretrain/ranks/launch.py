@@ -86,8 +86,9 @@ def describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; here the first is only confirmed. A second
-    one kills them: where they are still starting, they would know of one."""
+    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; the first is confirmed here, and those that
+    save hear of it by SIGTERM as well, for a SIGINT may be meant for the launcher alone. A second one kills them: where they are
+    still starting, they would know of one."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -98,6 +99,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
         signal.signal(number, end_at_once)
         words = b"stopping at the next step, with a checkpoint" if saves else b"stopping; nothing more is saved"
         os.write(2, b"\nlaunch: " + words + b"; Ctrl-C again ends it at once\n")  # print may be interrupted in itself
+        if saves:
+            pass_on(signal.SIGTERM, None)
 
     def end_at_once(_number: int, _frame: FrameType | None) -> None:
         for rank in ranks:

@@ -87,7 +87,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
     size, reason = recipe.image_size(pictures)
     if card is not None:
         size, reason = card.image_size, f"what {options.pretrained} was trained at"
-    if options.image_size:
+    if options.image_size is not None:
         size, reason = options.image_size, "as asked for"
     made = {"source.path": place, "source.labels": options.labels, "image_size": size, "max_reject_share": MAX_REJECT_SHARE}
     if card is not None:
@@ -136,11 +136,12 @@ def _timed(command: list[str], choices: list[Choice], data: Data) -> str:
     if code != 0 or not speeds:
         return f"not timed: {(said.strip().splitlines() or ['it said nothing'])[-1]}"
     per_s = float(speeds[-1].replace(",", ""))
-    num_evaluations = max(1, epochs // int(value["train.eval_every"].split()[0]))
+    num_evaluations = max(1, epochs // int(value["checkpoint.every"].split()[0]))
     load, cores = os.getloadavg()[0], num_cores()
     busy = f" (busy with others: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
     seconds = (epochs * data.num_train + num_evaluations * data.num_judged / 3) / max(per_s, 1)
     length = f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+    length = f"{seconds:,.0f} s" if seconds < 120 else length
     return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {steps // 2} steps timed here{busy}: about {length} for {epochs} epochs"
 
 

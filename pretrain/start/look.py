@@ -1,6 +1,7 @@
 """What `pretrain start` looks at, and changes nothing of: pictures, a dataset, this machine. No torch here."""
 
 import os
+import shlex
 import statistics
 import subprocess
 from contextlib import suppress
@@ -35,7 +36,7 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            index = f"index its shards first: data_prep index --train '{folder}/*.tar' --out data/NAME"
+            index = f"index its shards first: data_prep index --train {shlex.quote(f'{folder}/*.tar')} --out data/NAME"
             remedy = index if any(folder.glob("*.tar")) else "give another"
             raise UserError(f"{folder}: holds no pictures that can be read; {remedy}")
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))

@@ -186,8 +186,8 @@ def _data(data: Data, *, name: str, keep_size: bool = False) -> list[Choice]:
 
 def _cadence(epochs: int, data: Data) -> list[Choice]:
     every = _epochs(epochs / 20)
-    seen = f"on the {data.num_judged:,} pictures of {data.judged}" if data.judged else "never, without a split for it"
+    seen = f"on the {data.num_judged:,} pictures of {data.judged}"
     return [
-        Choice("train.eval_every", every, f"about twenty times, {seen}"),
+        *([Choice("train.eval_every", every, f"about twenty times, {seen}")] if data.judged else []),
         Choice("checkpoint.every", every, f"what a crash may cost; the newest two stay{', and the best' * bool(data.judged)}"),
     ]
