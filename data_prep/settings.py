@@ -125,7 +125,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if "=" in path.name:
+        if "=" in str(path):
             raise SettingsError(f"{path}: is no config file, which comes before every key=value; name it") from None
         raise SettingsError(f"{path}: no such config file; {near_path(path) or 'name a YAML file'}") from None
     except IsADirectoryError:

@@ -19,7 +19,7 @@ from data_prep.publish import Busy
 from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
-from pretrain.checkpoints.checkpoint import MODEL, Checkpoint
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, is_begun, list_checkpoints
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -324,9 +324,8 @@ def _import(options: argparse.Namespace) -> int:
     file: Path = options.file
     if not file.is_file():
         inside = sorted(path for ending in ("safetensors", "bin", "pth", "pt") for path in file.glob(f"*.{ending}"))
-        near = (
-            f"give the file of weights in it, such as {inside[0] if inside else file / MODEL}" if file.exists() else near_path(file)
-        )
+        such_as = f", such as {inside[0]}" if inside else ""
+        near = f"give the file of weights in it{such_as}" if file.exists() else near_path(file)
         raise UserError(f"{file}: is {'a directory' if file.exists() else 'not there'}; {near or 'give a file of weights'}")
     if (options.mean is None) != (options.std is None):
         raise UserError("--mean and --std: one is given without the other; give both")

@@ -41,7 +41,7 @@ def unpack_tiff(data: bytes, image: Image.Image) -> None:
     bits, count = max(directory[Tiff.BITSPERSAMPLE]), directory.get(Tiff.SAMPLESPERPIXEL, 1)
     is_separate = count > 1 and directory.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
     if tags[Tiff.COMPRESSION] == _JPEG or tags.get(Tiff.PHOTOMETRIC_INTERPRETATION) == _YCBCR:  # libtiff makes RGB of it
-        if count > 3:
+        if count not in (1, 3):  # libtiff would take the others for colours
             raise Rejection("unsupported", f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG")
         samples = imagecodecs.tiff_decode(_behind(directory, data)).reshape(height, width, -1)
         rawmode = "RGB" if rawmode == "RGBX" else rawmode
