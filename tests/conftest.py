@@ -85,11 +85,14 @@ BaseProcess.start = _start  # type: ignore[method-assign]
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails half-way leaves nothing running, and one that starts processes has the mark. And a command that a test
-    calls in this process makes it a world of one; what the next test starts must not inherit that."""
+    calls in this process makes it a world of one, and takes its signals; what the next test starts must not inherit that."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
     yield
     end_commands()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
