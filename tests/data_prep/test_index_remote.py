@@ -257,7 +257,7 @@ def test_every_verb_reads_from_s3_with_storage_options(
         main(["verify", str(tmp_path / "s3"), "--storage", "secret-word"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert "argument --storage: is not a JSON object; write it as" in said
+    assert "--storage: is not a JSON object; write it as" in said
     assert "secret-word" not in said
 
 
