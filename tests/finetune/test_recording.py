@@ -30,7 +30,7 @@ def test_the_status_is_how_it_ended(
     settings = ProbeSettings(
         run_dir=str(run_dir), data=FeatureDataSettings(dataset=str(shapes)), tracking=TrackingSettings(uri="sqlite:///x.db")
     )
-    end_on_signals()
+    end_on_signals("nothing is saved")
     try:
         with (
             pytest.raises((OSError, KeyboardInterrupt)) if ending is not None else nullcontext(),

@@ -129,7 +129,7 @@ def test_told_to_stop_before_its_last_checkpoint_a_run_is_not_finished(dataset: 
     assert codes == [0] and output.count("the checkpoint of step 4 is left out") == 1, output
     assert not list((run_dir / "checkpoints").glob("step-*")) and not (run_dir / "result.json").exists()
     said = finish(start(config, run_dir, "train.duration=4 steps", ranks=1))
-    assert said.endswith("finished\n") and (run_dir / "result.json").exists()
+    assert ": finished\n" in said and (run_dir / "result.json").exists()
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
