@@ -68,6 +68,13 @@ def contents(run_dir: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:  # it ended since its exit code was asked for
+        return False
+
+
 def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     old = begin("tests.pretrain.ranks.test_starts:run_and_freeze", str(tmp_path), environment=os.environ, output=new_output())
@@ -77,7 +84,7 @@ def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(tmp_pa
     process, number = psutil.Process(old.pid), 0
     while (number := number + 1) < 200:
         run_dir = tmp_path / str(number)
-        wait_until(lambda: old.exitcode is not None or process.status() == psutil.STATUS_STOPPED)
+        wait_until(lambda: old.exitcode is not None or is_stopped(process))
         if old.exitcode is not None:
             break
         try:
