@@ -36,7 +36,11 @@ REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
 PARTS = "wide-mlps-parts"
 """What is kept of an unfinished dataset, beside its shards; the name is the mark of ours (build/parts.py), and no user's."""
-PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
+PICTURES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif"),
+    *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+"""The endings of what is read as a picture."""
 NUM_LOOKED_AT = 2000
 """Files, before a folder is taken to hold no pictures."""
 CHANGED = "it is not what the manifest says"
@@ -232,7 +236,7 @@ def _no_dataset(place: Path) -> str:
     endings = {path.suffix.lower() for path in itertools.islice(place.rglob("*"), NUM_LOOKED_AT)}
     if ".tar" in endings:
         return f"holds shards without an index; make a dataset of them with data_prep index --train '{place}/*.tar' --out DATASET"
-    if endings & PICTURES:
+    if endings.intersection(PICTURES):
         build = f"data_prep build --source folder --out DATASET source.path={place}"
         return f"is a folder of pictures, no dataset yet; pretrain start {place} makes one and a config, {build} makes it alone"
     return f"holds no {MANIFEST_NAME}, no shards and no pictures; name the directory that data_prep build or index has written"

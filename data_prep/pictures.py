@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from data_prep.archives.files import ENDINGS, NOT_PLAIN, NOWHERE, is_picture, walk_files
+from data_prep.archives.files import ENDINGS, NOWHERE, walk_pictures
 from data_prep.images import Rejection
 from data_prep.settings import UserError
 from data_prep.tar import TarError, members
@@ -50,10 +50,9 @@ def is_tar(path: Path) -> bool:
 
 
 def in_folder(folder: Path) -> Iterator[Picture]:
-    for name, _, num_bytes in walk_files(folder):
-        path = folder / name
-        if num_bytes != NOT_PLAIN and (name.lower().endswith(ENDINGS) or (num_bytes != NOWHERE and is_picture(path))):
-            yield Picture(str(path), str(path))
+    for name, _, num_bytes in walk_pictures(folder):
+        if num_bytes >= 0 or (num_bytes == NOWHERE and name.lower().endswith(ENDINGS)):
+            yield Picture(str(folder / name), str(folder / name))
 
 
 def in_tar(path: Path) -> list[Picture]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import PIL
 import pytest
 
+from data_prep.manifest import load_manifest
 from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.forked import begin, wait
 from tests.ranks import REPOSITORY
@@ -42,7 +43,7 @@ def test_there_are_commands_for_every_floor_and_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().split()) <= 1000
 
 
-REJECTED = [("cut.jpg", "truncated"), ("notes.txt", "not_an_image")]
+REJECTED = [("cut.jpg", "truncated")]
 
 
 def add_pictures(place: Path) -> None:
@@ -86,6 +87,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not as_typed
     rejected = [json.loads(line) for line in (tmp_path / "data/mine/rejected.jsonl").read_text().splitlines()]
     assert sorted((reject["path"].rsplit("/", 1)[1], reject["reason"]) for reject in rejected) == REJECTED
+    assert load_manifest(tmp_path / "data/mine").num_left_out == {".txt files": 1}
     stored = [json.loads(path) for file in (tmp_path / "data/mine").glob("train-*.paths") for path in file.read_text().splitlines()]
     assert {path.rsplit("/", 1)[1] for path in stored} > {"good.webp", "good.png", "nested.jpeg"}
     for left in (

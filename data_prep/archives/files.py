@@ -8,21 +8,22 @@ leads to a folder that it lies in.
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from data_prep.archives.guard import OF_THE_MACHINE, SourceError
 from data_prep.archives.inventory import Container, Entry
 from data_prep.images.rejection import Rejection
+from data_prep.manifest import PICTURES
 
-NOWHERE, NOT_PLAIN = -1, -2
-"""The sizes that are listed for what cannot be read."""
+Row = tuple[str, int, int]
+"""Path below a folder, time of change in ns, bytes: as `Entries.of` takes them."""
+NOWHERE, NOT_PLAIN, NO_PICTURE = -1, -2, -3
+"""The sizes that are listed for what cannot be read, and for what need not be."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that it lies in"
-ENDINGS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".heic", ".heif", ".jp2", ".jxl"),
-)
+ENDINGS = (*PICTURES, ".avif", ".heic", ".heif", ".jp2", ".jxl")
+"""With those of pictures that are not read here: they are rejected, not left out."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
     rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
@@ -31,14 +32,15 @@ _FIRST_BYTES = re.compile(
 """Of a picture without an ending, in every format that people download."""
 
 
-def list_files(root: Path) -> list[tuple[str, int, int]]:
-    """(path below `root`, time of change in ns, bytes) of every file, as `Entries.of` takes them."""
-    return list(walk_files(root))
+def list_files(root: Path) -> list[Row]:
+    """Every file."""
+    return list(_walk(str(root), "", _above(root)))
 
 
-def walk_files(root: Path) -> Iterator[tuple[str, int, int]]:
-    """The same, as they are asked for."""
-    return _walk(str(root), "", _above(root))
+def walk_pictures(root: Path) -> Iterator[Row]:
+    """The same, as they are asked for; what neither ends nor begins as a picture does has the size NO_PICTURE."""
+    for name, changed_ns, num_bytes in _walk(str(root), "", _above(root)):
+        yield (name, changed_ns, num_bytes) if num_bytes < 0 or is_picture(root / name) else (name, 0, NO_PICTURE)
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
@@ -58,15 +60,15 @@ def read_file(root: Path, entry: Entry) -> bytes:
 
 
 def changed_in_folder(
-    root: Path, container: Container, listed: Iterable[Entry], *, among: Collection[str] | None = None
+    root: Path, container: Container, listed: Iterable[Entry], *, walk: Callable[[Path], Iterable[Row]] = list_files
 ) -> list[str]:
-    """The files of a container, a folder below `root`, that are not those that `list_files` listed; `among` these, or all."""
+    """The files of a container, a folder below `root`, that are not those that `walk` listed."""
     before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
     try:
-        now = {row for row in list_files(root / container.path) if among is None or row[0] in among}
+        now = set(walk(root / container.path))
     except FileNotFoundError:
         now = set()
-    return sorted({f"{container.path}/{row[0]}".lstrip("/") for row in before ^ now})
+    return sorted({f"{container.path}/{name}".lstrip("/") for name, _, num_bytes in before ^ now if num_bytes != NO_PICTURE})
 
 
 def only_folders(place: Path, *, of: str, remedy: str = "move them") -> list[str]:
@@ -122,7 +124,7 @@ def _above(folder: Path) -> frozenset[tuple[int, int]]:
     return frozenset(map(_identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})))
 
 
-def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
+def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[Row]:
     for entry in _visible(folder):
         status = _status(entry)
         if status is None:

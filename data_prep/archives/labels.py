@@ -3,8 +3,9 @@ such a column, its split. Whatever is wrong with it is one line.
 """
 
 import csv
+import glob
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -16,7 +17,9 @@ COLUMNS = {
     "label": ("label", "class", "class_name", "category", "target", "species", "y"),
     "split": ("split", "set", "subset", "partition"),
 }
-"""What a column may be called, whether or not in capitals: the first that is there counts."""
+"""What a column may be called, whether or not in capitals."""
+NUM_TRIED = 10
+"""Rows whose files are looked for, where several columns may name them."""
 _SPLITS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"} | {
     name: name for name in ("train", "val", "test")
 }
@@ -29,11 +32,11 @@ class Row(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def read_labels(path: Path, stamp: str, columns: tuple[tuple[str, str], ...]) -> tuple[Row, ...]:  # noqa: ARG001 (a changed one is read anew)
-    """`columns`: (role, what the table calls it), where that is not one of `COLUMNS`."""
+def read_labels(path: Path, stamp: str, columns: tuple[tuple[str, str], ...], folder: Path) -> tuple[Row, ...]:  # noqa: ARG001 (a changed one is read anew)
+    """`columns`: (role, what the table calls it), where that is not the only one of `COLUMNS`; `folder`: of the files."""
     with refusing(path, remedy="give a CSV or Parquet file", field="source.labels"):
         names, cells = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path)
-    at = {role: _column(path, role, dict(columns).get(role), names) for role in COLUMNS}
+    at = {role: _column(path, role, dict(columns).get(role), names, cells[:NUM_TRIED], folder) for role in COLUMNS}
     roles = [role for role in COLUMNS if at[role] is not None]
     rows, seen = [], dict[str, int]()
     for number, cell in enumerate(cells, start=1):
@@ -62,10 +65,8 @@ def class_names(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if all(map(str.isdecimal, names)) else None))
 
 
-def rows_of_files(
-    path: Path, rows: Iterable[Row], *, files: Iterable[str], is_picture: Callable[[str], bool], folder: Path
-) -> Mapping[str, Row]:
-    """The row of each file: it may leave the ending out, where that is clear. All rows have a file, all pictures a row."""
+def rows_of_files(path: Path, rows: Iterable[Row], *, files: Iterable[str], folder: Path) -> Mapping[str, Row]:
+    """The row of each picture file: it may leave the ending out, where that is clear. All rows have a file, all files a row."""
     by_name = {file: file for file in files}
     stems: dict[str, str | None] = {}
     for file in by_name:
@@ -79,9 +80,9 @@ def rows_of_files(
         else:
             found[name] = row
     if missing:
-        wrong = f"{path} names {len(missing):,} files that are not in {folder} ({', '.join(missing[:3])})"
+        wrong = f"{path} names {len(missing):,} files that are no pictures in {folder} ({', '.join(missing[:3])})"
         raise SourceError(f"source.labels: {wrong}; names count from source.path: correct the rows, or remove them")
-    without = [name for name in by_name if name not in found and is_picture(name)]
+    without = [name for name in by_name if name not in found]
     if without:
         wrong = f"{len(without):,} pictures in {folder} have no row in {path} ({', '.join(without[:3])})"
         raise SourceError(f"source.labels: {wrong}; add their rows, or move them elsewhere")
@@ -109,10 +110,20 @@ def _parquet(path: Path) -> tuple[list[str], list[list[str]]]:
     return list(columns), [["" if cell is None else str(cell).strip() for cell in row] for row in cells]
 
 
-def _column(path: Path, role: str, given: str | None, names: list[str]) -> int | None:
+def _column(path: Path, role: str, given: str | None, names: list[str], rows: list[list[str]], folder: Path) -> int | None:
     wanted = (given,) if given else COLUMNS[role]
-    found = [place for known in wanted for place, name in enumerate(names) if known in (name, name.lower())]
+    found = [place for place, name in enumerate(names) if name in wanted or name.lower() in wanted]
+    if role == "file" and len(found) > 1:  # of an id and a name, the one that there are files of
+        found = [place for place in found if all(_is_file(folder / row[place]) for row in rows)] or found
+    if len(found) > 1:
+        keys = " or ".join(f"source.columns={{{role}: {names[place]}}}" for place in found)
+        raise SourceError(f"source.labels: {path} has {len(found)} columns that may be the {role}; choose: {keys}")
     if found or (role == "split" and not given):
         return found[0] if found else None
     lacks = f"column {given!r}" if given else f"column for the {role}, such as {role!r}"
     raise SourceError(f"source.labels: {path} has no {lacks}, only {', '.join(names)}; set source.columns={{{role}: NAME}} to one")
+
+
+def _is_file(path: Path) -> bool:
+    """With an ending or without."""
+    return path.is_file() or any(path.parent.glob(f"{glob.escape(path.name)}.*"))

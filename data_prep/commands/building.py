@@ -132,7 +132,7 @@ def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> i
         print(f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}")
     if manifest.num_held_out and "val_share" in manifest.source:
         share = f"{manifest.source['val_share']:g} of each class, at least one of two"
-        print(f"held out as val: {manifest.num_held_out:,} (source.val_share: {share}); source.val_share=0 trains on all of them")
+        print(f"held out as val: {splits['val']:,} (source.val_share: {share}); source.val_share=0 trains on all of them")
     if manifest.num_left_out:
-        print(f"left out by the config, not read: {counted(manifest.num_left_out)}")
+        print(f"left out, not read: {counted(manifest.num_left_out)}")
     return code

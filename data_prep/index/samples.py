@@ -23,11 +23,11 @@ from data_prep.build.shards import Rejected
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
 from data_prep.index.config import IndexSettings
+from data_prep.manifest import PICTURES
 from data_prep.settings import UserError, printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
 
-PICTURES = frozenset(("jpg", "jpeg", "jpe", "jfif", "png", "ppm", "pgm", "pbm", "pnm", "webp", "gif", "bmp", "tif", "tiff"))
 LIKELY = ("label", "class", "class_name", "label_name", "cls", "category", "target", "wnid", "synset", "class_id", "label_id", "y")
 """What the key of a label is called in the JSON of others, the likeliest first."""
 MAX_CLASSES = 1 << 20
@@ -175,8 +175,9 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
 
 
 def _pictures(sample: StockSample, plan: IndexPlan) -> list[Member]:
-    wanted = PICTURES if plan.settings.image_member is None else {plan.settings.image_member.lower().lstrip(".")}
-    return [member for suffix, member in sample.members if suffix in wanted]
+    chosen = plan.settings.image_member
+    wanted = PICTURES if chosen is None else ("." + chosen.lower().lstrip("."),)
+    return [member for suffix, member in sample.members if f".{suffix}" in wanted]
 
 
 def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:

@@ -1,23 +1,28 @@
 """A folder of classes, with or without split folders above the classes; a class may have folders of its own. Or a folder without
 classes and a table of its pictures' labels (archives/labels.py), which is then the one container.
+
+What neither ends nor begins as a picture does is left out, and counted by its ending.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from data_prep.archives.files import changed_in_folder, is_picture, list_files, only_folders, read_file
+from data_prep.archives.files import NO_PICTURE, changed_in_folder, only_folders, read_file, walk_pictures
 from data_prep.archives.guard import SourceError, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.archives.labels import Row, class_names, read_labels, rows_of_files
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings
-from data_prep.sources.base import Arrangement, Source, by_container, move_to_val
+from data_prep.settings import Settings, printable
+from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, move_to_val
 
 SPLIT_NAMES = ("train", "val", "test")
+NUM_ENDINGS = 5
+"""Of what is left out, that are counted one by one."""
 
 
 class FolderSettings(Settings):
@@ -34,8 +39,8 @@ class FolderSettings(Settings):
     labels: str | None = Field(None, examples=["photos/labels.csv"])
     """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if it likes, its split."""
     columns: dict[Literal["file", "label", "split"], str] = Field(default={}, examples=[{"label": "species"}])
-    """What the table calls them, where it is no usual name (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`).
-    Splits are train, val and test."""
+    """What the table calls them, where it has no usual name (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`), or
+    several. Splits are train, val and test."""
 
 
 class FolderSource(Source):
@@ -78,24 +83,26 @@ class FolderSource(Source):
         return Outline(classes=classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
-        listed = list_files(self.path / container.path)
+        listed = list(walk_pictures(self.path / container.path))
         if container.label is not None:
             return Entries.of(listed, label=container.label)
-        plain = {name for name, _, num_bytes in listed if num_bytes >= 0}
-        rows = self._rows([name for name, _, _ in listed], is_picture=lambda name: name in plain and is_picture(self.path / name))
+        rows = self._rows([name for name, _, num_bytes in listed if num_bytes != NO_PICTURE])
         numbers = {name: label for label, name in enumerate(class_names(rows.values()))}
-        listed = [each for each in listed if each[0] in rows]
-        return Entries.of(listed, label=[numbers[rows[name].label] for name, _, _ in listed])
+        return Entries.of(listed, label=[numbers[rows[name].label] if name in rows else UNLABELLED for name, _, _ in listed])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        arrangement, share = by_container(inventory), self.settings.val_share
+        is_input, share = inventory.sizes != NO_PICTURE, self.settings.val_share
+        others = (PurePosixPath(printable(inventory.name(row))).suffix.lower() for row in np.flatnonzero(~is_input).tolist())
+        counts = Counter(f"{ending} files" if ending else "files without an ending" for ending in others).most_common()
+        left_out = dict(counts[:NUM_ENDINGS]) | {"other files": sum(count for _, count in counts[NUM_ENDINGS:])}
+        splits = {split: rows[is_input[rows]] for split, rows in by_container(inventory).splits.items()}
         if self.settings.labels is not None:
-            names = [inventory.name(row) for row in range(len(inventory))]
-            rows = self._rows(names, is_picture=lambda _: True)
+            names = [inventory.name(row) for row in splits["train"].tolist()]
+            rows = self._rows(names)
             of_row = np.array([rows[name].split or "train" for name in names])
-            splits = {str(split): np.flatnonzero(of_row == split).astype(np.int32) for split in np.unique(of_row)}
-            arrangement = Arrangement(splits)
-        if list(arrangement.splits) != ["train"] or not share:
+            splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
+        arrangement = Arrangement(splits, left_out=left_out)
+        if list(splits) != ["train"] or not share:
             return arrangement
 
         def count(total: int) -> int:
@@ -108,17 +115,12 @@ class FolderSource(Source):
         return read_file(self.path, entry)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        if self.settings.labels is None:
-            return changed_in_folder(self.path, container, listed)
-        listed = list(listed)
-        return changed_in_folder(self.path, container, listed, among={entry.name for entry in listed})
+        return changed_in_folder(self.path, container, listed, walk=walk_pictures)
 
     def _table(self) -> tuple[Row, ...]:
-        assert self.settings.labels is not None
-        file = Path(self.settings.labels)
-        return read_labels(file, stamp_of([file]) if file.exists() else "", tuple(sorted(self.settings.columns.items())))
-
-    def _rows(self, files: list[str], *, is_picture: Callable[[str], bool]) -> Mapping[str, Row]:
-        """The row of each file that has one."""
         file = Path(self.settings.labels or "")
-        return rows_of_files(file, self._table(), files=files, is_picture=is_picture, folder=self.path)
+        return read_labels(file, stamp_of([file]) if file.exists() else "", tuple(self.settings.columns.items()), self.path)
+
+    def _rows(self, files: list[str]) -> Mapping[str, Row]:
+        """The row of each."""
+        return rows_of_files(Path(self.settings.labels or ""), self._table(), files=files, folder=self.path)

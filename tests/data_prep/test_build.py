@@ -414,16 +414,16 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeyp
     os.mkfifo(source / "ant" / "pipe.jpg")
     (source / "ant" / "notes.txt").write_text("kept beside the pictures")
     monkeypatch.setattr("data_prep.build.build.MAX_INPUT_BYTES", 100_000)
-    with open(source / "ant" / "film.mp4", "wb") as file:
+    with open(source / "ant" / "large.jpg", "wb") as file:
         file.truncate(200_000)
     assert build(source, out, "max_reject_share=1") == 0
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert {line["path"]: line["reason"] for line in rejected} == {
         "ant/nowhere.jpg": "not_a_file",
         "ant/pipe.jpg": "not_a_file",
-        "ant/notes.txt": "not_an_image",
-        "ant/film.mp4": "too_large",
+        "ant/large.jpg": "too_large",
     }
+    assert load_manifest(out).num_left_out == {".txt files": 1}
     details = {line["path"]: line["detail"] for line in rejected}
     assert (details["ant/nowhere.jpg"], details["ant/pipe.jpg"]) == ("a link to nowhere", "a pipe or a device")
 

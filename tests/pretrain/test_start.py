@@ -107,7 +107,12 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
     said = capfd.readouterr().out
     [build] = re.findall(r"^\$ (data_prep build .*)$", said, re.MULTILINE)
     assert "source.path=my photos" in shlex.split(build) and "image_size=64" in build
-    assert "read 62 = written 60 + rejected 2" in said and "held out as val: 6 " in said and "58.1 %" in said
+    assert (
+        "read 61 = written 60 + rejected 1" in said
+        and "left out, not read: .txt files 1" in said
+        and "held out as val: 6 " in said
+        and "58.1 %" in said
+    )
     assert said.splitlines()[-1] == "next: pretrain train runs/my-photos.yaml"
     config = Path("runs/my-photos.yaml")
     settings = load_settings(PretrainSettings, path=config, overrides=[])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -67,7 +68,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "row 11 names 3.jpg again, as row 4 does; keep one of them"),
     "unlabelled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "row 10 has no label; fill it in"),
     "without a row": (lambda table: csv(table, rows=ROWS[1:]), "1 pictures in flat have no row in t.csv (0.jpg); add"),
-    "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "names 1 files that are not in flat (x/y.png)"),
+    "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "names 1 files that are no pictures in flat (x/y.png)"),
+    "a note": (lambda table: csv(table, rows=[*ROWS, "readme.txt,ant"]), "1 files that are no pictures in flat (readme.txt)"),
+    "two files": (
+        lambda table: csv(table, head="id,file,label", rows=[f"{row.partition('.')[0]},{row}" for row in ROWS]),
+        "has 2 columns that may be the file; choose: source.columns={file: id} or source.columns={file: file}",
+    ),
+    "two labels": (
+        lambda table: csv(table, head="file,label,Class", rows=[f"{row},x" for row in ROWS]),
+        "has 2 columns that may be the label; choose: source.columns={label: label} or source.columns={label: Class}",
+    ),
     "no train": (
         lambda table: csv(table, head="file,label,set", rows=[f"{row},test" for row in ROWS]),
         "no row of the split train",
@@ -90,6 +100,10 @@ def test_a_fault_of_the_table_is_one_line(
 def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: Refused) -> None:
     table = csv(tmp_path / "t.csv", head="a,b")
     assert build(flat, tmp_path / "out", f"source.labels={table}", "source.columns={file: a, label: b}") == 0
+    assert load_manifest(tmp_path / "out").num_left_out == {".txt files": 1}
+    ids = csv(tmp_path / "ids.csv", head="id,name,label", rows=[f"1{number},{row}" for number, row in enumerate(ROWS)])
+    assert build(flat, tmp_path / "ids", f"source.labels={ids}") == 0  # there are no files 10, 11, ...
+    assert load_manifest(tmp_path / "ids").num_read == len(NAMES)
     refused(
         build(flat, tmp_path / "two", f"source.labels={table}", "source.columns.file=c"),
         "has no column 'c', only a, b; set source.columns={file: NAME}",
@@ -101,11 +115,25 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, ca
     from data_prep.cli import main  # not the helper of the tests, which holds nothing out
 
     source = write_classes(tmp_path / "source", {"ant": 20, "bee": 2, "cat": 1})
-    words = ["build", "--source", "folder", f"source.path={source}", "image_size=16", "num_workers=1", "--out"]
+    write_files(source, {f"{path.relative_to(source)}.{end}": b"x" for path in source.glob("*/*.jpg") for end in ("txt", "xml")})
+    write_files(source, {"bee/damaged.jpg": b"x", "cat/LICENSE": b"x"})
+    words = [
+        "build",
+        "--source",
+        "folder",
+        f"source.path={source}",
+        "image_size=16",
+        "num_workers=1",
+        "max_reject_share=0.05",
+        "--out",
+    ]
     assert main([*words, str(tmp_path / "out")]) == 0
     splits = load_manifest(tmp_path / "out").splits
-    assert (splits["train"].class_counts, splits["val"].class_counts) == ((18, 1, 1), (2, 1, 0))
-    assert "held out as val: 3 (source.val_share: 0.1 of each class, at least one of two)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out, not read: .txt files 23, .xml files 23, files without an ending 1\n" in said
+    val = splits["val"].class_counts
+    assert val[0] == 2 and val[2] == 0 and np.add(splits["train"].class_counts, val).tolist() == [20, 2, 1]
+    assert f"held out as val: {sum(val)} (source.val_share: 0.1 of each class, at least one of two)" in said
     write_classes(tmp_path / "split", {"train/ant": 2, "val/ant": 2})
     words[3] = f"source.path={tmp_path / 'split'}"
     assert main([*words, str(tmp_path / "own")]) == 0
