@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, read_picture, size_of
+from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, Picture, read_picture, size_of
 from data_prep.images.jpeg import decode_plain_into
 from data_prep.images.rejection import Rejection, naming
 from data_prep.images.webp import opencv
 from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import Settings
 
-__all__ = ["MAX_PIXELS", "PIXEL_BUDGET", "EncodedImage", "ImageSpec", "Rejection", "convert", "decode", "naming", "size_of"]
+__all__ = ["MAX_PIXELS", "EncodedImage", "ImageSpec", "Rejection", "convert", "decode", "naming", "size_of", "square"]
 
 _PIL_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
@@ -64,19 +64,24 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
     """The sample that `data` becomes; raises `Rejection`."""
     if spec.encoding == "keep":
         size_of(data, max_pixels=spec.max_pixels)  # whoever reads it decodes it whole
-    if spec.interpolation == "area":  # OpenCV knows whole pixels only: no draft, and turned before it is cropped
-        whole, extension = decode(data, max_pixels=spec.max_pixels)
-        small = resize(whole, size=spec.image_size, crop=spec.crop, interpolation="area")
-    else:
-        picture = read_picture(data, smallest_side=spec.image_size if spec.draft else None, max_pixels=spec.max_pixels)
-        how: dict[str, Any] = {"size": spec.image_size, "crop": spec.crop, "interpolation": spec.interpolation}
-        # resized first, then turned: the square in the centre is the same, and there is less to turn
-        small, extension = picture.upright(resize(picture.pixels, **how, extent=picture.extent)), picture.extension
+    may_draft = spec.draft and spec.interpolation != "area"
+    picture = read_picture(data, smallest_side=spec.image_size if may_draft else None, max_pixels=spec.max_pixels)
+    small = square(picture, spec)
     if spec.encoding == "keep":
-        return EncodedImage(data, extension, small)
+        return EncodedImage(data, picture.extension, small)
     if spec.encoding == "raw":
         return EncodedImage(encode_ppm(small), "ppm", small)
     return EncodedImage(encode_jpeg(small, quality=spec.jpeg_quality), "jpg", small)
+
+
+def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
+    """The pixels that are stored of it; of one that PIL has opened, too. Raises `Rejection`."""
+    picture = picture if isinstance(picture, Picture) else Picture.of(picture)
+    how: dict[str, Any] = {"size": spec.image_size, "crop": spec.crop, "interpolation": spec.interpolation}
+    if spec.interpolation == "area":  # OpenCV knows whole pixels only: turned before it is cropped
+        return resize(picture.upright(picture.pixels), **how)
+    # resized first, then turned: the square in the centre is the same, and there is less to turn
+    return picture.upright(resize(picture.pixels, **how, extent=picture.extent))
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, str]:

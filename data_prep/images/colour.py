@@ -33,6 +33,7 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
         raise Rejection("unsupported", f"pixel mode {mode} ({image.format}): which values are black and white is not known")
     if mode in _LAYERED or (transparent and mode in ("RGB", "L", "1", "P")):
         if transparent and mode in ("RGB", "L"):
+            image = image.copy()  # others may hold it
             image.info["transparency"] = _in_8_bits(image.info["transparency"], rawmode)
         layered = image.convert("LA").convert("RGBA") if mode == "La" else image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layered.size, "white"), layered).convert("RGB")

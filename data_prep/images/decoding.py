@@ -66,6 +66,13 @@ class Picture:
     orientation: int
     extension: str
 
+    @classmethod
+    def of(cls, image: Image.Image, *, extension: str = "") -> "Picture":
+        """Of one that PIL has opened; raises `Rejection` where its mode has no right RGB."""
+        rawmode = rawmode_of(image)
+        image.load()
+        return cls(to_rgb(image, rawmode=rawmode), image.size, _orientation(image), extension)
+
     def upright(self, image: Image.Image) -> Image.Image:
         """`image`, as RGB."""
         rgb = image if image.mode == "RGB" else image.convert("RGB")
@@ -104,8 +111,7 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
         header = WebpHeader.of(data)
         _check_size(*header.size, max_pixels=max_pixels)
         with rejecting("damaged"):
-            image = decode_webp(data, header)
-            return Picture(to_rgb(image), image.size, _orientation(image), "webp")
+            return Picture.of(decode_webp(data, header), extension="webp")
     image = _open(data)
     if image.format == "JPEG":
         frame = Frame(image.width, image.height, image.layers)
@@ -115,12 +121,9 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
         check_markers(data)
     _check_size(*image.size, max_pixels=max_pixels)
     with rejecting("truncated"):
-        rawmode = rawmode_of(image)
         if is_compressed(image):
             unpack_tiff(data, image)
-        image.load()
-        rgb = to_rgb(image, rawmode=rawmode)
-        return Picture(rgb, rgb.size, _orientation(image), EXTENSIONS[image.format or ""])
+        return Picture.of(image, extension=EXTENSIONS[image.format or ""])
 
 
 def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int) -> Picture | None:

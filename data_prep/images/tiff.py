@@ -5,6 +5,7 @@ unpacks them. It is given the directory that Pillow has read, so that what it un
 """
 
 import io
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -16,8 +17,6 @@ from data_prep.images.rejection import Rejection
 
 _PACKING: Final = (*range(256, 260), 262, 266, 273, *range(277, 280), 284, 292, 293, 317, *range(322, 326), 338, 339, 347, 530, 532)
 """The tags that say how the samples are packed."""
-_PLACES: Final = ((Tiff.STRIPOFFSETS, Tiff.STRIPBYTECOUNTS), (Tiff.TILEOFFSETS, Tiff.TILEBYTECOUNTS))
-"""Of strips and of tiles: where each begins, and how many bytes it has."""
 _JPEG, _RGB, _CMYK, _YCBCR, _SEPARATE = 7, 2, 5, 6, 2
 """Values of tags: a compression, photometric interpretations, a planar configuration."""
 
@@ -32,19 +31,19 @@ def unpack_tiff(data: bytes, image: Image.Image) -> None:
 
     assert isinstance(image, TiffImageFile)
     tags = image.tag_v2
-    for offsets, lengths in _PLACES:
-        for offset, length in zip(tags.get(offsets, ()), tags.get(lengths, ()), strict=False):
-            if offset + length > len(data):  # libtiff leaves holes in some pictures
-                raise Rejection("truncated", f"{len(data):,} bytes of {offset + length:,}")
+    for offsets, lengths in ((Tiff.STRIPOFFSETS, Tiff.STRIPBYTECOUNTS), (Tiff.TILEOFFSETS, Tiff.TILEBYTECOUNTS)):
+        for end in map(add, tags.get(offsets, ()), tags.get(lengths, ())):
+            if end > len(data):  # libtiff leaves holes in some pictures
+                raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
     directory = _directory(data, tags)
     (_, (_, _, width, height), _, (rawmode, *_)) = image.tile[0]
     bits, count = max(directory[Tiff.BITSPERSAMPLE]), directory.get(Tiff.SAMPLESPERPIXEL, 1)
     is_separate = count > 1 and directory.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
     if tags[Tiff.COMPRESSION] == _JPEG or tags.get(Tiff.PHOTOMETRIC_INTERPRETATION) == _YCBCR:  # libtiff makes RGB of it
-        if count not in (1, 3):  # libtiff would take the others for colours
+        if count not in (1, 3, 4):  # of others it makes wrong ones
             raise Rejection("unsupported", f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG")
         samples = imagecodecs.tiff_decode(_behind(directory, data)).reshape(height, width, -1)
-        rawmode = "RGB" if rawmode == "RGBX" else rawmode
+        rawmode = "RGB" if samples.shape[2] == 3 else rawmode
     else:
         shape = [height, directory[Tiff.IMAGEWIDTH], count]
         kind = {1: "u", 2: "i", 3: "f"}[max(directory.get(Tiff.SAMPLEFORMAT, (1,)))]
@@ -63,9 +62,10 @@ def _directory(data: bytes, tags: ImageFileDirectory_v2) -> ImageFileDirectory_v
     """What libtiff has to know, in the byte order of `data`."""
     directory = ImageFileDirectory_v2(prefix=data[:2])
     directory[Tiff.BITSPERSAMPLE] = (1,)
-    for tag in [tag for tag in _PACKING if tag in tags]:
-        directory.tagtype[tag] = tags.tagtype[tag]
-        directory[tag] = tags[tag]
+    for tag in _PACKING:
+        if tag in tags and not (tag == Tiff.EXTRASAMPLES and tags[Tiff.COMPRESSION] == _JPEG):  # colours would be darkened by them
+            directory.tagtype[tag] = tags.tagtype[tag]
+            directory[tag] = tags[tag]
     bits = max(directory[Tiff.BITSPERSAMPLE])
     if bits not in (1, 8, 16, 32):  # imagecodecs unpacks no others: their bytes
         directory[Tiff.BITSPERSAMPLE] = (8,)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from data_prep.images import MAX_PIXELS, PIXEL_BUDGET
+from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET
 from data_prep.manifest import CropPolicy, Filter
 from data_prep.remote import NUM_ATTEMPTS
 from data_prep.settings import NumWorkers, Settings, SettingsError, read_lines

@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from data_prep.images import MAX_PIXELS, ImageSpec, Rejection, convert, resize
+from data_prep.images import MAX_PIXELS, ImageSpec, Rejection, convert, square
 from data_prep.pictures import Picture
 from data_prep.progress import ProgressLine, progress
 from data_prep.publish import atomic_file, make_directory
@@ -79,8 +79,7 @@ class Predictor:
 
     def batch(self, pictures: Iterable[Image.Image]) -> Batch:
         """Of pictures that are open already. (The command may decode a large JPEG at a fraction of its size, as `build` does.)"""
-        spec, upright = self.squares, [ImageOps.exif_transpose(picture).convert("RGB") for picture in pictures]
-        squares = [resize(each, size=spec.image_size, crop=spec.crop, interpolation=spec.interpolation) for each in upright]
+        squares = [square(each, self.squares) for each in pictures]
         ids = np.arange(len(squares))
         return Batch(torch.from_numpy(np.stack(squares)), torch.zeros(len(ids), dtype=torch.long), ids, ids, ids)
 

@@ -322,7 +322,13 @@ CODECS = (
     "group4",
     "tiff_ccitt",
 )
-SOME_MODES = {"webp": ("RGB", "RGBA"), "jpeg": ("L", "RGB", "YCbCr"), "group3": "1", "group4": "1", "tiff_ccitt": "1"}
+SOME_MODES = {
+    "webp": ("RGB", "RGBA"),
+    "jpeg": ("L", "RGB", "YCbCr", "CMYK", "RGBA"),
+    "group3": "1",
+    "group4": "1",
+    "tiff_ccitt": "1",
+}
 
 
 @pytest.mark.skipif(not features.check("libtiff"), reason="PIL is built without libtiff, which writes these")
@@ -345,6 +351,11 @@ def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
     assert np.abs(pixels_of(data)[..., 0] - np.asarray(grey).astype(int)).mean() < 2
     for cut in (1, 100, 300):
         assert rejection_of(data[:-cut])[0] == "truncated"
+    inks = picture(seed=1, width=48, height=48).convert("CMYK")
+    data = packed_tiff(inks, lambda strip: imagecodecs.jpeg8_encode(np.frombuffer(strip, np.uint8).reshape(-1, 48, 4), level=95), 7)
+    assert np.abs(pixels_of(data) - np.asarray(inks.convert("RGB")).astype(int)).mean() < 2
+    layered = packed_tiff(grey.convert("LA"), lambda strip: strip, 7)
+    assert rejection_of(layered) == ("unsupported", "a TIFF of JPEGs with 2 channels; convert it to JPEG or PNG")
 
 
 def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
+from data_prep.pictures import in_folder
 from finetune.cli import main
 from finetune.predict import predict as room
+from pretrain.data.torch_dataset import Shards
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, tar_of, wait_until, write_files
@@ -77,6 +80,39 @@ def test_pictures_get_the_answers_of_the_shards_built_from_them(
         assert [Path(row.pop("picture")).name for row in found] == [each.name for each in (first, *files)]
         names = sorted(pictures)
         assert found == [{key: value for key, value in rows[f"{built}/{name}"].items() if key != "picture"} for name in names]
+
+
+def odd_pictures() -> dict[str, bytes]:
+    image, alpha = picture(seed=1, width=40, height=30), picture(seed=2, width=40, height=30).convert("L")
+    modes = {mode: image.convert(mode) for mode in ("RGBA", "LA", "P", "CMYK", "RGB")}
+    for mode in ("RGBA", "LA"):
+        modes[mode].putalpha(alpha)
+    modes["I;16"] = Image.fromarray(np.asarray(alpha).astype(np.uint16) * 257 + 3)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    more: dict[str, dict[str, Any]] = {"P": {"transparency": bytes(range(256))}, "RGB": {"exif": turned}}
+    kinds = {mode: "TIFF" if mode == "CMYK" else "PNG" for mode in modes}
+    return {f"{mode}.{kind.lower()}": encoded(modes[mode], kind, **more.get(mode, {})) for mode, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "area"])
+def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(interpolation: str, shapes: Path, tmp_path: Path) -> None:
+    files = odd_pictures()
+    source = write_files(tmp_path / "source", {f"all/{name}": data for name, data in files.items()})
+    how = [f"source.path={source}", "image_size=16", f"interpolation={interpolation}", "source.val_share=0", "order=listed"]
+    assert data_prep(["build", "--source", "folder", "--out", str(tmp_path / "built"), "num_workers=1", *how]) == 0
+    stored = [picture for picture, _ in Shards(tmp_path / "built", "train")]
+    weights = write_folder(tmp_path / "weights", shapes, **BUILT | {"stored_interpolation": interpolation})
+    predictor, paths = room.Predictor.open(weights), [source / "all" / name for name in sorted(files)]
+    reader = room.PictureReader([*in_folder(source)], predictor.squares)
+    read = torch.zeros(len(paths), 16, 16, 3, dtype=torch.uint8)
+    assert not reader.read(reader.locate(np.arange(len(paths))), read)
+    opened = [Image.open(path) for path in paths]
+    for pictures in (opened, opened):  # not loaded, and loaded
+        given = predictor.batch(pictures).images_BHWC
+        for place, path in enumerate(paths):
+            wanted = stored[place].permute(1, 2, 0)
+            assert torch.equal(given[place], wanted) and torch.equal(read[place], wanted), path.name
 
 
 def test_rows_stand_in_the_order_given_with_reasons_and_features(
