@@ -28,13 +28,13 @@ def _run(arguments: list[str] | None) -> int:
     from concurrent.futures import BrokenExecutor
 
     from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
-    from data_prep.explain import parse_command_line, program
+    from data_prep.explain import program
     from data_prep.interrupts import keep
     from data_prep.publish import Busy
     from data_prep.settings import UserError
 
     parser = program("data_prep", description="Image archives in, verified WebDataset shards out.", add_verbs=add_verbs)
-    options = parse_command_line(parser, arguments)
+    options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only talks of it
     keep(options.after_a_stop)  # workers that are in the middle of a large file end when they see that nobody is there any more

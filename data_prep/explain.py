@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from data_prep.settings import SettingsError, last_words, nearest, sections_of
+from data_prep.settings import Settings, SettingsError, example_of, in_yaml, models_of, nearest, sections_of, tag_of, words_of
 
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -42,17 +41,25 @@ class Explained:
     default: str | None
     """None: it must be given."""
     example: str = ""
+    short: tuple[str, ...] = ()
+    """Words of the command line that stand for the key."""
+    words: tuple[str, ...] = ()
+    """All that it may be, where these are words."""
     kind: str = ""
     """Of the section that it is in, where the key alone does not say which."""
     section: str = ""
     """What its section is."""
 
+    def is_meant_by(self, word: str) -> bool:
+        """One of its names, or the section that it is in."""
+        names = (self.key, *self.short, *(option.lstrip("-") for option in self.key.split(", ")))
+        return word in names or self.key.startswith(f"{word}.") or self.key.endswith(f".{word}")
+
     def lines(self, width: int) -> Iterator[str]:
         kind = f" (kind: {self.kind})" if self.kind else ""
         yield f"{self.key}{kind}"
         default = "none; it must be given" if self.default is None else self.default
-        facts = {"type": self.type, "default": default, "example": self.example}
-        for label, text in {"": self.meaning, **facts}.items():
+        for label, text in {"": self.meaning, "type": self.type, "default": default, "example": self.example}.items():
             head = f"    {label + ':':9}" if label else "    "
             if text:
                 yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head), **_WHOLE_WORDS)
@@ -98,11 +105,13 @@ class Parser(argparse.ArgumentParser):
     """Its mistakes are one line with the remedy, as those in a config."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Of a verb the words that are left are overrides, where it has any; every other is a mistake."""
+        """`key.path=value` may follow options, which argparse would not take; every other word that is left is a mistake."""
         options, rest = super().parse_known_args(args, namespace)
-        stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
-        if stray and self._subparsers is None:
-            self.error(f"unrecognized arguments: {stray[0]}")
+        if rest and self._subparsers is None:
+            stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+            if stray:
+                self.error(f"unrecognized arguments: {stray[0]}")
+            options.overrides, rest = [*options.overrides, *rest], []
         return options, rest
 
     def error(self, message: str) -> NoReturn:
@@ -136,14 +145,6 @@ class Parser(argparse.ArgumentParser):
         return " ".join([self.prog, *(word for each in words for word in each)])
 
 
-def parse_command_line(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Like `parse_args`, but `key.path=value` overrides may follow options (argparse leaves such words behind)."""
-    options, rest = parser.parse_known_args(arguments)
-    if rest:
-        options.overrides = [*options.overrides, *rest]
-    return options
-
-
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -160,24 +161,20 @@ class _Help(argparse.HelpFormatter):
         return "\n".join(textwrap.fill(line, width, **how) for line in text.splitlines())
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        words, default = action.help or "", action.default
-        is_told = default is None or default is False or default in ([], {}, argparse.SUPPRESS) or "default" in words
-        return words if is_told else f"{words} (default: %(default)s)"
+        return (action.help or "") + " (default: %(default)s)" * (not _is_told(action))
+
+
+def _is_told(action: argparse.Action) -> bool:
+    """Whether there is no default, or the words mention it."""
+    none = action.default is False or action.default in (None, "", [], {}, argparse.SUPPRESS)
+    return none or "default" in (action.help or "")
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
     """Of a key=value that was begun: keys, full or by their last words; after = the words that it may be."""
-    found, schema = dict[str, None](), schema_of(verb)
-    if schema is None:
-        return []
-    short = _short_words(schema)
-    for section_prefix, section in sections_of(schema):
-        found |= {f"{word}=": None for word in getattr(section, "short_words", {})}
-        for name, field in section.model_fields.items():
-            key = section_prefix + name
-            words = get_args(field.annotation) if get_origin(field.annotation) is Literal and "=" in prefix else [""]
-            found |= {f"{each}={word}": None for each in (key, short.get(key, key)) for word in words}
-    return [word for word in found if word.startswith(prefix)]
+    known = [each for each in settings_of(verb) if ".N." not in each.key]
+    found = [f"{key}={word}" for each in known for key in (each.key, *each.short) for word in each.words * ("=" in prefix) or [""]]
+    return [word for word in dict.fromkeys(found) if word.startswith(prefix)]
 
 
 # ---- what there is ----------------------------------------------------------------------------------------------------
@@ -192,19 +189,15 @@ def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
 def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
     """What its parser reads, but for --help."""
     found = []
-    formatter = argparse.HelpFormatter(verb.prog)
     for action in verb._actions:
         if action.dest in ("help", "overrides") or action.help == argparse.SUPPRESS:
             continue
-        words = formatter._expand_help(action) if action.help else ""
-        kind = "given or not"
-        if action.nargs != 0:
-            made = inspect.signature(action.type).return_annotation if inspect.isfunction(action.type) else action.type
-            kind = next((word for each, word in ((int, "whole number"), (float, "number"), (Path, "path")) if made is each), "text")
+        meaning = argparse.HelpFormatter(verb.prog)._expand_help(action) if action.help else ""
+        made: Any = getattr(action.type, "__annotations__", {}).get("return", action.type)
+        kind = {int: "whole number", float: "number", Path: "path"}.get(made, "text") if action.nargs != 0 else "given or not"
         kind = _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
-        is_told = action.nargs == 0 or action.default in (None, [], {}) or "default" in (action.help or "")
-        default = None if action.required else "" if is_told else str(action.default)
-        found.append(Explained(", ".join(action.option_strings) or str(action.metavar or action.dest), words, kind, default))
+        default = None if action.required else "" if _is_told(action) else str(action.default)
+        found.append(Explained(", ".join(action.option_strings) or str(action.metavar or action.dest), meaning, kind, default))
     return found
 
 
@@ -213,45 +206,55 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
     schema = schema_of(verb)
     if schema is None:
         return []
-    overridden = any(action.dest == "overrides" for action in verb._actions)
-    found, listed, short = [], set[type[BaseModel]](), _short_words(schema)
+    is_typed = any(action.dest == "overrides" for action in verb._actions)
+    forms: dict[str, dict[str, str]] = {}
+    for word, keys in words_of(schema).items():
+        for key, form in keys.items() if len(keys) == 1 else ():
+            forms.setdefault(key, {})[word] = form
+    found, listed = [], set[type[BaseModel]]()
     for prefix, section in sections_of(schema, in_lists=True):
         if section in listed:
             continue  # explained where it stood first
         listed.add(section)
-        kind = section.model_fields.get("kind")
-        tag = str(*get_args(kind.annotation)) if kind is not None else ""
         meanings, about = docstrings(section), " ".join((section.__doc__ or "").split())
         for name, field in section.model_fields.items():
-            if _is_section(field.annotation):
+            if models_of(field.annotation, in_lists=False):
                 continue
-            meaning = about if name == "kind" else meanings.get(name) or field.description or ""
-            default = None if field.is_required() else _yaml(field.get_default(call_default_factory=True))
-            key, value = f"{prefix}{name}", _yaml(_example(field))
-            as_word = shlex.quote(value) + (f", or {name}={shlex.quote(value)}" if key in short else "")
-            example = f"{key}={as_word}" if overridden and "N." not in prefix else f"{name}: {value}"
-            found.append(Explained(key, meaning, type_of(field.annotation, field.metadata), default, example, tag, about))
+            key, value, short = f"{prefix}{name}", in_yaml(example_of(field)), forms.get(f"{prefix}{name}", {})
+            example = ", or ".join(
+                f"{word}={shlex.quote(value.removesuffix(form.removeprefix('{}')))}" for word, form in {key: "{}", **short}.items()
+            )
+            explained = Explained(
+                key=key,
+                meaning=about if name == "kind" else meanings.get(name) or field.description or "",
+                type=type_of(field.annotation, field.metadata),
+                default=None if field.is_required() else in_yaml(field.get_default(call_default_factory=True)),
+                example=example if is_typed and "N." not in prefix else f"{name}: {value}",
+                short=tuple(short),
+                words=tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else (),
+                kind=str(tag_of(section) or ""),
+                section=about,
+            )
+            found.append(explained)
     return found
 
 
-@cache
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """{field: the text under it}, in the class or in one that it inherits from."""
-    found: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        parsed = _classes_of(each.__module__).get(each.__name__) if issubclass(each, BaseModel) else None
-        for field, text in zip(parsed.body, parsed.body[1:], strict=False) if parsed is not None else ():
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    return found
+    own = (each for each in reversed(section.__mro__) if issubclass(each, Settings))
+    return {name: text for each in own for name, text in _docstrings_in(each.__module__).get(each.__name__, {}).items()}
 
 
 @cache
-def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    if module.startswith("pydantic."):
-        return {}
+def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
+    """{class: {field: text}}. Pydantic's own `use_attribute_docstrings` costs every command 60 ms."""
+    found: dict[str, dict[str, str]] = {}
     body = ast.parse(inspect.getsource(sys.modules[module])).body
-    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    for node in (each for each in body if isinstance(each, ast.ClassDef)):
+        for field, text in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found.setdefault(node.name, {})[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
 
 
 def type_of(annotation: Any, metadata: Any = ()) -> str:
@@ -266,7 +269,7 @@ def type_of(annotation: Any, metadata: Any = ()) -> str:
     if origin is tuple:
         many = f"list of {'' if inner[-1] is Ellipsis else len(inner)}".strip()
         return f"{many} " + re.sub("number|section", r"\g<0>s", type_of(inner[0]), count=1)
-    if _is_section(annotation):
+    if models_of(annotation, in_lists=False):
         return "section"
     names = {bool: "true or false", int: "whole number", float: "number", str: "text", NoneType: "null", dict: "mapping"}
     forms = {"ge": "from {:,}", "gt": "above {:,}", "le": "to {:,}", "lt": "below {:,}"}
@@ -279,44 +282,14 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _is_section(annotation: Any) -> bool:
-    if get_origin(annotation) in (Union, UnionType, Annotated):
-        return any(_is_section(each) for each in get_args(annotation))
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _short_words(schema: type[BaseModel]) -> dict[str, str]:
-    """{full key: the last word of it}, where that word finds it."""
-    return {keys[0]: word for word, keys in last_words(schema).items() if len(keys) == 1 and word not in schema.model_fields}
-
-
-def _example(field: FieldInfo) -> Any:
-    """The one that is written down; else another of its words; else its default."""
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    if field.examples:
-        return field.examples[0]
-    words = [each for each in get_args(field.annotation) if get_origin(field.annotation) is Literal and each != default]
-    return words[0] if words else not default if isinstance(default, bool) else default
-
-
-def _yaml(value: Any) -> str:
-    """In one line, as on a command line."""
-    plain = json.loads(json.dumps(value, default=str))
-    return str(yaml.safe_dump(plain, default_flow_style=True, width=10_000)).removesuffix("\n").removesuffix("\n...")
-
-
 def json_schema(schema: type[BaseModel]) -> str:
     """For editors, which then complete keys and show what they mean."""
-    from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-
-    class WithMeanings(GenerateJsonSchema):
-        def model_schema(self, schema: Any) -> JsonSchemaValue:
-            made = super().model_schema(schema)
-            for name, text in docstrings(schema["cls"]).items():
-                made.get("properties", {}).get(name, {})["description"] = text
-            return made
-
-    return json.dumps(schema.model_json_schema(schema_generator=WithMeanings), indent=1) + "\n"
+    made = schema.model_json_schema()
+    for _, section in sections_of(schema, in_lists=True):
+        properties = (made if section is schema else made["$defs"][section.__name__])["properties"]
+        for name in properties.keys() & (meanings := docstrings(section)):
+            properties[name] = dict(sorted({**properties[name], "description": meanings[name]}.items()))
+    return json.dumps(made, indent=1) + "\n"
 
 
 # ---- the verb ---------------------------------------------------------------------------------------------------------
@@ -332,11 +305,9 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
         return 0
     chosen = known = [*options_of(verb), *settings_of(verb)]
     if key is not None:
-        chosen = [each for each in known if key in (each.key, *(word.lstrip("-") for word in each.key.split(", ")))]
-        chosen = chosen or [each for each in known if each.key.startswith(f"{key}.")]
-        chosen = chosen or [each for each in known if each.key.endswith(f".{key}")]
+        chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
         if not chosen:
-            words = {word for each in known for word in re.split(r"\.|, ", each.key) + [each.key]}
+            words = {word for each in known for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)}
             raise SettingsError(f"{key}: unknown to {options.verb}; {nearest(key, sorted(words))}")
     width = min(shutil.get_terminal_size((110, 24)).columns, 110)
     if key is None:

@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 
 class UserError(ValueError):
@@ -154,8 +155,11 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
         example = next((f"{name}={each.examples[0]}" for name, each in fields if each.examples), "optimizer.lr=1e-4")
         raise SettingsError(f"override {override!r}: write it as key.path=value, such as {example}, and in quotes if it has spaces")
     if schema is not None and len(keys) == 1:
-        key, text = _written_out(schema, keys[0], text)
-        keys = key.split(".")
+        meant = words_of(schema).get(keys[0], {})
+        if len(meant) > 1:
+            raise SettingsError(f"{keys[0]}: there are several; write {' or '.join(f'{key}={text}' for key in meant)}")
+        for key, form in meant.items():
+            keys, text = key.split("."), form.format(text)
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})
@@ -166,19 +170,6 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise SettingsError(f"override {override!r}: {text!r} is not valid YAML; quote it") from None
-
-
-def _written_out(schema: type[BaseModel], word: str, text: str) -> tuple[str, str]:
-    """The full key that a single word means, and the value: a setting at the top; else the only one that ends with the word; else
-    what a section has a short word for."""
-    found = [word] if word in schema.model_fields else last_words(schema).get(word, [])
-    if len(found) > 1:
-        raise SettingsError(f"{word}: there are several; write {' or '.join(f'{key}={text}' for key in found)}")
-    for prefix, section in sections_of(schema) if not found else ():
-        field, form = getattr(section, "short_words", {}).get(word, ("", ""))
-        if field:
-            return prefix + field, form.format(text)
-    return (*found, word)[0], text
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -196,7 +187,23 @@ def near_path(path: Path, *, of: str = "") -> str:
 
 def dump(settings: Settings) -> str:
     """The resolved settings as YAML that `load_settings` reads back to an equal value."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=120)
+    return str(yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120))
+
+
+def in_yaml(value: Any) -> str:
+    """In one line, as people write it on a command line, and read back as the same value."""
+    plain = json.loads(json.dumps(value, default=str))
+    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("\n...")
+
+
+def example_of(field: FieldInfo) -> Any:
+    """The one that is written down; else another of its words; else its default."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    words = (
+        get_args(field.annotation) if get_origin(field.annotation) is Literal else (True, False) if default in (True, False) else ()
+    )
+    return next((each for each in (*(field.examples or ()), *words) if each != default), default)
 
 
 NUM_NAMED = 5
@@ -216,14 +223,13 @@ def differences(
     """The settings in which two configs differ, with both values; "" for none. `is_free`: whether a change does not count."""
     before, now = flatten(dict(old)), flatten(dict(new))
     pairs = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
-    changes = [f"{key}: {_short(b)}, was {_short(a)}" for key, a, b in pairs if a != b and not is_free(key, a, b)]
+    changes = [f"{key}: {_short(str(b))}, was {_short(str(a))}" for key, a, b in pairs if a != b and not is_free(key, a, b)]
     more = [f"and {len(changes) - NUM_NAMED} more"] if len(changes) > NUM_NAMED else []
     return "; ".join([*changes[:NUM_NAMED], *more])
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def _short(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 # ---- names ------------------------------------------------------------------------------------------------------
@@ -253,7 +259,6 @@ _PLAIN = {
     "finite_number": "a finite number is needed",
     "bool_type": "true or false is needed",
     "string_type": "text is needed (quote it if it looks like a number)",
-    "tuple_type": "a list is needed, such as [0.4, 1.0]",
     "model_type": "a section (key: value lines) is needed",
     "model_attributes_type": "a section (key: value lines) is needed",
     "dict_type": "a section (key: value lines) is needed",
@@ -263,19 +268,18 @@ _PLAIN = {
 def _explain(schema: type[BaseModel], problem: Any) -> str:
     """One line: field, value, remedy."""
     kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
-    location, _ = _locate(schema, problem["loc"])
+    location, models = _locate(schema, problem["loc"])
+    needed = [name for model in models for name, each in model.model_fields.items() if each.is_required()]
+    beside = {name: each for model in _locate(schema, problem["loc"][:-1])[1] for name, each in model.model_fields.items()}
     field = ".".join(location) or "config"
     if kind == "extra_forbidden":
-        _, models = _locate(schema, problem["loc"][:-1])
-        known = [name for model in models for name in model.model_fields]
-        leaves = last_words(schema) if len(location) == 1 else {}
-        best = difflib.get_close_matches(location[-1], [*known, *leaves], n=1, cutoff=0.75)
-        if best and best[0] in leaves.keys() - set(known):
-            return f"{field}: unknown key; did you mean {' or '.join(map(repr, leaves[best[0]]))}?"
-        return f"{field}: unknown key; {nearest(location[-1], known)}"
+        leaves = words_of(schema) if len(location) == 1 else {}
+        best = difflib.get_close_matches(location[-1], [*beside, *leaves], n=1, cutoff=0.75)
+        if best and best[0] in leaves.keys() - beside.keys():
+            meant = [key if form == "{}" else best[0] for key, form in leaves[best[0]].items()]
+            return f"{field}: unknown key; did you mean {' or '.join(map(repr, meant))}?"
+        return f"{field}: unknown key; {nearest(location[-1], list(beside))}"
     if kind == "missing":
-        _, models = _locate(schema, problem["loc"])
-        needed = [name for model in models for name, inner in model.model_fields.items() if inner.is_required()]
         field = ".".join([field, *needed[:1]])  # of a section that is not there at all
         return f"{field}: missing; set it in the config or as {field}=VALUE"
     if kind == "literal_error":
@@ -291,17 +295,13 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return message if message.startswith(field) else f"{field}: {message}" if location else message
     if kind in ("too_short", "too_long"):
         return f"{field}: {value!r} has the wrong number of entries; {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    if (
-        kind.startswith("model_")
-        and isinstance(value, str)
-        and not isinstance(problem["loc"][-1], int)
-        and (inner := _locate(schema, problem["loc"])[1])
-    ):
-        needed = [name for name, each in inner[0].model_fields.items() if each.is_required()]
-        if len(inner) == 1 and needed:
-            return f"{field}: {value!r} will not do, for it is a section; write {field}.{needed[0]}={value}"
-    reason, shown = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"]), repr(value)
-    return f"{field}: {shown if len(shown) <= 60 else f'{shown[:57]}...'} will not do; {reason}"
+    if kind.startswith("model_") and isinstance(value, str) and problem["loc"][-1] in beside and len(models) == 1 and needed:
+        return f"{field}: {value!r} will not do, for it is a section; write {field}.{needed[0]}={value}"
+    if kind == "tuple_type":
+        such_as = f", such as {in_yaml(example_of(beside[location[-1]]))}" if location[-1] in beside else ""
+        problem["msg"] = f"a list is needed{such_as}"
+    reason = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"])
+    return f"{field}: {_short(repr(value), 60)} will not do; {reason}"
 
 
 def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -312,17 +312,17 @@ def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[st
         if isinstance(part, int):
             keys.append(str(part))  # of a list, whose entries are all of one kind
             continue
-        tagged = [model for model in models if len(models) > 1 and _tag_of(model) == part]
+        tagged = [model for model in models if len(models) > 1 and tag_of(model) == part]
         if tagged:
             models = tagged
             continue
         keys.append(str(part))
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [inner for field in fields for inner in _models_of(field.annotation)]
+        models = [inner for field in fields for inner in models_of(field.annotation)]
     return keys, models
 
 
-def _tag_of(model: type[BaseModel]) -> object:
+def tag_of(model: type[BaseModel]) -> object:
     return next(iter(get_args(model.model_fields["kind"].annotation)), None) if "kind" in model.model_fields else None
 
 
@@ -332,26 +332,28 @@ def sections_of(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = F
     yield prefix, schema
     for name, field in schema.model_fields.items():
         accepted = [each.json_schema_input_type for each in field.metadata if isinstance(each, BeforeValidator)]
-        alone = [model for each in (*accepted, field.annotation) for model in _models_of(each, in_lists=False)]
-        listed = _models_of(field.annotation) if in_lists and not alone else []
+        alone = [model for each in (*accepted, field.annotation) for model in models_of(each, in_lists=False)]
+        listed = models_of(field.annotation) if in_lists and not alone else []
         for section in dict.fromkeys([*alone, *listed]):
             yield from sections_of(section, f"{prefix}{name}.{'N.' if listed else ''}", in_lists=in_lists)
 
 
-def last_words(schema: type[BaseModel]) -> dict[str, list[str]]:
-    """{last word of a key: the keys of sections that end with it}"""
-    found: dict[str, dict[str, None]] = {}
+def words_of(schema: type[BaseModel]) -> dict[str, dict[str, str]]:
+    """{word of the command line: {each key that it may mean: form of the value}}: the last words of keys, and what sections have
+    short words for. A setting at the top needs none."""
+    long, short = dict[str, dict[str, str]](), dict[str, dict[str, str]]()
     for prefix, section in sections_of(schema):
         for name in section.model_fields if prefix else ():
-            found.setdefault(name, {})[prefix + name] = None
-    return {name: list(keys) for name, keys in found.items()}
+            long.setdefault(name, {})[prefix + name] = "{}"
+        short |= {word: {prefix + name: form} for word, (name, form) in getattr(section, "short_words", {}).items()}
+    return {word: keys for word, keys in (short | long).items() if word not in schema.model_fields}
 
 
-def _models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]]:
+def models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType, Annotated, *((tuple,) if in_lists else ())):
-        return [model for argument in get_args(annotation) for model in _models_of(argument, in_lists=in_lists)]
+        return [model for argument in get_args(annotation) for model in models_of(argument, in_lists=in_lists)]
     return []
 
 
@@ -371,12 +373,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    """Python writes infinity and not-a-number as YAML does, but for the dot."""
-    text = str(loader.construct_scalar(node)).replace("_", "")
-    return float(re.sub(r"\.(?=[iIn])", "", text.lower()))
-
-
 _NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 _BOOL, _FLOAT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))
 _Loader.yaml_implicit_resolvers = {
@@ -385,4 +381,12 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
-_Loader.add_constructor(_FLOAT, _float)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for something else, and nothing more."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar(_FLOAT, repr(value)))  # 1e-05, not 1.0e-05

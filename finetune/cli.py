@@ -5,7 +5,7 @@ Started by --ranks N, accelerate, torchrun or srun.
 
 import argparse
 
-from data_prep.explain import Verbs, parse_command_line, program
+from data_prep.explain import Verbs, program
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting
@@ -15,7 +15,7 @@ from pretrain.cli import guarded
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("finetune", parse_command_line(_parser(), arguments))
+    return guarded("finetune", _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

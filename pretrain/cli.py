@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from data_prep.explain import Verbs, parse_command_line, program
+from data_prep.explain import Verbs, program
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
@@ -38,7 +38,7 @@ BUSY = 75
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("pretrain", parse_command_line(_parser(), arguments))
+    return guarded("pretrain", _parser().parse_args(arguments))
 
 
 def guarded(program: str, options: argparse.Namespace) -> int:

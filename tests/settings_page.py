@@ -81,7 +81,7 @@ def _settings(settings: list[Explained], seen: dict[object, str], title: str) ->
     text = ""
     for (prefix, kind), rows in sections.items():
         name = f"`{prefix}.*`" + (f", kind {kind}" if kind else "") if prefix else "Settings"
-        before = seen.setdefault(tuple(replace(row, example="") for row in rows), title)
+        before = seen.setdefault(tuple(replace(row, example="", short=()) for row in rows), title)
         text += f"\n{name}: {'as in `' + before + '`.' if before != title else rows[0].section}".rstrip(": ") + "\n"
         text += _table(rows) if before == title else ""
     return text

@@ -42,10 +42,11 @@ def test_each_help_has_examples_that_its_program_takes(name: tuple[str, str]) ->
     parser = program(program_name, description="", add_verbs=ADD_VERBS[program_name])
     for example in examples:
         assert example.startswith(f"{program_name} {word} ")
-        options, rest = parser.parse_known_args(shlex.split(example.removeprefix(program_name)))
-        given = [getattr(options, "config", None), *getattr(options, "overrides", []), *rest]
+        options = parser.parse_args(shlex.split(example.removeprefix(program_name)))
+        given = [getattr(options, "config", None), *getattr(options, "overrides", [])]
         assert [each for each in given if each and "=" in each and not sets(schema, each)] == []
-    assert all(example in VERBS[name].format_help().replace("\n    ", " ") for example in examples)
+    told = VERBS[name].format_help().replace("\n    ", " ")
+    assert all(example in told for example in examples) and "(default: )" not in told
 
 
 def sets(schema: Any, override: str) -> str | None:
@@ -92,23 +93,32 @@ def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("optimizer.lr", ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"]),
-        ("lr", ["optimizer.lr\n"]),
-        ("name", ["optimizer.name\n", "schedule.name\n", "model.name (kind: timm)\n"]),
-        ("schedule", ["schedule.name\n", "schedule.warmup\n", "schedule.final_lr\n"]),
-        ("preset", ["model.preset\n", "mlp_b12_wi1024"]),
-        ("ranks", ["--ranks\n", "whole number"]),
-        ("also", ["data.also\n", "list of sections"]),
+        ("train optimizer.lr", ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"]),
+        ("train lr", ["optimizer.lr\n"]),
+        ("train name", ["optimizer.name\n", "schedule.name\n", "model.name (kind: timm)\n"]),
+        ("train schedule", ["schedule.name\n", "schedule.warmup\n", "schedule.final_lr\n"]),
+        ("train preset", ["model.preset\n", "mlp_b12_wi1024"]),
+        ("train ranks", ["--ranks\n", "whole number"]),
+        ("train also", ["data.also\n", "list of sections"]),
+        ("train epochs", ["train.duration\n", "train.duration='90 epochs'", "or epochs=90"]),
+        ("train epochs=3", ["train.duration\n"]),
+        ("build source", ["--source\n", "source.path (kind: folder)\n", "source.num_classes (kind: synthetic)\n"]),
     ],
 )
 def test_a_key_is_explained_by_any_of_its_names(words: str, expected: list[str], capsys: Capture) -> None:
-    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
-    options = parser.parse_args(["explain", "train", words])
+    name = "pretrain" if words.startswith("train") else "data_prep"
+    parser = program(name, description="", add_verbs=ADD_VERBS[name])
+    options = parser.parse_args(["explain", *words.split()])
     assert options.run(options) == 0
     told = capsys.readouterr().out
     assert [each for each in expected if each not in told] == []
+
+
+def test_an_unknown_key_is_answered_with_the_nearest(capsys: Capture) -> None:
+    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
+    options = parser.parse_args(["explain", "train", "optimiser"])
     with pytest.raises(SettingsError, match="optimiser: unknown to train; did you mean 'optimizer'"):
-        options.run(parser.parse_args(["explain", "train", "optimiser"]))
+        options.run(options)
 
 
 def test_every_program_tells_its_version(capsys: Capture) -> None:
@@ -137,6 +147,7 @@ def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path:
     [
         (["name=sgd"], "name: there are several; write model.name=sgd or optimizer.name=sgd or schedule.name=sgd"),
         (["lrr=1"], "lrr: unknown key; did you mean 'optimizer.lr'?"),
+        (["epoch=3"], "epoch: unknown key; did you mean 'epochs'?"),
         (["epochs=three"], "train.duration: 'three epochs' is not a length"),
         (["nonsense=1"], "nonsense: unknown key; known: augment, checkpoint"),
         ([], "data.dataset: missing; set it in the config or as data.dataset=VALUE"),

@@ -172,6 +172,8 @@ LATER = [
     ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "leave them out (lrs=null)"),
     ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
+    ("tune", ["seeds=3"], "seeds: 3 will not do; a list is needed, such as [0, 1, 2]"),
+    ("tune", ["betas=0.9,0.99"], "optimizer.betas: '0.9,0.99' will not do; a list is needed, such as [0.9, 0.99]"),
     ("tune", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split"),
     ("tune", [], "nowhere: is not there; give a run directory"),
     ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),

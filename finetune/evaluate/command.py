@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
@@ -23,7 +24,7 @@ WORSE_BY = 0.02
 """Than on the plain pictures: no chance any more."""
 
 
-def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_verbs(verbs: Verbs) -> None:
     evaluate = verbs.add_parser(
         "evaluate",
         help="scores, pictures and predictions of a checkpoint on a dataset with its classes; views=100 augments at test time",

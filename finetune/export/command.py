@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.publish import make_directory
 from data_prep.settings import UserError, load_settings
@@ -21,7 +22,7 @@ from pretrain.ranks.world import read_world
 NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 
-def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_verbs(verbs: Verbs) -> None:
     export = verbs.add_parser("export", help="a checkpoint for others: timm and hub folder, ONNX, torch.export")
     export.add_argument("pretrained", help="a run directory, one of its checkpoints, or an imported folder")
     export.add_argument("out", help="the directory to write")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from data_prep.explain import Verbs
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.pictures import Picture, in_folder, in_tar, is_tar
 from data_prep.settings import SettingsError
@@ -21,7 +22,7 @@ Input = Part | Sequence[Path]
 """A split of a dataset; or files, folders and tars that were named one after the other."""
 
 
-def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_verbs(verbs: Verbs) -> None:
     predict = verbs.add_parser("predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet")
     predict.add_argument("pretrained", metavar="RUN", help="a run of pretrain, probe or tune, a checkpoint, an export or an import")
     kinds = "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep"

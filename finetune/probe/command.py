@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from data_prep.explain import Verbs
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
@@ -17,7 +18,7 @@ from pretrain.cli import OK, leave, world_of
 from pretrain.ranks.world import World
 
 
-def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_verbs(verbs: Verbs) -> None:
     grid = "train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
     nearest = "judge a checkpoint's features by the nearest training pictures"
     for name, words, run in (("probe", grid, _probe), ("knn", nearest, _knn)):

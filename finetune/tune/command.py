@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from data_prep.explain import Verbs
 from data_prep.settings import load_settings
 from finetune.split import check_apart
 from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of
@@ -18,7 +19,7 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.preemption import StopFlag
 
 
-def add_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_verbs(verbs: Verbs) -> None:
     tune = verbs.add_parser("tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)")
     tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
     tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
