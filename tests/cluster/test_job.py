@@ -51,10 +51,16 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     shutil.copytree(Path(jobs.__file__).parent, root / "cluster")
     (root / "cluster/job.py").write_text(STUB)
     (root / ".venv").symlink_to(sys.prefix)
+    (root / "pretrain/__pycache__").mkdir()
+    for name in ("loops.py", "__pycache__/loops.nbi"):
+        (root / "pretrain" / name).touch()
     said = "JobId=77 Command=x SubmitTime=2026-01-01T10:00:00"
     stand_in(root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2')
     plain = shutil.copy(root / "cluster/pretrain.slurm", tmp_path / "plain")
     kept = run(root, "cluster/snapshot").stdout.strip()
+    loops, as_kept = (Path(place, "pretrain/loops.py") for place in (root, kept))
+    assert as_kept.stat().st_mtime_ns == loops.stat().st_mtime_ns  # by which numba knows whether what it has compiled will do
+    assert (as_kept.parent / "__pycache__/loops.nbi").exists()
     submitted = shutil.copy(f"{kept}/cluster/pretrain.slurm", tmp_path / "submitted")
     for name in ("start.sh", "snapshot", "job.py", "environment.sh"):
         (root / "cluster" / name).write_text("exit 9\n")

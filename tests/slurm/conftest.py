@@ -64,7 +64,7 @@ class Cluster:
         self.root = self.directory / "checkout"
         self.root.mkdir()
         for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
-            shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc"))
         # a scratch that only jobs know, as sites have it
         scratch = f"{self.directory}/node/$SLURM_CLUSTER_NAME"
         (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={scratch} PREFLIGHT=0\n")
