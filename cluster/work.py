@@ -34,6 +34,7 @@ from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
 from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished
+from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.run import CONFIG_FILE, check_settings, finished_result, list_checkpoints
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -116,9 +117,12 @@ class Work:
             return _is_built(settings)
         check_settings(Path(self.writes), settings)
         if isinstance(settings, TuneSettings):
-            return is_finished(settings)  # seeds may have been added
-        duration = settings.train.duration if isinstance(settings, PretrainSettings) else None  # it may have been raised
-        return finished_result(Path(self.writes), duration=duration) is not None
+            is_done = is_finished(settings)  # seeds may have been added
+        else:
+            is_done = finished_result(Path(self.writes), settings) is not None
+        if is_done and not isinstance(settings, PretrainSettings):
+            check_source(Path(self.writes), self.pretrained)
+        return is_done
 
     def check(self) -> None:
         """Raises `ValueError` for what is wrong and shows before it starts. Data that is not there yet is not looked at."""

@@ -239,9 +239,8 @@ def results_of(checkpoint: Path, run: Run | None, *, step: int, places: Sequence
     for directory, each in sorted(others.items()):
         start = each.pretrained.resolve() if each.pretrained is not None else None
         if directory not in meant and start in meant:
-            # a run that is named as a whole was read at its newest checkpoint
-            is_same = start == checkpoint or list_checkpoints(start)[-1:] == [checkpoint]
-            own += _results(each, is_of_these_weights=is_same and each.task == "evaluate")
+            is_same = each.result.get("weights_step") == step and each.task == "evaluate"
+            own += _results(each, is_of_these_weights=is_same)
     return own
 
 

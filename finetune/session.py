@@ -187,7 +187,8 @@ def recorded(
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin):
+    weights = checkpoint.mark if checkpoint and tags.get("init") != "scratch" else None
+    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights):
         card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
         RunIdentity.of(
             run_dir,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_prep.interrupts import keep
 from data_prep.settings import Settings, dump
+from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.run import finished_result
 from pretrain.cli import OK, rank_count
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -35,11 +36,14 @@ def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, he
     return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)
 
 
-def finished_before(run_dir: Path, world: World) -> bool:
-    is_finished = finished_result(run_dir) is not None
-    if is_finished and world.is_first:
+def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool:
+    """Of the weights that are there now."""
+    if finished_result(run_dir) is None:
+        return False
+    check_source(run_dir, pretrained)
+    if world.is_first:
         print(f"{run_dir}: finished before; name another run_dir to do it anew")
-    return is_finished
+    return True
 
 
 def warn_once(warning: str | None, world: World) -> None:

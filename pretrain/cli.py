@@ -178,7 +178,7 @@ def _train(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
-    result = finished_result(run_dir, duration=settings.train.duration)
+    result = finished_result(run_dir, settings)
     if result is not None:
         if world.is_first:
             print(f"{run_dir}: finished before, at step {result['step']}; raise train.duration to go on, or name another run_dir")
@@ -222,6 +222,12 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
         is_same, counts = card.classes == data.classes, f"{len(data.classes):,} classes here, {len(card.classes):,} there"
         head = "with the head, whose classes are the same" if is_same else f"but for the head, whose classes are others ({counts})"
         print(f"{settings.run_dir}: takes the weights of {found.directory}, {head}")
+        statistics = (data.channel_statistics, (card.channel_mean, card.channel_std))
+        own, learned = (" / ".join(" ".join(f"{value:.3f}" for value in row) for row in each) for each in statistics)
+        if own != learned:
+            print(
+                f"{settings.run_dir}: channels are normalised by this data's mean / std, {own}; the weights learned with {learned}"
+            )
         for part in data.parts:
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
                 print(f"pretrain: {warning}", file=sys.stderr)

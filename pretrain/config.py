@@ -63,8 +63,9 @@ def _nonzero(text: str) -> str:
     return text
 
 
-_IS_LENGTH = AfterValidator(lambda text: parse_length(text) and text)
-Duration = Annotated[str, BeforeValidator(_with_unit), _IS_LENGTH, Field(examples=["90 epochs"])]
+Duration = Annotated[
+    str, BeforeValidator(_with_unit), AfterValidator(lambda text: parse_length(text) and text), Field(examples=["90 epochs"])
+]
 Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
 
 

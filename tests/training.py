@@ -52,15 +52,16 @@ class Run:
         program: str = "pretrain",
         strikes: Mapping[int, Strike] | None = None,
         journal_only: bool = False,
+        target: str = "tests.training:main",
     ):
         """`threads`: of each rank; `strikes`: of ranks that send themselves a signal; `journal_only`: no deliverer starts, whose
-        imports of mlflow cost more than the run (a test may call `sync`)."""
+        imports of mlflow cost more than the run (a test may call `sync`); `target`: what a rank runs in place of `main` below."""
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         how = {"OMP_NUM_THREADS": str(threads)} | ({"JOURNAL_ONLY": "1"} if journal_only else {})
         self.ranks = [
-            begin("tests.training:main", program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
+            begin(target, program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
             for rank, environment in enumerate(environments(ranks, **how))
         ]
 

@@ -84,7 +84,7 @@ def _run(
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
-    if finished_before(run_dir, world):
+    if finished_before(run_dir, settings.pretrained, world):
         return OK
     check_place(settings.features_place, field="features_dir")
     manifest = load_manifest(settings.data.dataset)

@@ -7,11 +7,11 @@ from pathlib import Path
 from data_prep.explain import Verbs
 from data_prep.settings import load_settings
 from finetune.split import check_apart
-from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of
+from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of, unfinished_of
 from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import check_settings, finished_result
+from pretrain.checkpoints.checkpoint import Checkpoint, check_source
+from pretrain.checkpoints.run import check_settings, finished_result, list_checkpoints
 from pretrain.cli import OK, check_run_length, leave, ranks_of, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -36,11 +36,14 @@ def _tune(options: argparse.Namespace) -> int:
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
     check_kind(settings)
-    if is_finished(settings):
+    repeats, is_done = repeats_of(settings), is_finished(settings)
+    goes_on = not is_done and all(map(list_checkpoints, unfinished_of(repeats)))  # each from weights of its own
+    if settings.init == "pretrained" and not goes_on:
+        check_source(run_dir, settings.pretrained)
+    if is_done:
         if world.is_first:
             print(f"{run_dir}: finished before; raise train.duration to go on, or name another run_dir")
         return OK
-    repeats = repeats_of(settings)
     check_resume_of(settings, repeats)
     checkpoint = Checkpoint.open(settings.pretrained)  # once: it reads and hashes the weights
     checked = [(each, _checked_data(each, checkpoint.card, num_ranks=world.num_ranks)) for each in repeats]

@@ -151,17 +151,20 @@ def check_kind(settings: TuneSettings) -> None:
 
 def check_resume_of(settings: TuneSettings, repeats: list[TuneSettings]) -> None:
     """Of repetitions any checkpoint or result is something to go on from."""
-    places = [Path(each.run_dir) for each in repeats]
-    unfinished = [place for place in places if finished_result(place, duration=settings.train.duration) is None]
-    if settings.resume == "must" and (len(unfinished) < len(places) or any(map(list_checkpoints, places))):
+    unfinished = unfinished_of(repeats)
+    if settings.resume == "must" and (len(unfinished) < len(repeats) or any(map(list_checkpoints, unfinished))):
         return
     for place in unfinished:
         check_resume(place, settings.resume)
 
 
+def unfinished_of(repeats: list[TuneSettings]) -> list[Path]:
+    return [Path(each.run_dir) for each in repeats if finished_result(Path(each.run_dir), each) is None]
+
+
 def is_finished(settings: TuneSettings) -> bool:
     """Whether nothing of what is asked for is left to do."""
-    result = finished_result(Path(settings.run_dir), duration=settings.train.duration)
+    result = finished_result(Path(settings.run_dir), settings)
     return result is not None and ((repeats := repeats_of(settings)) == [settings] or set(_names(repeats)) <= set(result["runs"]))
 
 

@@ -47,6 +47,7 @@ class Tuning(Task):
         recompute = "" if settings.engine.activation_checkpointing else "set engine.activation_checkpointing=true, or "
         self.remedy = f"{recompute}take devices with more memory"
         self._tuning, self._checkpoint, self._is_repeat = settings, checkpoint, group is not None
+        self.start = checkpoint if settings.init == "pretrained" else None
 
     def join_ranks(self, world: World) -> torch.device:
         engine = self._tuning.engine
@@ -109,7 +110,7 @@ def tune_repeatedly(
             if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
                 raise Interrupted
             for each, data in repeats:
-                if finished_result(Path(each.run_dir), duration=each.train.duration) is not None:
+                if finished_result(Path(each.run_dir), each) is not None:
                     continue
                 if not train(Tuning(each, data, checkpoint, group=run_dir), world).finished:
                     raise Interrupted

@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing
 from data_prep.publish import sha256_of
-from data_prep.settings import near_path
+from data_prep.settings import SettingsError, near_path
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import read_world
 
@@ -93,11 +94,32 @@ class Checkpoint:
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
 
     @property
+    def mark(self) -> dict[str, Any]:
+        """What a run that begins with these weights records of them."""
+        return {"weights_sha256": self.sha256, "weights_step": self.card.step}
+
+    @property
     def run_dir(self) -> Path | None:
         """The run that it belongs to; None for a bare folder of weights."""
         place = self.directory.absolute().parent
         run_dir = place.parent if place.name == "checkpoints" else None
         return run_dir if run_dir is not None and (run_dir / CONFIG_FILE).is_file() else None
+
+
+def check_source(run_dir: Path, pretrained: str | None) -> None:
+    """A run is of the weights that it began with, also where `pretrained` names a run that has been trained on since."""
+    begun = begun_with(run_dir)
+    if pretrained is None or not begun:
+        return
+    place = (list_checkpoints(Path(pretrained)) or [Path(pretrained)])[-1]
+    if not (place / MODEL).exists() or not (place / CONFIG).exists():
+        return  # it is gone since, or was never there, as who opens it will say
+    now = Checkpoint.read(place).mark
+    if now["weights_sha256"] != begun["weights_sha256"]:
+        steps = f"is at step {now['weights_step']:,} now, but {run_dir} began with its step {begun['weights_step']:,}"
+        if now["weights_step"] == begun["weights_step"]:
+            steps = f"holds other weights now than those that {run_dir} began with"
+        raise SettingsError(f"pretrained: {pretrained} {steps}; name another run_dir")
 
 
 def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:

@@ -10,6 +10,7 @@ RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
 RUN/starts/           see starts.py
+RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -22,12 +23,13 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, differences, dump, flatten, read_yaml, validate, verbs_of
+from data_prep.settings import Settings, SettingsError, differences, dump, read_yaml, validate, verbs_of
+from pretrain.data.datasets import load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
 
-RESULT, CONFIG_FILE = "result.json", "config.yaml"
+RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 
 MAY_CHANGE = (
     "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "chunk_mb",
@@ -62,22 +64,32 @@ def stacks_dir(run_dir: Path | str) -> Path:
     return Path(run_dir) / "stacks"
 
 
-def finished_result(run_dir: Path, *, duration: str | None = None) -> dict[str, Any] | None:
-    """`duration`: of a training, as it is asked for now; one that has ended at another is not finished."""
-    begun = begun_duration(run_dir) if duration is not None else None  # before the result: `claim` removes that one first
+def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
+    """`asked`: the settings of a training as they are now; one that has ended after another number of steps is not finished."""
+    path, train = run_dir / CONFIG_FILE, getattr(asked, "train", None)
+    begun = read_yaml(path).get("train") if train and path.exists() else None  # read first, as `claim` removes the result first
     path = run_dir / RESULT
-    return json.loads(path.read_text()) if begun in (None, duration) and path.exists() else None
-
-
-def begun_duration(run_dir: Path) -> str | None:
-    """What a training was asked for last; None where there is none."""
-    path = run_dir / CONFIG_FILE
-    train = read_yaml(path).get("train") if path.exists() else None
-    return train.get("duration") if isinstance(train, dict) else None
+    result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    if result is None or train is None or begun is None or begun["duration"] == train.duration:
+        return result
+    try:
+        data = load_training_data(asked.data)  # type: ignore[union-attr]
+    except ValueError:  # it is gone: nothing shows that the other words mean the same
+        return None
+    num_steps = data.steps(train.duration, global_batch_size=train.global_batch_size)
+    ends = [each["step"] for each in result.get("runs", {"": result}).values()]
+    return result if set(ends) == {num_steps} else None
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:
-    write_json(run_dir / RESULT, result)
+    """With the weights that it was made of."""
+    write_json(run_dir / RESULT, result | begun_with(run_dir))
+
+
+def begun_with(run_dir: Path) -> dict[str, Any]:
+    """Sha256 and step of the weights; {} where there were none."""
+    path = run_dir / WEIGHTS
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def is_begun(
@@ -133,7 +145,7 @@ def is_worthless(run_dir: Path) -> bool:
 
 def forget(run_dir: Path) -> None:
     """What was begun with other settings: the next run there is one of its own, in MLflow, too."""
-    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps"):
+    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps", WEIGHTS):
         if (run_dir / name).exists():
             withdraw(run_dir / name)
 
@@ -187,10 +199,12 @@ def claim(
     ranks: RanksSettings,
     stop: StopFlag | None = None,
     begin: Callable[[], bool] | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
     another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own; its config.yaml
-    keeps the words that it was first begun with, as MLflow does."""
+    keeps the words that it was first begun with, as MLflow does. `weights`: that it begins with, unless it is a training that goes
+    on."""
     if not is_first:
         yield
         return
@@ -198,8 +212,9 @@ def claim(
         goes_on = check_settings(run_dir, settings) if begin is None else begin()
         if not goes_on:
             forget(run_dir)
-        duration = flatten(settings.model_dump(mode="json")).get("train.duration")
-        if begun_duration(run_dir) not in (None, duration) and (run_dir / RESULT).exists():
+        if weights and not (hasattr(settings, "train") and (run_dir / WEIGHTS).exists()):
+            write_json(run_dir / WEIGHTS, weights)
+        if finished_result(run_dir) and not finished_result(run_dir, settings):
             withdraw(run_dir / RESULT)  # it goes on
         if begin is None or not goes_on or not (run_dir / CONFIG_FILE).exists():
             write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
@@ -218,10 +233,10 @@ def check_resume(run_dir: Path, resume: str) -> None:
 
 def check_length(run_dir: Path, duration: str, *, num_steps: int) -> None:
     """A training can be made longer, also after its end, but never shorter than it is."""
-    found, result = list_checkpoints(run_dir), finished_result(run_dir) or {}
-    present = step_of(found[-1]) if found else int(result.get("step", 0))
+    found, result = list_checkpoints(run_dir), finished_result(run_dir)
+    present = step_of(found[-1]) if found else result["step"] if result else 0
     asked = f"train.duration: {duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
     if num_steps < present:
         raise SettingsError(f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name another run_dir")
-    if result and not found and duration != begun_duration(run_dir):
+    if result and not found and num_steps > present:
         raise SettingsError(f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot go on; name another run_dir")

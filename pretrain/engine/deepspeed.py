@@ -75,9 +75,6 @@ def _no_compiler() -> Iterator[None]:
     def unchanged(function: Any = None, **_: Any) -> Any:
         return function if function is not None else unchanged
 
-    for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
-        plain: Any = getattr(method, "__wrapped__", method)
-        plain.__dynamo_disable = plain  # what torch's mark would otherwise make, and keep under this name
     places: list[tuple[Any, str]] = [(torch, "_disable_dynamo"), (torch.compiler, "disable")]
     marks = [getattr(module, name) for module, name in places]
     try:
@@ -89,6 +86,9 @@ def _no_compiler() -> Iterator[None]:
             setattr(module, name, mark)
 
 
+for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+    _plain: Any = getattr(_method, "__wrapped__", _method)
+    _plain.__dynamo_disable = _plain  # what torch's mark would make when the method is first called, and keep under this name
 deepspeed = _import_deepspeed()
 DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 

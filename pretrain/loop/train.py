@@ -56,6 +56,8 @@ class Task(ABC):
     parent_key: str | None = None
     """Of the run that this one is a child of, where none is in `parent_dir`."""
     parent_dir: Path | None = None
+    start: Checkpoint | None = None
+    """Whose weights it begins with."""
     remedy = REMEDY
     """Where no micro-batch fits."""
 
@@ -95,11 +97,11 @@ class Pretraining(Task):
         normalisation = Normalisation(*data.channel_statistics)
         super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
         self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
-        self._start = start
+        self.start = start
 
     def join_ranks(self, world: World) -> torch.device:
         device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
-        if not same_on_all_ranks(int(self._start.sha256[:14], 16) if self._start else 0, device=device):
+        if not same_on_all_ranks(int(self.start.sha256[:14], 16) if self.start else 0, device=device):
             raise UserError(
                 f"start_from: the ranks find different weights in {self.settings.start_from}; name one of its checkpoints"
             )
@@ -108,8 +110,8 @@ class Pretraining(Task):
     def model(self) -> ImageModel:
         classes, size, seed = len(self.data.classes), self.data.image_size, self.settings.train.seed
         model = build_model(self.settings.model, num_classes=classes, image_size=size, seed=seed)
-        if self._start is not None:
-            take_weights(model, self._start, classes=self.data.classes)
+        if self.start is not None:
+            take_weights(model, self.start, classes=self.data.classes)
         return model
 
     def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine:
@@ -145,7 +147,8 @@ def train(task: Task, world: World) -> Outcome:
     """Runs, or goes on with, the run of `settings.run_dir` until it is finished or asked to stop."""
     run_dir, engine = Path(task.settings.run_dir), task.settings.engine
     stop = StopFlag().install()
-    with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop)):
+    weights = task.start.mark if task.start else None
+    with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights)):
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         with watched(world, engine, device=device) as heartbeat:
@@ -250,7 +253,9 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     outcome = trainer.fit(restore(trainer))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
-        result: dict[str, Any] = {"step": outcome.step, "images_per_s": outcome.images_per_s, "ranks": trainer.world.num_ranks}
+        result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
+        if outcome.images_per_s is not None:
+            result["images_per_s"] = outcome.images_per_s
         if len(trainer.lengths) > 1:
             result["lengths"] = trainer.lengths
         if outcome.scores is not None:

@@ -12,9 +12,7 @@ read.
 
 import resource
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +36,7 @@ from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.models.cost import forward_flops
 from pretrain.optim.schedule import Schedule
-from pretrain.ranks.collectives import Exchange, any_rank
+from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
@@ -55,8 +53,8 @@ class Outcome:
     finished: bool
     scores: Scores | None = None
     best: Best | None = None
-    images_per_s: float = 0.0
-    """Over the whole start: evaluation, checkpoints and the first step's warm-up included."""
+    images_per_s: float | None = None
+    """Of the steps of this start but the first, which loads and compiles."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ class QueuedStep:
     """How many steps are done with this one."""
     lr: float
     applied: bool
+    wait_s: float
+    """For its data."""
     exchange: Exchange
 
 
@@ -125,7 +125,6 @@ class Trainer:
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
-        began_s = time.monotonic()
         self.step = self.start_step = start.step
         self.owes_evaluation = start.owes_evaluation
         self._note_length(start)
@@ -172,7 +171,7 @@ class Trainer:
             finished=self.step >= self.num_steps and is_saved and not self.owes_evaluation,
             scores=self.scores,
             best=self.saver.best,
-            images_per_s=(self.step - self.start_step) * self.plan.global_batch_size / max(time.monotonic() - began_s, 1e-9),
+            images_per_s=self.meter.images_per_s,
         )
 
     def _note_length(self, start: TrainerState) -> None:
@@ -184,7 +183,7 @@ class Trainer:
         before, now = (replace(self.schedule, num_steps=count).lr(self.step) for count in self.lengths[-2:])
         words = f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
         jump = "" if before == now or self.step >= self.num_steps else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
-        self.tracker.params({}, tags={"extended": words + jump})
+        self.tracker.params({}, tags={"extended" if self.lengths[-1] > self.lengths[-2] else "shortened": words + jump})
         if self.world.is_first:
             print(f"{self.run_dir.name}: another length: {words}{jump}", flush=True)
 
@@ -215,8 +214,10 @@ class Trainer:
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
-        with self.meter.waiting(), self.stop.waiting():
+        asked_s = time.monotonic()
+        with self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
+        wait_s = time.monotonic() - asked_s
         if step == 0:
             self._show_fed(fed[0].prepared)
             self._show_filters()
@@ -227,7 +228,7 @@ class Trainer:
         exchange = Exchange(
             result.loss, result.gradient_norm, flag=self.stop.raised_by is not None, num_bad=sum(each.num_bad for each in fed)
         )
-        return QueuedStep(step + 1, lr, result.applied, exchange)
+        return QueuedStep(step + 1, lr, result.applied, wait_s, exchange)
 
     def _settle(self) -> None:
         """Reads what the queued step came to, if there is one, and acts on it."""
@@ -245,7 +246,7 @@ class Trainer:
             num_samples=self.reader.num_samples,
             max_share=self.settings.data.max_bad_share,
         )
-        self.meter.count()
+        self.meter.count(done.exchange.ended, wait_s=done.wait_s)
         if self._is_due(done.step, self.settings.train.log_every_steps):
             samples = done.step * self.plan.global_batch_size
             self.reading = {
@@ -341,7 +342,8 @@ class Trainer:
 
 @dataclass
 class Meter:
-    """Sums since the last reading; evaluation and checkpoints begin a new one, so a speed is that of training alone."""
+    """Each step lasts from the end of the one before it to its own, so a speed is that of training alone: behind an evaluation or a
+    checkpoint the clock is started anew."""
 
     global_batch_size: int
     flops_per_image: float
@@ -349,27 +351,31 @@ class Meter:
     peak_teraflops: float
     """Of all ranks together."""
     device: torch.device
-    _steps: int = 0
+    _seconds: list[float] = field(default_factory=list)
+    """Of each step since the last reading."""
     _wait_s: float = 0.0
-    _started_s: float = field(default_factory=time.monotonic)
+    _num_steps: int = -1
+    """In all, but for the first of a start."""
+    _all_s: float = 0.0
 
     def restart(self) -> None:
-        self._steps, self._wait_s, self._started_s = 0, 0.0, time.monotonic()
+        self._last = Moment(self.device)
 
-    def count(self) -> None:
-        self._steps += 1
+    def count(self, ended: Moment, *, wait_s: float) -> None:
+        step_s, self._last = ended.seconds_since(self._last), ended
+        self._seconds.append(step_s)
+        self._wait_s += wait_s
+        self._num_steps += 1
+        self._all_s += step_s if self._num_steps else 0.0
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """For data."""
-        asked_s = time.monotonic()
-        yield
-        self._wait_s += time.monotonic() - asked_s
+    @property
+    def images_per_s(self) -> float | None:
+        return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9) if self._num_steps > 0 else None
 
     def reading(self) -> dict[str, float]:
         """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
-        elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
-        images_per_s = self._steps * self.global_batch_size / elapsed_s
+        elapsed_s = max(sum(self._seconds), 1e-9)
+        images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
         teraflops = 3 * self.flops_per_image * images_per_s / 1e12
         self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
         found = {
@@ -382,7 +388,7 @@ class Meter:
         if self.device.type == "cuda":
             found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self.restart()
+        self._seconds, self._wait_s = [], 0.0
         return found
 
 

@@ -26,7 +26,6 @@ def _block_numbers(given: object) -> object:
     return given
 
 
-_BLOCK_NUMBERS = BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int])
 Blocks = Annotated[
     Literal["all"] | tuple[int, ...], BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int])
 ]

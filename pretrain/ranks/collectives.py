@@ -1,5 +1,6 @@
 """The few things that ranks exchange outside the engine; with one process they are no-ops."""
 
+import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
@@ -32,6 +33,22 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return all_sum(values).div_(dist.get_world_size()) if is_distributed() else values
 
 
+class Moment:
+    """When a device has come so far: by its own clock where it has one, which nobody waits for."""
+
+    def __init__(self, device: torch.device):
+        self._now_s = time.monotonic()
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self.event is not None:
+            self.event.record()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Once both have come."""
+        if self.event is None or earlier.event is None:
+            return self._now_s - earlier._now_s
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks know of a step."""
@@ -59,18 +76,16 @@ class Exchange:
         self._sums = torch.stack([own, norm, *numbers])
         self._own = own.clone()
         self._work = dist.all_reduce(self._sums, async_op=True) if is_distributed() else None
-        self._arrived: torch.cuda.Event | None = None
         if own.is_cuda:
             if self._work is not None:
                 self._work.wait()  # of NCCL's: the stream waits, not the host
             both = torch.cat([self._sums, self._own.unsqueeze(0)])
             self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+        self.ended = Moment(own.device)
 
     def read(self) -> Agreed:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self.ended.event is not None:
+            self.ended.event.synchronize()
             loss, norm, votes, bad, own = self._host.tolist()
         else:
             if self._work is not None:

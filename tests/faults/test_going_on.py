@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import take_weights
 from pretrain.checkpoints.run import finished_result, list_checkpoints
 from pretrain.cli import main
+from pretrain.engine.deepspeed import DeepSpeedEngine
+from pretrain.engine.step import StepResult
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
+from tests import training as trainings
 from tests.conftest import Capture
 from tests.finetune.tiny import write_folder
 from tests.moments import Strike
@@ -29,6 +33,21 @@ CONSTANT = ("schedule={name: constant, warmup: 3 steps}", "train.ema_decay=0.9",
 @pytest.fixture(scope="module")
 def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config"), dataset=shapes)
+
+
+STEP_S = 0.1
+
+
+def slowly(program: str, words: list[str], strike: Strike | None) -> int:
+    """A training none of whose steps takes less."""
+    plain = DeepSpeedEngine.train_step
+
+    def slow(*given: Any, **also: Any) -> StepResult:
+        time.sleep(STEP_S)
+        return plain(*given, **also)
+
+    DeepSpeedEngine.train_step = slow  # type: ignore[method-assign]
+    return trainings.main(program, words, strike)
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -54,22 +73,26 @@ def check_summary(said: str, run_dir: Path) -> None:
 
 
 def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: Path, tmp_path: Path) -> None:
-    """Raised twice: at its end, which lies within an epoch (240 pictures, batches of 16), and where it was stopped."""
+    """Raised at its end, which lies within an epoch (240 pictures, batches of 16), and lowered where it was stopped."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     check_summary(finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1)), whole)
     finish(start(config, run_dir, *CONSTANT, "train.duration=11 steps", ranks=1))
     assert (finished_result(run_dir) or {})["step"] == 11
     strike = Strike(run_dir, 1, step=17, signal=15)
-    said = finish(start(config, run_dir, *CONSTANT, "train.duration=20 steps", ranks=1, strikes={0: strike}))
-    assert "run: another length: 11 -> 20 steps, at step 11\n" in said and "jumps" not in said
+    said = finish(start(config, run_dir, *CONSTANT, "train.duration=40 steps", ranks=1, strikes={0: strike}))
+    assert "run: another length: 11 -> 40 steps, at step 11\n" in said and "jumps" not in said
     assert finished_result(run_dir) is None
-    said = finish(start(config, run_dir, *CONSTANT, "train.duration=2 epochs", ranks=1))
-    assert "another length: 11 -> 20 -> 30 steps, at step 1" in said
+    words = (*CONSTANT, "tracking={enabled: true}", "train.duration=2 epochs")
+    said = finish(start(config, run_dir, *words, ranks=1, journal_only=True))
+    note = "11 -> 40 -> 30 steps, at step 1"
+    assert f"another length: {note}" in said
+    (tags,) = [event["tags"] for event in events_of(run_dir) if event["event"] == "params" and event.get("tags")]
+    assert list(tags) == ["shortened"] and tags["shortened"].startswith(note)
     mine, theirs = final_state(run_dir), final_state(whole)
     assert mine.keys() == theirs.keys() and any(name.startswith("weight.") for name in mine)  # with those that are averaged
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     assert finished_result(run_dir) == (finished_result(whole) or {}) | {
-        "lengths": [11, 20, 30],
+        "lengths": [11, 40, 30],
         "images_per_s": (finished_result(run_dir) or {})["images_per_s"],
     }
 
@@ -89,7 +112,7 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
     )
     assert capsys.readouterr().err == f"pretrain: {refused}"
     assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
-    said = finish(start(config, run_dir, *words, "train.duration=8 steps", ranks=1))
+    said = finish(start(config, run_dir, *words, "train.duration=8 steps", ranks=1, target="tests.faults.test_going_on:slowly"))
     note = "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.000146"
     assert f"run: another length: {note}\n" in said
     events = events_of(run_dir)
@@ -100,8 +123,17 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
     assert list(rates) == [1, 2, 3, 4, 5, 6, 7, 8] and list(rates.values()) == pytest.approx(expected)
     assert [event["tags"]["duration"] for event in events if event["event"] == "start"] == ["6 steps", "8 steps"]
     assert [event["tags"] for event in events if event["event"] == "params" and event.get("tags")] == [{"extended": note}]
-    assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=8 steps"]) == 0
-    assert "finished before, at step 8" in capsys.readouterr().out
+    speeds = [
+        event["values"]["usage/images_per_s"] for event in events if event.get("values", {}).get("train/lr") and event["step"] > 6
+    ]
+    speeds.append((finished_result(run_dir) or {})["images_per_s"])
+    assert len(speeds) == 3 and max(speeds) <= 16 / STEP_S  # also that of the last step, behind which there is none
+    assert f"speed    {speeds[-1]:,.0f} images/s\n" in said
+    before = {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+    for same in ("8 steps", "8  steps", "0.53 epochs"):
+        assert main(["train", str(config), f"run_dir={run_dir}", *words, f"train.duration={same}"]) == 0
+        assert "finished before, at step 8" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
 
 
 def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
@@ -125,6 +157,10 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
     )
     said = finish(start(config, tmp_path / "run", *words, "train.duration=2 steps", ranks=1))
     assert f"takes the weights of {folder}, with the head, whose classes are the same\n" in said
+    statistics = load_manifest(shapes).channel_mean, load_manifest(shapes).channel_std
+    own = " / ".join(" ".join(f"{value:.3f}" for value in row) for row in statistics)
+    learned = "0.450 0.500 0.550 / 0.200 0.250 0.300"
+    assert f"run: channels are normalised by this data's mean / std, {own}; the weights learned with {learned}\n" in said
     shutil.rmtree(folder)
     finish(start(config, tmp_path / "run", *words, "train.duration=3 steps", ranks=1))
     learned = load_file(list_checkpoints(tmp_path / "run")[-1] / "model.safetensors")

@@ -62,7 +62,7 @@ def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
     finish(start(config, folder / "run", "engine.zero_stage=3", *short))
     for name, source, settings, result in (
-        ("judged", "run", {"data": {"split": "val"}}, {"eval/top1": 0.25, "eval/loss": 2.0}),
+        ("judged", "run", {"data": {"split": "val"}}, {"eval/top1": 0.25, "eval/loss": 2.0, "weights_step": 6}),
         ("probed", "run", {"lrs": [0.1], "data": {"train_split": "train", "test_split": "test"}}, {"test_top1": 0.5}),
         ("strange", "other", {"data": {"split": "val"}}, {"eval/top1": 0.99}),
         ("unfinished", "run", {"data": {"split": "val"}}, None),

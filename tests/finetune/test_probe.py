@@ -11,7 +11,9 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from cluster.work import Work
 from data_prep.manifest import DatasetError, load_manifest
+from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, UserError, validate
 from finetune.cli import main
 from finetune.probe import probe as probe_room
@@ -23,7 +25,19 @@ from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
+from tests.finetune.tiny import (
+    ALONE,
+    CLASSES,
+    CPU,
+    PROBE,
+    blobs,
+    feature_settings,
+    judge,
+    maker_of,
+    opened,
+    probe_settings,
+    write_folder,
+)
 from tests.training import Run, finish
 
 
@@ -168,10 +182,19 @@ def test_the_command_finds_the_features_of_a_killed_probe(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["probe", "probe.yaml", "tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]
-    Path("probe.yaml").write_text(f"pretrained: {folder}\n")
-    maker_of(feature_settings(other_shapes, tmp_path / "runs", folder)).tables("train", [None])  # as if killed then
+    first, later = (Path(f"runs/mine/checkpoints/step-000000{step}") for step in (11, 20))
+    weights = write_folder(first, step=11)
+    Path("probe.yaml").write_text("pretrained: runs/mine\n")
+    maker_of(feature_settings(other_shapes, tmp_path / "runs", weights)).tables("train", [None])  # as if killed then
     output = finish(Run(words, ranks=1, program="finetune"))
     assert "train: features found in runs/features" in output and "val: features found" not in output
     result = json.loads(Path("runs/p/result.json").read_text())
     assert len(result["grid"]) == 5 and result["chosen_weight_decay"] in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    assert result["weights_step"] == 11 and result["weights_sha256"] == sha256_of(first / "model.safetensors")
     assert main(words) == 0 and "finished before" in capsys.readouterr().out
+    write_folder(later, other_shapes, step=20)  # its run was made longer
+    assert main(words) == 2
+    refused = "pretrained: runs/mine is at step 20 now, but runs/p began with its step 11; name another run_dir"
+    assert capsys.readouterr().err == f"finetune: {refused}\n"
+    with pytest.raises(SettingsError, match=refused):
+        Work("probe", "probe.yaml", tuple(words[2:])).is_finished()

@@ -161,8 +161,7 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
 
     def leave(heartbeat: Heartbeat, message: Message) -> None:
         (wire,) = heartbeat._wires.values()
-        stalled = Standing(1, 0, "training heads", stalled_s=1000)
-        wire.send(encoded({"beat": {}, "at": stalled}) + encoded(message))
+        wire.send(encoded({"beat": {}, "at": Standing(1, 0, "training heads", stalled_s=1000)}))
         plain_leave(heartbeat, message)
 
     if os.environ["RANK"] == "0":

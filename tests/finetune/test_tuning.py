@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
+from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, dump, load_settings
 from finetune.cli import main as finetune
 from finetune.runs import read_run
@@ -34,7 +35,7 @@ from pretrain.tracking.delivery import sync
 from pretrain.tracking.run_tags import summary
 from tests.conftest import Capture
 from tests.data_prep.samples import change_manifest
-from tests.finetune.tiny import write_tuning
+from tests.finetune.tiny import write_folder, write_tuning
 from tests.training import final_state, finish, start, start_tuning, stop_while_it_waits, write_config
 
 UNTRACKED = "tracking.enabled=false"
@@ -101,7 +102,9 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(pretrained: Path, o
         assert card.stored_size == (24 if name == "raw" else 16)
 
 
-def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
+    pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
     output = finish(start_tuning(config, group, "seeds=[0,5]", journal_only=True))
     for run_dir in (pretrained, group, group / "seed-0", group / "seed-5"):
@@ -126,6 +129,18 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(pretrained: Path,
     assert result["num_runs"] == 3 and result["eval/top1"] == pytest.approx(statistics.fmean(top1))
     assert result["eval/top1_std"] == pytest.approx(float(np.std(top1, ddof=1)))
     assert "over 2 runs" in output
+    made_of = {"weights_sha256": sha256_of(list_checkpoints(pretrained)[-1] / "model.safetensors"), "weights_step": 6}
+    assert all(each.items() >= made_of.items() for each in (result, *result["runs"].values()))
+    # the source is trained on: neither a further seed nor one that was lost begins from other weights than the first
+    config = write_tuning(tmp_path, shutil.copytree(pretrained, tmp_path / "maker"), other_shapes)
+    settings = load_settings(TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,5,6]", UNTRACKED])
+    (group / "config.yaml").write_text(dump(settings))
+    write_folder(tmp_path / "maker" / "checkpoints" / "step-00000009", step=9)
+    capsys.readouterr()
+    for seeds in ("seeds=[0,5,6]", "seeds=[0,5,6,7]"):
+        assert finetune(["tune", str(config), f"run_dir={group}", seeds, UNTRACKED]) == 2
+        refused = f"pretrained: {tmp_path / 'maker'} is at step 9 now, but {group} began with its step 6; name another run_dir"
+        assert capsys.readouterr().err == f"finetune: {refused}\n"
 
 
 def check_books(pretrained: Path, dataset: Path, group: Path) -> None:

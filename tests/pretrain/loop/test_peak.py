@@ -8,6 +8,7 @@ import torch
 from pretrain.loop.evaluate import Scores
 from pretrain.loop.peak import Peak, find_peak, listed_teraflops
 from pretrain.loop.trainer import Meter, in_words
+from pretrain.ranks.collectives import Moment
 
 CPU = torch.device("cpu")
 
@@ -54,11 +55,20 @@ def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.Monkey
     assert str(peak) == "0.001074 per rank (measured, product of 1024 x 1024)"
 
 
-def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.loop.trainer.time", SimpleNamespace(monotonic=lambda: 110.0))
-    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.768, device=CPU, _wait_s=2.5, _started_s=100.0)
-    for _ in range(20):
-        meter.count()
+def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Meter:
+    """Of steps that ended then, of which the first began at 100 s."""
+    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=peak_teraflops, device=CPU)
+    clock = iter([100.0, *ends_s])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pretrain.ranks.collectives.time", SimpleNamespace(monotonic=lambda: next(clock)))
+        meter.restart()
+        for _ in ends_s:
+            meter.count(Moment(CPU), wait_s=wait_s)
+    return meter
+
+
+def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
+    meter = meter_of(*(100 + step / 2 for step in range(1, 21)), peak_teraflops=0.768, wait_s=0.125)
     reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()
     # 20 batches of 64 in 10 s are 128 images/s, of 1 + 2 billion operations each
     assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(0.384)
@@ -69,9 +79,10 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak(monkeypatch: p
     assert in_words({}, None) == ""
 
 
-def test_a_rate_that_was_reached_is_the_least_that_the_peak_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.loop.trainer.time", SimpleNamespace(monotonic=lambda: 110.0))
-    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=0.1, device=CPU, _started_s=100.0)
-    for _ in range(20):
-        meter.count()
-    assert meter.reading()["usage/mfu"] == 1
+def test_a_rate_that_was_reached_is_the_least_that_the_peak_can_be() -> None:
+    assert meter_of(105.0, 110.0, peak_teraflops=0.01).reading()["usage/mfu"] == 1
+
+
+def test_the_speed_of_a_run_is_that_of_its_steps_without_the_first_which_compiles() -> None:
+    assert meter_of(160.0, 161.0, 162.0, peak_teraflops=1).images_per_s == 64
+    assert meter_of(160.0, peak_teraflops=1).images_per_s is None and meter_of(peak_teraflops=1).images_per_s is None
