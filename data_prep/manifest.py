@@ -20,6 +20,8 @@ and results; `pixels_hash` those that depend on what readers make of it.
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -258,13 +260,11 @@ def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, s
 
 def _lines(directory: Path | str, file: str, *, sha256: str, count: int) -> list[Any]:
     path = Path(directory) / file
-    try:
+    with _reading(directory, path):
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(CHANGED)
         lines = [json.loads(line) for line in data.splitlines()]
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
     if len(lines) != count:
         raise DatasetError(f"{path}: {len(lines)} lines, {count} expected; run data_prep verify {directory}")
     return lines
@@ -295,10 +295,17 @@ def load_index(directory: Path | str, shard: Shard, *, path: Path | None = None)
 
 def _array(directory: Path | str, path: Path, *, sha256: str) -> NDArray[Any]:
     """Memory-mapped; numpy parses only what is as it was written."""
-    try:
+    with _reading(directory, path):
         if sha256_of(path) != sha256:
             raise ValueError(CHANGED)
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot be read ({error}); run data_prep verify {directory}") from None
     return array
+
+
+@contextmanager
+def _reading(directory: Path | str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DatasetError(f"{path}: cannot be read ({why}); run data_prep verify {directory}") from None

@@ -5,13 +5,14 @@ lock of OUT is that of a build, a merge, an index or whoever plans; array tasks 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.publish import LOCK, Busy, is_held, make_directory, sealed, sole_writer, unsealed, withdraw, write_json
-from data_prep.settings import S, Settings, UserError
+from data_prep.settings import S, Settings, UserError, differences
 
 BEGUN = "begun"
 """The record of whose directory it is."""
@@ -34,6 +35,12 @@ def claim(directory: Path) -> None:
             )
         load_manifest(directory)  # or it is no manifest of ours
     (directory / PARTS).mkdir(exist_ok=True)
+
+
+def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
+    changes = differences(before, config) if before else "made by another verb"
+    what = f"of another config ({changes})" if changes else "of this config, but of other files"
+    return UserError(f"out: {directory} holds a dataset {what}; name another out")
 
 
 def tasks_at_work(directory: Path) -> bool:

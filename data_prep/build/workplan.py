@@ -15,7 +15,7 @@ lock of OUT:
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, write_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
-from data_prep.build.parts import BEGUN, read_record, record_path, write_record
+from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.progress import progress
@@ -101,14 +101,14 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
         before = None
     standing = load_manifest(directory) if is_finished else before
     if standing is not None and standing.config != config:
-        raise _foreign(directory, standing.config, config)
+        raise of_another(directory, standing.config, config)
     _check_decoder(directory, before)
     remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config, inventory.digest])
     try:
         if standing is not None and standing.plan_hash != plan_hash:
-            raise _foreign(directory, standing.config, config)
+            raise of_another(directory, standing.config, config)
         if inventory.directory.name == CANDIDATE_NAME:  # is known only now not to be another dataset's
             place = inventory.directory.with_name(INVENTORY_NAME)
             if place.exists():
@@ -175,12 +175,6 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "exclude": exclusions.digest[:12] or None,
     }
     return config | of_files
-
-
-def _foreign(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
-    changes = differences(before, config) if before else "an index, or a subset"
-    what = f"of another config ({changes})" if changes else "of this config, but its source held other files then"
-    return UserError(f"out: {directory} holds a dataset {what}; name another out")
 
 
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None) -> Inventory:

@@ -9,9 +9,9 @@ The tar is read as a plain tar, from its first header to its last, and walked be
 """
 
 import hashlib
-import json
 import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from data_prep.check.stored import Storage, local_tar, tar_content
 from data_prep.images import Rejection, decode
-from data_prep.manifest import DatasetError, Manifest, Shard, load_index
-from data_prep.publish import sha256_of
+from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from data_prep.remote import MissingError, RemoteError
 from data_prep.tar import Run, TarError, members, runs
 from data_prep.workers import Tally
@@ -94,62 +93,44 @@ def check_shard(directory: Path, expected: Expected, storage: Storage, shard: Sh
     if not shard.is_remote and not (directory / shard.file).is_file():
         faults.add(f"{shard.file}: missing")
         return findings
-    faults.add(*_paths_faults(directory, shard))
-    index = _index(directory, shard, faults)
-    if index is not None:
+    with noting(faults, directory):
+        load_paths(directory, shard)
+    index: NDArray[np.int64] | None = None
+    with noting(faults, directory):
+        index = _index(directory, shard)
         labels = index[:, 2]
         findings.num_unlabelled = int((labels == -1).sum())
         in_range = labels[(labels >= 0) & (labels < expected.num_classes)]
         findings.class_counts += np.bincount(in_range, minlength=expected.num_classes)
-    try:
-        with (
-            local_tar(directory, shard, storage=storage) as path,
-            # as a local file, so that a remote one is fetched once
-            tar_content(path.parent, shard.model_copy(update={"file": path.name}), storage={}) as content,
-        ):
-            is_same = hashlib.sha256(content).hexdigest() == shard.sha256
-            if not is_same or len(content) != shard.num_bytes:
-                what = f"{'size' if is_same else 'sha256'} differs from the manifest"
-                faults.add(f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)")
-            if index is not None:
-                for fault in _walk(path, shard, expected, content, index):
-                    faults.add(fault)
-    except (DatasetError, MissingError, RemoteError) as error:
-        faults.add(str(error))
+    with (
+        noting(faults, directory),
+        local_tar(directory, shard, storage=storage) as path,
+        # as a local file, so that a remote one is fetched once
+        tar_content(path.parent, shard.model_copy(update={"file": path.name}), storage={}) as content,
+    ):
+        is_same = hashlib.sha256(content).hexdigest() == shard.sha256
+        if not is_same or len(content) != shard.num_bytes:
+            what = f"{'size' if is_same else 'sha256'} differs from the manifest"
+            faults.add(f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)")
+        for fault in () if index is None else _walk(path, shard, expected, content, index):
+            faults.add(fault)
     return findings
 
 
-def _paths_faults(directory: Path, shard: Shard) -> Iterator[str]:
-    path = directory / shard.paths_file
-    if not path.is_file() or sha256_of(path) != shard.paths_sha256:
-        yield f"{shard.paths_file}: missing or changed"
-        return
-    lines = path.read_bytes().splitlines()
-    if len(lines) != shard.num_samples:
-        yield f"{shard.paths_file}: {len(lines)} lines, {shard.num_samples} expected"
-    for number, line in enumerate(lines, start=1):
-        try:
-            is_text = isinstance(json.loads(line), str)
-        except ValueError:
-            is_text = False
-        if not is_text:
-            yield f"{shard.paths_file}: line {number} is not a JSON string"
-
-
-def _index(directory: Path, shard: Shard, faults: Faults) -> NDArray[np.int64] | None:
-    path = directory / shard.index_file
-    if not path.is_file() or sha256_of(path) != shard.index_sha256:
-        faults.add(f"{shard.index_file}: missing or changed")
-        return None
+@contextmanager
+def noting(faults: Faults, directory: Path) -> Iterator[None]:
+    """Adds what a reader of the dataset complains of, in words for those who follow its remedy already."""
     try:
-        index = load_index(directory, shard)
-    except DatasetError as error:
-        faults.add(str(error))
-        return None
+        yield
+    except (DatasetError, MissingError, RemoteError) as error:
+        faults.add(str(error).removeprefix(f"{directory}/").removesuffix(f"; run data_prep verify {directory}"))
+
+
+def _index(directory: Path, shard: Shard) -> NDArray[np.int64]:
+    index = load_index(directory, shard)
     if (np.diff(index[:, 0]) <= 0).any():
         row = int(np.flatnonzero(np.diff(index[:, 0]) <= 0)[0])
-        faults.add(f"{shard.index_file}: row {row + 1} does not lie behind row {row}")
-        return None
+        raise DatasetError(f"{shard.index_file}: row {row + 1} does not lie behind row {row}")
     return index
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard
+from data_prep.check.shard_check import Expected, Faults, ShardFindings, check_shard, noting
 from data_prep.check.stored import Storage, each_shard, known_files
-from data_prep.manifest import PARTS, REJECTED_NAME, DatasetError, Manifest, Split, load_annotation, load_manifest
-from data_prep.publish import TEMPORARY_PREFIX, sha256_of
+from data_prep.manifest import PARTS, Manifest, Split, load_annotation, load_manifest, load_rejected
+from data_prep.publish import TEMPORARY_PREFIX
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = N
     """Everything that is not as the manifest says; without faults the dataset is what it claims to be."""
     manifest = load_manifest(directory)
     faults = Faults()
-    faults.add(*_manifest_faults(manifest), *_rejected_faults(directory, manifest))
+    faults.add(*_manifest_faults(manifest))
+    with noting(faults, directory):
+        load_rejected(directory, manifest)
     for name, split in manifest.splits.items():
         expected = Expected.of(manifest, is_unlabelled=sum(split.class_counts) == 0)
         check = partial(check_shard, directory, expected, storage or {})
@@ -51,16 +53,6 @@ def _manifest_faults(manifest: Manifest) -> Iterator[str]:
         yield "manifest: a class stands twice in the class list"
 
 
-def _rejected_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
-    path = directory / REJECTED_NAME
-    if not path.is_file() or sha256_of(path) != manifest.rejected_sha256:
-        yield f"{path.name}: missing or changed"
-        return
-    lines = path.read_bytes().splitlines()
-    if len(lines) != manifest.num_rejected:
-        yield f"{path.name}: {len(lines)} lines, {manifest.num_rejected} expected"
-
-
 def _split_faults(directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int) -> Faults:
     faults = Faults()
     counts, num_unlabelled = np.zeros(num_classes, np.int64), 0
@@ -72,15 +64,9 @@ def _split_faults(directory: Path, name: str, split: Split, found: Iterator[Shar
         faults.add(f"split {name}: the class counts of the shards are not those of the manifest")
     if num_unlabelled and sum(split.class_counts):
         faults.add(f"split {name}: {num_unlabelled} samples have no label, others have; all or none may")
-    for key, annotation in split.annotations.items():
-        path = directory / annotation.file
-        if not path.is_file() or sha256_of(path) != annotation.sha256:
-            faults.add(f"{annotation.file}: missing or changed")
-            continue
-        try:
+    for key in split.annotations:
+        with noting(faults, directory):
             load_annotation(directory, split, key)
-        except DatasetError as error:
-            faults.add(str(error))
     return faults
 
 

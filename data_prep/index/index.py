@@ -16,7 +16,6 @@ same shards on disk, behind http or in s3 make the same dataset, but for `file`.
 
 import json
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
-from data_prep.build.parts import BEGUN, forget_parts, own_place, read_record, record_path, write_record
+from data_prep.build.parts import BEGUN, forget_parts, of_another, own_place, read_record, record_path, write_record
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
 from data_prep.images.decoding import decoder_version
@@ -34,7 +33,7 @@ from data_prep.index.locate import StockShard, list_shards, opened, version_of, 
 from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
 from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, PARTS, Manifest, Shard, load_manifest, save_manifest
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
-from data_prep.settings import Settings, UserError, differences, printable
+from data_prep.settings import Settings, UserError, printable
 from data_prep.tar import TarError
 from data_prep.workers import sweep
 
@@ -120,20 +119,14 @@ def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
     if all(path == record_path(plan.directory, BEGUN) for path in (plan.directory / PARTS).glob("*.json")):
         return  # it ended before its first shard
     if begun is None or begun.plan_hash != plan.hash:
-        raise _foreign(plan, begun.config if begun else {})
+        raise of_another(plan.directory, begun.config if begun else {}, plan.config)
 
 
 def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
     same = [(shard.name, shard.file) for shard in stored] == [(shard.name, shard.file) for shard in shards]
     if not same or finished_plan_hash(plan, shards, stored) != manifest.plan_hash:
-        raise _foreign(plan, manifest.config)
-
-
-def _foreign(plan: IndexPlan, before: Mapping[str, Any]) -> UserError:
-    changes = differences(before, plan.config)
-    what = f"of another config ({changes})" if changes else "of other shards"
-    return UserError(f"out: {plan.directory} holds a dataset {what}; name another out")
+        raise of_another(plan.directory, manifest.config, plan.config)
 
 
 def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:

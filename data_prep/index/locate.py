@@ -8,17 +8,18 @@ Braces are expanded as the shell does it, before anything is looked up; `*`, `?`
 
 import contextlib
 import glob
-import itertools
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from braceexpand import braceexpand
 
 from data_prep import remote
 from data_prep.index.config import IndexSettings
@@ -30,7 +31,7 @@ from data_prep.settings import UserError
 
 MAX_SHARDS = 1_000_000
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
+_RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
 _HARMLESS = re.compile(r"download(=(true|1|yes)?)?", re.IGNORECASE)
 """What a query string may hold: all else could be a key, and a manifest is for everybody to read."""
 NUM_QUESTIONS = 8
@@ -152,56 +153,15 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
 
 
 def braces(pattern: str) -> list[str]:
-    """Every word that the braces of `pattern` stand for, in their order; a range keeps its leading zeros."""
-    start, closing = pattern.find("{"), pattern.find("}")
-    if closing >= 0 and not 0 <= start < closing:
-        raise UserError(f"{pattern}: a brace is closed that was not opened")
-    if start < 0:
-        return [pattern]
-    stop, commas = _closing(pattern, start)
-    inner = pattern[start + 1 : stop]
-    if commas:
-        places = [start, *commas, stop]
-        parts = [word for a, b in itertools.pairwise(places) for word in braces(pattern[a + 1 : b])]
-    elif found := _RANGE.fullmatch(inner):
-        parts = _range(pattern, found)
-    else:
-        parts = [f"{{{word}}}" for word in braces(inner)]  # not for us, as in the shell
-    rest = braces(pattern[stop + 1 :])
-    _check_number(pattern, len(parts) * len(rest))
-    return [pattern[:start] + part + tail for part in parts for tail in rest]
-
-
-def _closing(pattern: str, start: int) -> tuple[int, list[int]]:
-    """Where the brace that opens at `start` is closed, and the commas between that are its own."""
-    depth = 0
-    commas: list[int] = []
-    for place in range(start, len(pattern)):
-        character = pattern[place]
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return place, commas
-        if character == "," and depth == 1:
-            commas.append(place)
-    raise UserError(f"{pattern}: a brace is not closed; write ranges as {{000..146}} and choices as {{a,b}}")
-
-
-def _range(pattern: str, found: re.Match[str]) -> list[str]:
-    from_number, to_number, step, from_letter, to_letter, letter_step = found.groups()
-    first, last = (ord(from_letter), ord(to_letter)) if from_letter else (int(from_number), int(to_number))
-    by = max(1, abs(int(step or letter_step or 1)))
-    numbers = range(first, last + 1, by) if first <= last else range(first, last - 1, -by)
-    _check_number(pattern, len(numbers))
-    if from_letter:
-        return [chr(number) for number in numbers]
-    padded = any(re.match(r"-?0\d", word) for word in (from_number, to_number))
-    width = max(len(from_number), len(to_number)) if padded else 0
-    return [f"{number:0{width}d}" for number in numbers]
-
-
-def _check_number(pattern: str, number: int) -> None:
-    if number > MAX_SHARDS:
+    """Every word that the braces of `pattern` stand for, as webdataset has them."""
+    sizes = [abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)]
+    try:
+        words = [] if max(sizes, default=0) >= MAX_SHARDS else list(islice(braceexpand(pattern, escape=False), MAX_SHARDS + 1))
+    except ValueError:
+        raise UserError(f"{pattern}: its braces do not match; write ranges as {{000..146}} and choices as {{a,b}}") from None
+    if not 0 < len(words) <= MAX_SHARDS:
         raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+    return words
 
 
 def _local(path: str) -> list[str]:

@@ -287,8 +287,8 @@ def test_another_config_or_other_shards_are_refused(tmp_path: Path, capsys: pyte
     attempts = [
         ([path], "crop=squash", "of another config (crop: squash, was center)"),
         ([path], "name=other", "of another config (name: other, was stock)"),
-        ([path, other], "seed=0", "of other shards"),
-        ([other], "seed=0", "of other shards"),
+        ([path, other], "seed=0", "of this config, but of other files"),
+        ([other], "seed=0", "of this config, but of other files"),
     ]
     for shards, word, why in attempts:
         refused(index(out, shards, word), f"out: {out} holds a dataset {why}; name another out")

@@ -311,7 +311,7 @@ def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: 
     assert task(mine, out, "0/2") == 0
     before = files_of(out)
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
-    refused(task(mine, out, "1/2"), "holds a dataset of this config, but its source held other files then")
+    refused(task(mine, out, "1/2"), "holds a dataset of this config, but of other files")
     (out / PARTS / "failed.json").unlink()  # for those that may have waited meanwhile
     assert files_of(out) == before | {f"{PARTS}/task-1": b"a directory"}
 
