@@ -14,7 +14,8 @@ study: .venv/.installed
 	$(BIN)/python -m cluster.plan run $(STUDY) $(ARGS)
 
 test: .venv/.installed
-	$(MAKE) --no-print-directory lint types arrows tests
+	$(MAKE) --no-print-directory lint arrows
+	$(MAKE) --no-print-directory -j 2 types tests # the types in the cores that pytest's processes leave while they start
 
 # Everything but the tests that start processes of their own, and those that draw at random.
 check: .venv/.installed

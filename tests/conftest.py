@@ -23,8 +23,7 @@ import pytest
 
 from data_prep import progress
 from data_prep.cli import main as data_prep
-from tests import soak
-from tests.training import end_commands
+from tests import forked, soak
 
 REPOSITORY = Path(__file__).parent.parent
 progress.SILENT_S = 3600.0  # in this process: a busy machine adds no line to what a test expects
@@ -40,6 +39,12 @@ STARTS = re.compile(
 """Words of a test module, or of a fixture, that starts processes. What has none of them says so itself: pytest.mark.processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """What starts real runs comes first, in this order, or one process would be left alone with it at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of xdist share one server of forks; `make check` needs none."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput") and not config.option.markexpr:
+        forked.share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,7 +95,8 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
     yield
-    end_commands()
+    if "tests.training" in sys.modules:  # which imports torch
+        sys.modules["tests.training"].end_commands()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for name, value in before.items():

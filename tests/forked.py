@@ -1,7 +1,8 @@
 """Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
 
-The server has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given,
-and runs a function of a module, by name: `pretrain.cli:main`, or a case of tests/ranks.py.
+pytest's processes share the server of the one that starts them (`share`); without one, the first who needs it starts it. The server
+has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given, and runs a
+function of a module, by name: `pretrain.cli:main`, or a case of tests/ranks.py.
 """
 
 import importlib
@@ -28,14 +29,31 @@ PRELOADED = [
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
 """Not the one of multiprocessing: that has imported what the first who used it asked for, such as the workers of data_prep."""
+_SHARED = "TESTS_FORK_SERVER"
+
+
+def share() -> None:
+    """Starts the server; it ends with this process, and those who inherit its environment use it."""
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        _SERVER.ensure_running()
+    os.environ[_SHARED] = _SERVER._forkserver_address  # type: ignore[attr-defined]
+
+
+def _connect(fds: list[int]) -> tuple[int, int]:
+    server: Any = _SERVER
+    if server._forkserver_pid is None and _SHARED in os.environ:
+        server._forkserver_address, server._forkserver_alive_fd = os.environ[_SHARED], os.open(os.devnull, os.O_WRONLY)
+        server.ensure_running = lambda: None
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what the server imports with, if this call starts it
+        found: tuple[int, int] = server.connect_to_new_process(fds)
+    return found
 
 
 def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:
     """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
     words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
     process = ForkServerProcess(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
-    threads = {"OMP_NUM_THREADS": "1"}  # what the server imports with, if this call starts it
-    with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process), patch.dict(os.environ, threads):
+    with patch.object(forkserver, "connect_to_new_process", _connect):
         process.start()
     return process
 

@@ -7,5 +7,8 @@ import torch
 import pretrain.cli  # noqa: F401
 from pretrain.augment.crops import whole_boxes
 from pretrain.augment.on_cpu import crop
+from pretrain.optim.lion import in_one_pass
 
-crop(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), whole_boxes(1, 8), size=4)  # what numba has compiled, read from its file
+# what numba has compiled, read from its files
+crop(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), whole_boxes(1, 8), size=4)
+in_one_pass(*[[torch.zeros(8)] for _ in range(3)], {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0})
