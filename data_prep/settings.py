@@ -135,6 +135,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: is a directory, no config file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read as a text file ({error}); name a YAML file") from None
+    return parse_yaml(text, path)
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -183,11 +183,12 @@ def _is_moved(old: Any, new: Any) -> bool:
         return False
 
 
-def check_place(run_dir: Path, *, field: str = "run_dir") -> None:
+def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> None:
     """Refuses a place where nothing can be put, before ranks are started."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
-        raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; name another {field}")
+        remedy = remedy or f"name another {field}"
+        raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; {remedy}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from data_prep.build.config import BuildSettings
 from data_prep.cli import main
-from data_prep.settings import Settings, SettingsError, dump, load_settings, read_yaml, validate
+from data_prep.settings import Settings, SettingsError, dump, in_yaml, load_settings, read_yaml, validate
 
 
 class Inner(Settings):
@@ -71,6 +71,15 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path, text: str, value: 
     found = read(tmp_path, f"key: {text}\n")["key"]
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["plain", "a: b", "1e3", "on", "true", "a #b", "x y", "", "12", "[a]", "- a", "a, b", "é", 0.1, 3e-5]
+)
+def test_a_value_is_written_as_it_is_read(tmp_path: Path, value: str | float) -> None:
+    assert read(tmp_path, f"key: {in_yaml(value)}  # why: so\n") == {"key": value}
+    assert read(tmp_path, f"key: {in_yaml([value, value])}\n") == {"key": [value, value]}
+    assert not isinstance(value, str) or read(tmp_path, dump(Outer(name=value)))["name"] == value
 
 
 def test_infinity_is_read_and_refused_by_field(tmp_path: Path) -> None:

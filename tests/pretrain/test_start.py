@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.manifest import Split, load_manifest
-from data_prep.settings import load_settings, read_yaml, validate
+from data_prep.settings import load_settings, parse_yaml, validate
 from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings
 from pretrain.cli import main
@@ -30,7 +30,7 @@ def of_size(shapes: Path, count: int, *, judged: str | None = "val") -> Data:
     manifest = load_manifest(shapes)
     train = manifest.splits["train"]
     shard = train.shards[0].model_copy(update={"num_samples": count})
-    splits = {"train": Split(shards=(shard,), class_counts=(count,)), "val": manifest.splits["val"]}
+    splits = {"train": Split(shards=(shard,), class_counts=(count,)), judged or "val": manifest.splits["val"]}
     return Data(shapes, manifest.model_copy(update={"splits": splits}), "train", judged)
 
 
@@ -39,8 +39,8 @@ def of_size(shapes: Path, count: int, *, judged: str | None = "val") -> Data:
 def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Path, count: int, num_gpus: int) -> None:
     machine = Machine(4, 16.0, ("GPU",) * num_gpus)
     for judged in ("val", None):
-        choices = recipe.pretraining(of_size(shapes, count, judged=judged), machine, name="x")
-        settings = validate(PretrainSettings, recipe.tree_of(choices))
+        values = recipe.pretraining(of_size(shapes, count, judged=judged), machine, name="x")
+        settings = validate(PretrainSettings, parse_yaml(reasoned("train", values), Path("x.yaml")))
         local = check_against_ranks(settings.train, settings.augment, num_ranks=recipe.num_ranks(machine))
         assert local >= 2 and settings.train.global_batch_size <= max(16, count)
         assert recipe.num_ranks(machine) <= max(1, num_gpus)
@@ -50,41 +50,19 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Pat
             replace(data, parts=(larger,)), model=settings.model, train=settings.train, schedule=settings.schedule
         )
         assert steps >= 10
-        assert all(len(choice.reason) > 5 for choice in choices)
-    tuned = recipe.tuning(of_size(shapes, count), name="x", pretrained="w", card=card_of(MLP))
-    assert validate(TuneSettings, recipe.tree_of(tuned)).data.dataset == str(shapes)
-    probed = recipe.probing(of_size(shapes, count, judged="test"), name="x", pretrained="w", card=card_of(MLP))
-    assert validate(ProbeSettings, recipe.tree_of(probed)).data.test_split == "test"
+    values = recipe.tuning(of_size(shapes, count, judged="test"), name="x", pretrained="w: #1", card=card_of(MLP))
+    tuned = validate(TuneSettings, parse_yaml(reasoned("tune", values), Path("x.yaml")))
+    probed = validate(ProbeSettings, parse_yaml(reasoned("probe", values), Path("x.yaml")))
+    assert (tuned.data.dataset, probed.data.test_split, probed.pretrained) == (str(shapes), "test", "w: #1")
 
 
-def test_what_is_rendered_is_read_back(tmp_path: Path) -> None:
-    odd = [
-        "plain",
-        "a: b",
-        "1e3",
-        "on",
-        "true",
-        "a #b",
-        "x y",
-        "",
-        "123",
-        "[a]",
-        "- a",
-        0.1,
-        3e-5,
-        12,
-        True,
-        None,
-        [0.5, 1.0],
-        ["a, b"],
-    ]
-    choices = [recipe.Choice(f"{'abc'[number % 3]}.key{number}", value, "why: # so") for number, value in enumerate(odd)]
-    choices = [recipe.Choice("top", "x", "why"), *sorted(choices, key=lambda choice: choice.key[0])]
-    (tmp_path / "x.yaml").write_text(recipe.render(choices, ["head: one", "two"]))
-    assert read_yaml(tmp_path / "x.yaml") == recipe.tree_of(choices)
-    assert [recipe.tree_of(choices)[choice.key[0]][choice.key[2:]] for choice in choices[1:]] == [
-        choice.value for choice in choices[1:]
-    ]
+def reasoned(template: str, values: dict[str, object]) -> str:
+    """The config, whose every setting has a reason behind it, all in one column."""
+    config = recipe.render(template, values)
+    settings = [line for line in config.splitlines() if not line.endswith(":")]
+    assert len({line.rindex("  # ") for line in settings if "w: #1" not in line}) == 1
+    assert all(len(line.rpartition("  # ")[2]) > 5 for line in settings) and "{" not in config
+    return config
 
 
 @pytest.fixture
@@ -126,7 +104,7 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
     edited = config.read_bytes()
     assert main(["start", "data/my-photos", "--untimed"]) == 0  # the dataset is as good as the pictures
-    assert "kept as it is (train.duration: 7 epochs, was 100 epochs); --new writes start's" in capfd.readouterr().out
+    assert "kept as it is (train.duration: 7 epochs, was 100 epochs); --new writes another" in capfd.readouterr().out
     assert config.read_bytes() == edited != before
     assert main(["start", "data/my-photos", "--untimed", "--new"]) == 0
     assert config.read_bytes() == before
@@ -169,6 +147,7 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["emty"], "emty: is not there; give a folder of pictures, or a dataset of data_prep; did you mean empty?"),
         (["nowhere"], "nowhere: is not there; give a folder of pictures, or a dataset of data_prep"),
         (["a.csv"], "a.csv: is a file; give the folder that it lies in, or a dataset"),
         (["empty"], "empty: holds no pictures that can be read; give another"),
@@ -176,15 +155,18 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
         (["empty", "--probe"], "--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN"),
         (["empty", "--name", "a/b"], "--name: 'a/b' will not do; write it with letters, digits, - and _"),
         (["empty", "--from", "nowhere"], "nowhere"),
+        (["."], ".: the dataset would be among the pictures, in data/"),
+        (["empty", "--name", "taken"], "dataset: data/taken cannot be made, for"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    write_files(tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a"})
+    write_files(tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a", "data/taken": b"a"})
     monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     assert main(["start", *words]) == 2
     said = capsys.readouterr().err
     assert line in said and said.startswith("pretrain: ") and said.count("\n") == 1
-    assert not Path("data").exists() and not Path("runs").exists()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_small_pictures_are_stored_small() -> None:
