@@ -200,7 +200,8 @@ def _train(options: argparse.Namespace) -> int:
     from pretrain.loop.train import Pretraining, summary, train
 
     outcome = train(Pretraining(settings, data, start), world)
-    more = summary(outcome, run_dir, dataset=settings.data.dataset) if outcome.finished else []
+    dataset, num_classes = settings.data.dataset, len(data.classes)
+    more = summary(outcome, run_dir, dataset=dataset, num_classes=num_classes) if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 

@@ -61,7 +61,8 @@ def _tune(options: argparse.Namespace) -> int:
 
     if repeats == [settings]:
         outcome = train(Tuning(settings, checked[0][1], checkpoint), world)
-        more = end_of(outcome, run_dir, dataset=settings.data.dataset) if outcome.finished else []
+        dataset, num_classes = settings.data.dataset, len(checked[0][1].classes)
+        more = end_of(outcome, run_dir, dataset=dataset, num_classes=num_classes) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:

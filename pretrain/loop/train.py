@@ -127,13 +127,14 @@ class Pretraining(Task):
         )
 
 
-def summary(outcome: Outcome, run_dir: Path, *, dataset: str) -> list[str]:
+def summary(outcome: Outcome, run_dir: Path, *, dataset: str, num_classes: int) -> list[str]:
     """What is worth knowing at the end of a run, and what may come next."""
     scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
     last = f"step-{outcome.step:08d}"
     rows = [("weights", str(checkpoints_dir(run_dir) / last))]
     if scores is not None:
-        rows.insert(0, ("last", f"top-1 {100 * scores.top1:.1f} %, loss {scores.loss:.3f}, at step {outcome.step:,}"))
+        top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.1f} %)"
+        rows.insert(0, ("last", f"{top1}, loss {scores.loss:.3f}, at step {outcome.step:,}"))
     if best is not None:
         rows.insert(1, ("best", f"top-1 {100 * best.score:.1f} %, at step {best.step:,}"))
         rows += [("", str(checkpoints_dir(run_dir) / f"step-{best.step:08d}"))] if best.step != outcome.step else []
