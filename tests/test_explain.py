@@ -14,9 +14,8 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from data_prep.explain import completions, options_of, program, schema_of, settings_of
-from data_prep.settings import SettingsError, apply_override, load_settings, read_yaml, sections_of
+from data_prep.settings import SettingsError, apply_override, flatten, load_settings, read_yaml, sections_of
 from finetune.probe.config import ProbeSettings
-from pretrain.checkpoints.run import flatten
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
 from tests.settings_page import ADD_VERBS, REPOSITORY, _examples, pages, verbs_of
