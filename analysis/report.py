@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,7 @@ from rich.table import Table
 from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
-from finetune.looks import looks
+from finetune.looks import looks, per_cent, save
 from finetune.runs import TASKS, Run, runs_below
 
 TASK_LOOKS = {
@@ -60,23 +59,31 @@ def spread_of(run: Run) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Three rows: pictures of every dataset, curves of the pretraining runs, accuracies by dataset."""
+    with looks(*(name for run in runs for name in (run.name, run.dataset.name))):
+        save(drawn(runs), path)
+
+
+def drawn(runs: list[Run]) -> Figure:
+    """Pictures of every dataset; below them curves of the pretraining runs and accuracies by dataset, where there are any."""
     # an evaluation is a figure of a run that has a bar of its own; the table has it
     runs = [run for run in runs if run.task != "evaluate"] or runs
-    datasets, bars = sorted({run.dataset for run in runs}), [run for run in runs if run.task != "pretrain" and run.top1 is not None]
-    heights = [0.9 * len(datasets), max(3.0, 0.8 + 0.36 * len(bars))]
-    with looks(*(run.name for run in runs), *(dataset.name for dataset in datasets)):
-        figure = Figure(figsize=(11, sum(heights)))
-        grid = figure.add_gridspec(2, 1, height_ratios=heights)
-        pictures, panels = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
-        for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
-            axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
-            axes.set_axis_off()
-            axes.set_title(f"{legible(dataset.name)}: {len(load_manifest(dataset).classes)} classes", pad=2)
-        loss, accuracy, transfer = panels.subplots(1, 3, width_ratios=[1, 1, 1.5])
-        draw_curves([run for run in runs if run.task == "pretrain"], loss, accuracy)
-        draw_accuracies(bars, transfer)
-        figure.savefig(path, dpi=120)
+    datasets, trained = sorted({run.dataset for run in runs}), [run for run in runs if run.task == "pretrain"]
+    bars = [run for run in runs if run.task != "pretrain" and run.top1 is not None]
+    heights = [0.9 * len(datasets), max(3.0, 0.8 + 0.36 * len(bars))][: 1 + bool(trained or bars)]
+    figure = Figure(figsize=(11, sum(heights)))
+    pictures, *panels = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
+        axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
+        axes.set_axis_off()
+        axes.set_title(f"{legible(dataset.name)}: {len(load_manifest(dataset).classes)} classes", pad=2)
+    for panel in panels:
+        widths = [1.0, 1.0] * bool(trained) + [1.5] * bool(bars)
+        places = panel.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        if trained:
+            draw_curves(trained, *places[:2])
+        if bars:
+            draw_accuracies(bars, places[-1])
+    return figure
 
 
 def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
@@ -90,9 +97,8 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
             accuracy.axhline(run.chance, color=style["color"], linestyle=":", linewidth=1)
     for axes, title in ((loss, "pretraining: training loss"), (accuracy, f"pretraining: top-1 on {_splits(runs)}")):
         axes.set(title=f"{title} (dotted: chance)", xlabel="step")
-        if runs:
-            axes.legend()
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.legend()
+    accuracy.yaxis.set_major_formatter(per_cent())
 
 
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
@@ -111,7 +117,7 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
         names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
     axes.set_yticks(range(len(runs)), [f"{legible(run.name)}\n{legible(name)}" for run, name in zip(runs, names, strict=True)])
     axes.set(title=f"transfer: top-1 on {_splits(runs)} (dotted: chance)", xlim=(0, 1.12))
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_formatter(per_cent())
 
 
 def _splits(runs: list[Run]) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table as ConsoleTable
 
 from analysis.table import Cell, Filled
 from data_prep.images.lettering import legible
-from finetune.looks import looks
+from finetune.looks import looks, save
 
 NOT_RUN = "not run"
 NOTES = (
@@ -75,7 +75,7 @@ def draw(tables: Sequence[Filled], path: Path) -> None:
     """Our number above, the paper's and the gap below it; green where ours is not worse."""
     tables = in_picture(tables)
     with looks(*(text for table in tables for text in (*table.columns, *(line.name for line in table.lines)))):
-        _drawn(tables).savefig(path, dpi=150)
+        save(_drawn(tables), path)
 
 
 def _drawn(tables: Sequence[Filled]) -> Figure:

@@ -1,12 +1,18 @@
 """How the pictures of the two upper floors look. They are drawn without pyplot, which would keep them: a process may draw as many
 as it likes."""
 
+import io
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import matplotlib
+from cycler import cycler
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from data_prep.images.lettering import families
+from data_prep.publish import write_atomic
 
 BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
 _LOOKS: dict[Any, Any] = {
@@ -14,6 +20,7 @@ _LOOKS: dict[Any, Any] = {
     "axes.labelsize": 8,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
+    "axes.prop_cycle": cycler(color=["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"]),  # also of the colour-blind
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.fontsize": 7,
@@ -26,3 +33,17 @@ _LOOKS: dict[Any, Any] = {
 def looks(*names: str) -> AbstractContextManager[None]:
     """While a figure is made and saved; it has letters for the names, as `legible` gives them."""
     return matplotlib.rc_context(_LOOKS | {"font.family": families(names)})
+
+
+def save(figure: Figure, path: Path) -> None:
+    """It appears whole."""
+    write_atomic(path, png_of(figure).getvalue())
+
+
+def png_of(figure: Figure) -> io.BytesIO:
+    figure.savefig(drawn := io.BytesIO(), format="png", dpi=140)
+    return drawn
+
+
+def per_cent() -> PercentFormatter:
+    return PercentFormatter(1, decimals=0)

@@ -23,13 +23,13 @@ import pyarrow.parquet as pq
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from data_prep.images.lettering import legible
 from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.scoring import OTHER, Answers, Calibration, Confusion, Moment, PerClass, calibration, moments, scores_of
-from finetune.looks import BLUE, GREY, RED, looks
+from finetune.looks import BLUE, GREY, RED, looks, per_cent, save
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
 from pretrain.data.reader import ShardReader
@@ -176,9 +176,7 @@ def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -
         if len(answers.moments) > 1:
             figures["views"] = draw_views(moments(answers), title=f"{title}: mean softmax over views")
         for name, figure in figures.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=140)
-            write_atomic(run_dir / f"{name}.png", buffer.getvalue())
+            save(figure, run_dir / f"{name}.png")
     return [run_dir / f"{name}.png" for name in figures]
 
 
@@ -192,7 +190,7 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     axes = figure.add_subplot(title=title, xlabel="answer", ylabel="true class")
     # the square root shows what is rare; linear colours would show a white square with a diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format=PercentFormatter(1, decimals=0))
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format=per_cent())
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1])
     bar.outline.set_visible(False)
     axes.tick_params(length=0)
@@ -241,11 +239,11 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
     above.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy")
     facts = f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
     above.set(title=f"{title}\n{facts}", ylabel="accuracy", ylim=(0, 1))
-    above.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    above.yaxis.set_major_formatter(per_cent())
     above.legend(loc="upper left")
     below.bar(edges[:-1], bins.counts, color=GREY, **style)
     below.set(ylabel="images", xlabel="confidence: the probability of the answer", xlim=(0, 1))
-    below.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    below.xaxis.set_major_formatter(per_cent())
     below.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
     return figure
 

@@ -323,22 +323,18 @@ def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
 
 def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
     """Of the candidates that are as long as the best: darker is better, the best has a frame."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second, which ranks that draw nothing need not spend
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # a second, which ranks that draw nothing need not spend
     from matplotlib.patches import Rectangle
 
-    from finetune.looks import looks
+    from finetune.looks import looks, png_of
 
     decays, lrs, rows = _layer(judged, best.candidate.epochs)
     scores = np.array([[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows])
     first, third = np.nanpercentile(scores, [25, 75])
     lowest = max(np.nanmin(scores), first - 1.5 * (third - first))  # what is below, as in a box plot, would take all colours
     with looks(title):
-        figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)), dpi=120)
-        canvas, axes = (
-            FigureCanvasAgg(figure),
-            figure.add_subplot(title=legible(title), xlabel="learning rate", ylabel="weight decay"),
-        )
+        figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)))
+        axes = figure.add_subplot(title=legible(title), xlabel="learning rate", ylabel="weight decay")
         axes.imshow(scores, cmap="Blues", aspect="auto", vmin=lowest, vmax=np.nanmax(scores))
         axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
         axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
@@ -347,5 +343,4 @@ def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
             axes.text(column, row, str(rows[row][column]), ha="center", va="center", color=colour)
         corner = (lrs.index(best.candidate.lr) - 0.48, decays.index(best.candidate.weight_decay) - 0.48)
         axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5))
-        canvas.draw()  # type: ignore[no-untyped-call]
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())  # type: ignore[no-untyped-call]
+        return Image.open(png_of(figure)).convert("RGB")

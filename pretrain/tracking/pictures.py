@@ -33,8 +33,9 @@ def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
 
 
 def filters_of(weight_NF: Tensor, *, side: int) -> NDArray[np.float32]:
-    """(N, side, side): the maximum over the colours, which the models flatten before rows and columns."""
-    filters: NDArray[np.float32] = weight_NF.float().cpu().view(-1, 3, side, side).amax(dim=1).numpy()
+    """(N, side, side): of each pixel's colours, which the models flatten before rows and columns, the weight furthest from 0."""
+    colours_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
+    filters: NDArray[np.float32] = colours_N3HW.take_along_dim(colours_N3HW.abs().argmax(dim=1, keepdim=True), dim=1)[:, 0].numpy()
     return filters
 
 

@@ -27,10 +27,14 @@ def weights() -> torch.Tensor:
     return torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_filter_is_the_maximum_over_colours_of_each_pixels_weights(tmp_path: Path, weights: torch.Tensor) -> None:
+def test_a_filter_is_the_weight_of_each_pixel_that_is_furthest_from_zero_over_colours(
+    tmp_path: Path, weights: torch.Tensor
+) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
     # the model flattens (colour, row, column)
-    expected = [[[max(each[c * 16 + r * 4 + x] for c in range(3)) for x in range(4)] for r in range(4)] for each in weights]
+    expected = [
+        [[max((each[c * 16 + r * 4 + x] for c in range(3)), key=abs) for x in range(4)] for r in range(4)] for each in weights
+    ]
     for source in (checkpoint, tmp_path / "run"):  # a run stands for its newest checkpoint
         np.testing.assert_array_equal(filters_in(source), np.array(expected, np.float32))
 

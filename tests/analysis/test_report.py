@@ -13,7 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from analysis.cli import main
-from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, print_table
+from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, drawn, print_table
+from finetune.looks import looks
 from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 from tests.conftest import Capture
@@ -77,16 +78,26 @@ def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: Wr
     assert axes.texts[0].get_text() == "50.0% ± 1.2"
 
 
-def test_the_picture_has_something_on_it(runs: Path, tmp_path: Path, write_run: WriteRun, shapes: Path, capsys: Capture) -> None:
+def test_the_picture_has_something_on_it(runs: Path, tmp_path: Path, capsys: Capture) -> None:
     for words, path in (["--out", str(tmp_path / "p.png")], tmp_path / "p.png"), ([], runs / "report.png"):
         assert main(["report", str(runs), *words]) == 0
         assert f"picture: {path}" in capsys.readouterr().out
         with Image.open(path) as image:
             image.load()
-            assert (image.format, image.size) == ("PNG", (1320, 576))  # 11 x 4.8 inches of 120 points
+            assert (image.format, image.size) == ("PNG", (1540, 672))  # 11 x 4.8 inches of 140 points
             assert len(image.convert("RGB").getcolors(1 << 24)) > 500
-    begun = write_run("alone/begun", pretraining(shapes)).parent
-    assert main(["report", str(begun)]) == 0 and (begun / "report.png").exists()
+
+
+def test_the_picture_has_panels_of_what_there_is_alone(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
+    found = read_run(write_run("mlp", pretraining(shapes))), read_run(write_run("probe", probing(shapes, None)))
+    judged = read_run(write_run("judged", probing(shapes, None), result={"test_top1": 0.5}))
+    curves = [f"pretraining: {what} (dotted: chance)" for what in ("training loss", "top-1 on not stated")]
+    bars = ["transfer: top-1 on not stated (dotted: chance)"]
+    for runs, titles in (([found[0]], curves), ([judged], bars), ([*found, judged], [*curves, *bars]), ([found[1]], [])):
+        with looks():
+            sheet, *panels = drawn(runs).subfigs
+        assert [axes.get_title(loc="left") for figure in panels for axes in figure.axes] == titles
+        assert [axes.get_title(loc="left") for axes in sheet.axes] == ["shapes-a: 8 classes"]
 
 
 def test_every_finished_transfer_is_a_bar_even_under_one_name(runs: Path, write_run: WriteRun, other_shapes: Path) -> None:

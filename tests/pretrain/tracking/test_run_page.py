@@ -91,14 +91,14 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     weight = torch.zeros(3, 3 * 2 * 2)
     weight[0, 0] = -1.0  # a colour at the upper left; the other colours have 0 there
     weight[1, :] = 2.0
-    weight[2, 11] = 3.0
+    weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colours at the lower right
     filters = strongest_filters(weight, side=2, count=2)
-    np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, 3]]])
+    np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, -3]]])
     sheet = np.asarray(draw_filters(filters, columns=2, name="a run"))
     assert sheet.shape == (HEAD + 288, 288, 3)
-    panels, blue, white = sheet[HEAD:], [5, 48, 97], [247, 247, 247]
+    panels, red, white = sheet[HEAD:], [103, 0, 31], [247, 247, 247]
     pale = [round(67 + (5 - 67) / 3), round(147 + (48 - 147) / 3), round(197 + (97 - 197) / 3)]  # 2 of 3, in the scale of both
-    assert panels[130, 270].tolist() == blue and panels[20, 160].tolist() == white
+    assert panels[130, 270].tolist() == red and panels[20, 160].tolist() == white
     assert np.abs(panels[72, 72] - np.array(pale)).max() <= 6
     assert panels[200:, :].min() == 255  # two panels of four
     assert (sheet[:HEAD] < 128).any()  # a name, and a scale
