@@ -11,7 +11,7 @@ demo: .venv/.installed
 # prepare -> pretrain -> probe + finetune on this machine and all its GPUs; on SLURM: cluster/submit FILE.
 STUDY := configs/plan/demo.yaml
 study: .venv/.installed
-	$(BIN)/python -m cluster.plan run $(STUDY) $(ARGS)
+	$(BIN)/python -m cluster run $(STUDY) $(ARGS)
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows

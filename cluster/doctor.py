@@ -8,6 +8,7 @@ what is missing. Account and QOS are checked where SLURM's accounting is: in `sb
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -46,6 +47,7 @@ class Finding(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     submission = read_submission(arguments)
     if {"-h", "--help"} & set(submission.options):
         print(USAGE)
@@ -199,17 +201,17 @@ def in_words(minutes: float) -> str:
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
-    """`cluster.submit --check` answers, with the Python that jobs use: config, data, and what is in the queue already."""
+    """`cluster/submit --check` answers, with the Python that jobs use: config, data, and what is in the queue already."""
     if not submission.script or not Path(submission.script).is_file():
         return []
     if not os.access(".venv/bin/python", os.X_OK):
         return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
-    words = [".venv/bin/python", "-m", "cluster.submit", "--check", *submission.options, submission.script]
+    words = [".venv/bin/python", "-m", "cluster", "submit", "--check", *submission.options, submission.script]
     good = f"{' '.join(submission.arguments[:1])} resolves, its data are there"
     findings = [_answer("config", [*words, *submission.arguments], good)]
     ranks = num_ranks(submission, environment)
     if findings[0].verdict == "ok" and submission.name == "pretrain.slurm" and ranks:
-        words[3] = f"--check={ranks}"
+        words[4] = f"--check={ranks}"
         findings.append(_answer("batch", [*words, *submission.arguments], f"it splits over {ranks} ranks"))
     return findings
 
@@ -229,12 +231,3 @@ def num_ranks(submission: Submission, environment: Mapping[str, str]) -> int | N
     asked = submission.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres
     of_node = environment.get("RANKS_PER_NODE") or asked.rpartition(":")[2] or "1"
     return int(nodes) * int(of_node) if nodes.isdigit() and of_node.isdigit() else None
-
-
-if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
-        code = 141
-    sys.exit(code)

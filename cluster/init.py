@@ -6,56 +6,42 @@ package is seen at once, and a job has the code as it was at its submission: clu
 """
 
 import argparse
-import shutil
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+from data_prep.publish import make_directory, write_atomic
+from data_prep.settings import UserError
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = ("doctor", "submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="wide-mlps", description="The programs are data_prep, pretrain, finetune and analysis.")
-    parser.add_argument("--version", action="version", version=f"wide-mlps {version('wide-mlps')}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
-    words = "lay out a folder with configs/ and cluster/, from which jobs are submitted; what you have edited there is kept"
-    verbs.add_parser("init", help=words, description=f"{words}.").add_argument("directory", metavar="DIR")
-    options = parser.parse_args(arguments)
-    fault = lay_out(Path(options.directory))
-    if fault:
-        print(f"wide-mlps init: {fault}", file=sys.stderr)
-    return 2 if fault else 0
-
-
-def lay_out(directory: Path) -> str:
-    """Why not, or nothing. Typed again it adds what is missing and mends links."""
-    python = Path(sys.prefix, "bin/python")
+def lay_out(options: argparse.Namespace) -> int:
+    """Typed again it adds what is missing and mends links."""
+    directory, python = Path(options.directory), Path(sys.prefix, "bin/python")
     if (directory / "pretrain").is_dir():
-        return f"{directory} holds the code itself: cluster/ and configs/ are there"
-    if directory.exists() and not directory.is_dir():
-        return f"{directory} is a file; name another directory"
+        raise UserError(f"{directory} holds the code itself: cluster/ and configs/ are there")
     if not python.exists():
-        return f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)"
+        raise UserError(f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)")
     copies = {Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]}
     copies |= {path.relative_to(HERE): path for path in HERE.glob("configs/*/*.*") if path.suffix in (".yaml", ".json")}
     kept = []
     for name, source in sorted(copies.items()):
         target = directory / name
-        if target.exists():
-            kept += [name] if target.read_bytes() != source.read_bytes() else []
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        make_directory(target.parent)
+        if not target.exists():
+            write_atomic(target, source.read_bytes())
+        elif target.read_bytes() != source.read_bytes():
+            kept.append(target)
     links = {Path("cluster", name): HERE / name for name in PROGRAMS} | {Path(".venv"): Path(sys.prefix)}
     for name, leads_to in links.items():
         link = directory / name
         if link.exists() and not link.is_symlink():
-            return f"{link} is there, and no link; move it away"
+            raise UserError(f"{link} is there, and no link; move it away")
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
-    for name in kept:
-        print(f"kept, as you have edited it: {directory / name}")
+    for target in kept:
+        print(f"kept, as you have edited it: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
     print(f"next: cd {directory}, describe your site in cluster/site.env, then cluster/doctor")
-    return ""
+    return 0

@@ -1,12 +1,11 @@
 """A whole plan: prepare -> pretrain -> probe + finetune, each with all its members (the file: plan_file.py).
 
-`cluster/submit PLAN` queues a job for each stage (`queue`), `python -m cluster.plan run PLAN` does the same on this machine, one
+`cluster/submit PLAN` queues a job for each stage (`queue`), `wide-mlps run PLAN` does the same on this machine, one
 member after the other. Either leaves out what is finished, so the same command goes on after any interruption. `list` shows how
 far each member has come, and what is wrong with the file.
 """
 
 import argparse
-import io
 import os
 import shlex
 import signal
@@ -21,40 +20,13 @@ from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, refuse_missing, submit
 from cluster.work import COMMANDS, Work
-from data_prep.explain import Verbs, program
+from data_prep.interrupts import INTERRUPTED, keep
 from data_prep.settings import UserError
-from pretrain.cli import rank_count
+from pretrain.cli import FAILED, OK
 from pretrain.ranks.preemption import SIGNALS
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = program("python -m cluster.plan", description="All runs of a plan file.", add_verbs=_add_verbs)
-    options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name stops what only reports it
-    try:
-        return int(options.run(options))
-    except UserError as error:
-        print(f"cluster.plan: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def _add_verbs(verbs: Verbs) -> None:
-    listing = verbs.add_parser("list", help="the members, how far each has come, and what is missing")
-    run = verbs.add_parser("run", help="run them here, one after the other; on SLURM: cluster/submit FILE")
-    for name, verb, work in (("list", listing, _list), ("run", run, _run)):
-        verb.add_argument("file", help="such as configs/plan/demo.yaml")
-        verb.epilog = f"python -m cluster.plan {name} configs/plan/demo.yaml"
-        verb.set_defaults(run=work, schema="cluster.plan_file:PlanSettings")
-    run.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
-    run.add_argument("--dry-run", action="store_true", help="only show the commands")
-
-
-def _list(options: argparse.Namespace) -> int:
+def show(options: argparse.Namespace) -> int:
     plan = load_checked(options.file)
     rows = []
     for stage in plan.stages:
@@ -65,7 +37,7 @@ def _list(options: argparse.Namespace) -> int:
     print(f"{sum(row[1] == 'finished' for row in rows)} of {len(rows)} finished")
     for line in plan.missing():
         print(f"not there yet: {line}")
-    print(f"on SLURM: cluster/submit {plan.path}\nhere:     python -m cluster.plan run {plan.path}")
+    print(f"on SLURM: cluster/submit {plan.path}\nhere:     wide-mlps run {plan.path}")
     return OK
 
 
@@ -93,6 +65,7 @@ class Here:
 
     @contextmanager
     def listening(self) -> Iterator["Here"]:
+        keep("")  # the command says what it keeps
         previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield self
@@ -132,7 +105,7 @@ def num_gpus() -> int:
     return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """A member that fails does not stop the others of its grid; the stages after it mostly need it, and are left out."""
     plan, ranks = load_checked(options.file), options.ranks or num_gpus() or 1
     missing = plan.missing()
@@ -165,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
         return OK
     left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
     why = "stopped" if here.stopped else "not all of it went well"
-    print(f"cluster.plan: {why}; left out: {left}. What is finished is kept, the same command goes on.", file=sys.stderr)
+    print(f"wide-mlps: {why}; left out: {left}. What is finished is kept, the same command goes on.", file=sys.stderr)
     return INTERRUPTED if here.stopped else FAILED
 
 
@@ -211,6 +184,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     if len(todo) > 1:  # of a single one the members that are in the queue are left out
         _refuse_twice(todo)
     jobs: dict[str, tuple[str, ...]] = {}
+    keep("what was queued is cancelled", ends_within_s=None)
     try:
         for stage in todo:
             words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items() if numbers}, options)
@@ -269,7 +243,3 @@ def _refuse_twice(todo: list[Stage]) -> None:
         jobs = jobs_of(writers.values())
         lines[20:] = [f"nothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)} makes room"]
         raise UserError("\n".join(lines))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -251,7 +251,3 @@ def main(words: list[str]) -> int:
     if jobs:
         print(jobs[-1] if parsable else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

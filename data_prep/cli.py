@@ -1,12 +1,18 @@
 """Command line of the ground floor: `data_prep VERB ...`; the verbs are registered in `data_prep.commands`. Whatever goes wrong
 with a verb is one line and an exit code.
-
-What it needs is imported where Ctrl-C is caught: loading takes long enough on a network disk to lose patience.
 """
 
 import errno
 import io
 import sys
+import tempfile
+from concurrent.futures import BrokenExecutor
+
+from data_prep.commands import BAD_INPUT, FAULTY, add_verbs
+from data_prep.explain import program
+from data_prep.interrupts import keep
+from data_prep.publish import Busy
+from data_prep.settings import UserError
 
 FIRST = {
     errno.EROFS: "name a disk that can be written to",
@@ -17,22 +23,6 @@ FIRST = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:
-        print("data_prep: interrupted before anything was done", file=sys.stderr)
-        return 130
-
-
-def _run(arguments: list[str] | None) -> int:
-    from concurrent.futures import BrokenExecutor
-
-    from data_prep.commands import BAD_INPUT, FAULTY, INTERRUPTED, add_verbs
-    from data_prep.explain import program
-    from data_prep.interrupts import keep
-    from data_prep.publish import Busy
-    from data_prep.settings import UserError
-
     parser = program("data_prep", description="Image archives in, verified WebDataset shards out.", add_verbs=add_verbs)
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -49,14 +39,9 @@ def _run(arguments: list[str] | None) -> int:
     except (OSError, BrokenExecutor) as error:
         print(f"data_prep: {str(error).rstrip('.')}; {_what_next(error, options.after_a_stop)}", file=sys.stderr)
         return FAULTY
-    except KeyboardInterrupt:
-        print("data_prep: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _what_next(error: Exception, after_a_stop: str) -> str:
-    import tempfile
-
     if str(error) == "AF_UNIX path too long":
         return f"the folder of temporary files is ({tempfile.gettempdir()}); set TMPDIR to a shorter one, such as /tmp"
     first = FIRST.get(error.errno or 0) if isinstance(error, OSError) else None

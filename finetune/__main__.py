@@ -1,10 +1,13 @@
-"""Imports the program when Ctrl-C is heeded already."""
+import signal  # before anything is read that takes time
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; in a moment interrupts.py heeds it
 
 import sys
 
 from data_prep.interrupts import interruptible
 
-main = interruptible("finetune")
+main = interruptible("finetune", "finetune.cli")
 
 if __name__ == "__main__":
     sys.exit(main())

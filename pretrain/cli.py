@@ -32,7 +32,7 @@ from pretrain.ranks.world import World, read_world
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_INPUT = 0, 1, 2
 BUSY = 75
 """The run is held by another start: nobody's mistake. cluster/job.py knows the number."""
 
@@ -45,8 +45,6 @@ def guarded(program: str, options: argparse.Namespace) -> int:
     """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps its traceback."""
     try:
         return int(options.run(options))
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except (ValueError, OSError) as error:
         message, is_started = str(error), getattr(options, "started", False)
         # before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error
@@ -98,8 +96,8 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
     widths = verbs.add_parser("widths", help="sizes of mixers and SW-MLPs that have a given number of connections")
     widths.add_argument("--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8")
     widths.add_argument("--gamma", type=float, default=1.0, help="hidden width as a multiple (default: 1, the S-Mixer)")
-    widths.add_argument("--channels", default="", metavar="C,C,...", help="print S and m for each")
-    widths.add_argument("--density", default="", metavar="P,P,...", help="print m of a SW-MLP for each")
+    widths.add_argument("--channels", metavar="C,C,...", help="print S and m for each")
+    widths.add_argument("--density", metavar="P,P,...", help="print m of a SW-MLP for each")
     widths.epilog = "pretrain widths --omega 2^18 --channels 16,64,256"
     widths.set_defaults(run=_widths)
     _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 PROGRAMS = {
     **{name: f"{name}.cli" for name in ("data_prep", "pretrain", "finetune", "analysis")},
-    **{f"cluster/{name}": f"cluster.{name}" for name in ("submit", "doctor", "plan")},
+    **{f"cluster/{name}": f"cluster.{name}" for name in ("submit", "doctor")},
+    "wide-mlps": "cluster.cli",
 }
 HEAVY = [
     "torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "matplotlib", "scipy", "safetensors", "pandas", "pyarrow",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import analysis.cli
-import cluster.plan
+import cluster.cli
 import data_prep.commands
 import finetune.cli
 import pretrain.cli
@@ -17,7 +17,7 @@ ADD_VERBS = {
     "pretrain": pretrain.cli._add_verbs,
     "finetune": finetune.cli._add_verbs,
     "analysis": analysis.cli._add_verbs,
-    "python -m cluster.plan": cluster.plan._add_verbs,
+    "wide-mlps": cluster.cli.add_verbs,
 }
 HEAD = """# Options and settings
 
@@ -36,7 +36,7 @@ In an editor with the YAML language server the first line of a config in `config
 
 which completes its keys, shows what they mean and underlines mistakes; [configs/schemas/](../configs/schemas/) has a file for each
 verb that reads a config, and `pretrain explain train --json-schema` prints it. Bash completes verbs, options, keys and their words
-after `eval "$(register-python-argcomplete data_prep pretrain finetune analysis)"`; zsh, too, after
+after `eval "$(register-python-argcomplete data_prep pretrain finetune analysis wide-mlps)"`; zsh, too, after
 `autoload -U bashcompinit; bashcompinit`.
 """
 
@@ -62,8 +62,8 @@ def pages() -> dict[Path, str]:
             elif schema is not None:
                 seen[schema] = title
                 text += _settings(settings_of(verb), seen, title)
-                if "config" in (action.dest for action in verb._actions) or name.startswith("python"):
-                    file = word if not name.startswith("python") else "plan"
+                if "config" in (action.dest for action in verb._actions) or name == "wide-mlps":
+                    file = "plan" if name == "wide-mlps" else word
                     found[REPOSITORY / f"configs/schemas/{file}.json"] = json_schema(schema)
     return {REPOSITORY / "docs/settings.md": text, **found}
 

@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.explain import Verbs
 from data_prep.settings import S, UserError, load_settings, num_cores
 
-OK, FAULTY, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FAULTY, BAD_INPUT = 0, 1, 2
 
 
 def add_verbs(verbs: Verbs) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from data_prep.interrupts import ANSWERED, INTERRUPTED, leave_answer
+from data_prep.interrupts import ANSWERED, INTERRUPTED, keep
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
 from pretrain.ranks.world import free_port
 
@@ -48,7 +48,7 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
         if not heed_signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})  # that one waits until it is heeded
 
-    leave_answer()
+    keep("")  # `answer` does it
     ranks: list[subprocess.Popen[bytes]] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:

@@ -1,14 +1,13 @@
 """Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where all ranks agree, and then saves.
 
-SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C. A second Ctrl-C ends the process at once. What the
-first is answered: data_prep/interrupts.py.
+SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C: what it is answered, and what a second one does,
+stands in data_prep/interrupts.py.
 
 A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A single rank gives it up at
 once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself:
 `stuck_wait_s` reports how long it has waited since then, and the heartbeat ends them all.
 """
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -92,8 +91,6 @@ class StopFlag:
             raise Interrupted
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
-        if self.raised_by == "SIGINT" and number == signal.SIGINT:
-            os._exit(130)
         if self.raised_by is None:
             self._raised_at_s = time.monotonic()
         self.raised_by = signal.Signals(number).name

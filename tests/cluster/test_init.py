@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import init
+from cluster.cli import main
+from cluster.init import HERE
 from tests.cluster.checkouts import run, stand_in
 from tests.cluster.conftest import STAND_IN
 from tests.ranks import REPOSITORY
@@ -114,25 +115,30 @@ def test_a_snapshot_has_the_code_of_the_package_and_the_site_of_the_folder(folde
 
 def test_typed_again_it_keeps_what_was_edited_and_mends_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site, script, program = (tmp_path / "cluster" / name for name in ("site.env", "probe.slurm", "submit"))
-    assert init.main(["init", str(tmp_path)]) == 0
+    assert main(["init", str(tmp_path)]) == 0
     site.write_text("export SBATCH_PARTITION=mine\n")
     script.unlink()
     program.unlink()
     program.symlink_to(tmp_path / "gone")
     capsys.readouterr()
-    assert init.main(["init", str(tmp_path)]) == 0
+    assert main(["init", str(tmp_path)]) == 0
     assert f"kept, as you have edited it: {site}\n" in capsys.readouterr().out
-    assert site.read_text() == "export SBATCH_PARTITION=mine\n" and script.is_file() and program.resolve() == init.HERE / "submit"
+    assert site.read_text() == "export SBATCH_PARTITION=mine\n" and script.is_file() and program.resolve() == HERE / "submit"
 
 
 def test_where_it_cannot_be_laid_out_one_line_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "own/.venv").mkdir(parents=True)
+    for folder in ("own/.venv", "half", "taken/cluster/site.env"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("file", "half/cluster"):
+        (tmp_path / file).touch()
     for place, words in (
         (REPOSITORY, "holds the code itself"),
-        (tmp_path / "file", "is a file"),
+        (tmp_path / "file", "cannot be made, for a file is in its place; name another directory"),
+        (tmp_path / "half", "half/cluster: cannot be made, for a file is in its place; name another directory"),
         (tmp_path / "own", "move it away"),
+        (tmp_path / "taken", "taken/cluster/site.env'; mend that, and the same command goes on"),
+        (Path("/sys/mine"), "Operation not permitted: '/sys/mine'; mend that, and the same command goes on"),
     ):
-        assert init.main(["init", str(place)]) == 2
+        assert main(["init", str(place)]) == 2
         said = capsys.readouterr().err
-        assert words in said and said.startswith("wide-mlps init: ") and said.count("\n") == 1
+        assert words in said and said.startswith("wide-mlps: ") and said.count("\n") == 1, said

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.plan import Here, main
+from cluster.cli import main
+from cluster.plan import Here
 from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.submit import main as submit
 from data_prep.settings import SettingsError
@@ -153,7 +154,7 @@ def test_mistakes_are_named_and_nothing_is_queued(
     path = written(text if isinstance(text, str) else SMALL.replace(*text))
     assert main(["run", path]) == main(["run", path, "--dry-run"]) == submit([path]) == submit(["--dry-run", path]) == 2
     said = capsys.readouterr()
-    assert complaint in said.err and said.err.startswith("cluster.plan: small.yaml:") and said.out == ""
+    assert complaint in said.err and said.err.startswith("wide-mlps: small.yaml:") and said.out == ""
     assert not calls(slurm, "sbatch") and not (slurm / "jobs").exists()
 
 

@@ -3,8 +3,6 @@ the machine is one line with what to do first.
 """
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,13 +71,6 @@ def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(tmp_path: Pat
     done = command(*words, TMPDIR=str(folder))
     assert done.returncode == 1 and f"({folder}); set TMPDIR to a shorter one" in done.stderr
     assert command(*words, "num_workers=1", TMPDIR=str(folder)).returncode == 0  # no sockets: no other process is needed
-
-
-def test_ctrl_c_while_modules_load_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "pydantic.py").write_text("raise KeyboardInterrupt")
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from data_prep.cli import main; sys.exit(main(['verify', 'x']))"
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "data_prep: interrupted before anything was done\n")
 
 
 def test_no_path_has_a_zero_byte() -> None:

@@ -12,6 +12,7 @@ import pytest
 from pretrain.models.spec import MlpSpec
 from tests.finetune.tiny import write_folder
 from tests.moments import Strike, wait_until
+from tests.ranks import REPOSITORY
 from tests.training import Run
 
 SLEEPING = "import time; time.sleep(600)"
@@ -54,6 +55,22 @@ def test_while_torch_is_loading_which_is_said(name: str, folder: Path, shapes: P
     assert process.wait(timeout=120) == 130
     answer = answered(words[0], kept) if kept else answered("launch", "nothing more is saved")
     assert (tmp_path / "said").read_text() == f"loading torch\n{answer}"
+
+
+PROGRAMS = {f"cluster {name}": f"cluster/{name}" for name in ("submit", "doctor")} | {"cluster": "wide-mlps"}
+
+
+@pytest.mark.parametrize("words", ["data_prep", "pretrain", "finetune", "analysis", *PROGRAMS])
+def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
+    """Until it can answer it ends without a word. The moments: an import of interrupts.py, and one of what comes after it."""
+    answer = answered(PROGRAMS.get(words, words), "nothing is saved")
+    for module, expected in (("select", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
+        (tmp_path / f"{module}.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)")
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+        line = [sys.executable, "-m", *words.split(), "x"]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stderr) == expected
+        (tmp_path / f"{module}.py").unlink()
 
 
 @pytest.mark.parametrize("verb", ["verify", "stats --recompute", "dedup"])

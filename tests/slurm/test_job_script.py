@@ -24,7 +24,7 @@ case $1 in
     -c) [ -z "${NO_PYTHON:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 127; exit ;;
 esac
 case $2 in
-    cluster.submit) exec REAL "$@" ;;
+    cluster) exec REAL "$@" ;;
     cluster.preflight)
         [ -z "${SLOW:-}" ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || { touch measuring; sleep 60; }
         [ "$SLURM_PROCID" = 1 ] && [ -z "${SLURM_RESTART_COUNT:-}" ] || exit 0
