@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_verbs(verbs: Verbs) -> None:
     words = "lay out a folder with configs/ and cluster/, from which jobs are submitted; what you have edited there is kept"
-    laying_out = verbs.add_parser("init", help=words, description=f"{words}.", epilog="wide-mlps init my-runs")
+    laying_out = verbs.add_parser("init", help=words, epilog="wide-mlps init my-runs")
     laying_out.add_argument("directory", metavar="DIR", help="the folder; . is this one")
     laying_out.set_defaults(run=init.lay_out)
     listing = verbs.add_parser("list", help="the members of a plan, how far each has come, and what is missing")

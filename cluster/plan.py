@@ -11,8 +11,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -52,47 +52,35 @@ def print_columns(heads: list[str], rows: list[list[str]]) -> None:
 
 
 class Here:
-    """Runs our commands, and passes on what is meant to stop them, so that they can save. Use within `listening`.
+    """Runs our commands, and passes on what is meant to stop them, so that they can save.
 
     Ctrl-C reaches the command from the terminal itself; SIGTERM and SIGUSR2 are sent on to it. A training that receives one saves
     and exits with 0: whether it is finished, its own files say.
     """
 
     def __init__(self) -> None:
-        self.stopped = False
-        """Whether anybody wants all of it to end."""
+        self.received: list[int] = []
+        """Signals, by which somebody wants all of it to end."""
         self._process: subprocess.Popen[bytes] | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator["Here"]:
         keep("")  # the command says what it keeps
-        previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
 
     def run(self, words: list[str]) -> int:
         """The exit code of `python -m WORDS`; that of a signal as shells have it."""
-        if self._is_to_end():
+        if self.received:
             return INTERRUPTED
         print(f"$ {shlex.join(words)}", flush=True)
         self._process = subprocess.Popen([sys.executable, "-m", *words])
-        if self._is_to_end():  # received while it was being started
+        if self.received:  # while it was being started
             self._process.send_signal(signal.SIGTERM)
         code = self._process.wait()
-        self._process = None
         return code if code >= 0 else 128 - code
 
-    def _is_to_end(self) -> bool:
-        return self.stopped
-
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.stopped = True
+        self.received.append(number)
         if number != signal.SIGINT and self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
+            self._process.send_signal(number)
 
 
 def num_gpus() -> int:
@@ -112,24 +100,23 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
     outcomes: list[list[str]] = []
-    failed = False
-    with Here().listening() as here:
-        for number, stage in enumerate(plan.stages, start=1):
-            for member in stage.members:
-                work, title, outcome = member.work, stage.title(member), ""
-                if work.is_finished() and not _doubt(work).exists():
-                    outcome = "finished before"
-                elif options.dry_run:
-                    print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
-                elif not here.stopped:
-                    print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
-                    code = _run_work(work, here, ranks=ranks)
-                    is_done = code == 0 and work.is_finished()
-                    outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
-                outcomes.append([title, "stopped" if here.stopped and "finished" not in outcome else outcome, work.writes])
-            failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
-            if failed:
-                break
+    here, failed = Here(), False
+    for number, stage in enumerate(plan.stages, start=1):
+        for member in stage.members:
+            work, title, outcome = member.work, stage.title(member), ""
+            if work.is_finished() and not _doubt(work).exists():
+                outcome = "finished before"
+            elif options.dry_run:
+                print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
+            elif not here.received:
+                print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
+                code = _run_work(work, here, ranks=ranks)
+                is_done = code == 0 and work.is_finished()
+                outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
+            outcomes.append([title, "stopped" if here.received and "finished" not in outcome else outcome, work.writes])
+        failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
+        if failed:
+            break
     if options.dry_run:
         return OK
     print()
@@ -137,9 +124,9 @@ def run(options: argparse.Namespace) -> int:
     if not failed:
         return OK
     left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
-    why = "stopped" if here.stopped else "not all of it went well"
+    why = "stopped" if here.received else "not all of it went well"
     print(f"wide-mlps: {why}; left out: {left}. What is finished is kept, the same command goes on.", file=sys.stderr)
-    return INTERRUPTED if here.stopped else FAILED
+    return INTERRUPTED if here.received else FAILED
 
 
 def _commands(work: Work, *, ranks: int) -> list[list[str]]:

@@ -358,9 +358,8 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGUSR2)
 
-    before = signal.getsignal(signal.SIGUSR2)
-    with Here().listening() as here:
-        threading.Thread(target=send, daemon=True).start()
-        assert here.run(["saves"]) == 0 and here.stopped
-        assert here.run(["saves"]) == 130  # nothing more is started
-    assert (checkout / "saved").read_text() == "SIGUSR2" and signal.getsignal(signal.SIGUSR2) == before
+    here = Here()
+    threading.Thread(target=send, daemon=True).start()
+    assert here.run(["saves"]) == 0 and here.received == [signal.SIGUSR2]
+    assert here.run(["saves"]) == 130  # nothing more is started
+    assert (checkout / "saved").read_text() == "SIGUSR2"

@@ -144,14 +144,19 @@ def test_ranks_of_one_task_share_its_cores(
     assert read_world(facts | sizes | slurm).num_cores == cores
 
 
+def begun(rank: str) -> "subprocess.Popen[str]":
+    """A launcher of one rank that saves; both have come so far that they heed signals."""
+    code = f"import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    words = [sys.executable, "-c", code + "num_ranks=1, heed_signals=True))"]
+    process = subprocess.Popen(words, **pipes, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
 def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     """A step may take long, above all one that waits for data: this rank would end when it is let go."""
-    rank = "import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True); sys.stdin.read()"
-    code = f"import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
-    code += "num_ranks=1, heed_signals=True))"
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, start_new_session=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process = begun("import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True); sys.stdin.read()")
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
     assert [process.stderr.readline() for _ in range(2)] == [
@@ -161,3 +166,14 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130 and said == ""
+
+
+def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
+    """As `kill -INT` sends it; a terminal sends it to all."""
+    save = (
+        "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0))); signal.pthread_sigmask(signal.SIG_UNBLOCK, {15})"
+    )
+    process = begun(f"import signal, sys, time; {save}; print('ready', flush=True); time.sleep(600)")
+    process.send_signal(signal.SIGINT)
+    saved, said = process.communicate(timeout=120)
+    assert (process.returncode, saved, said.count("stopping at the next step")) == (0, "saved\n", 1)
