@@ -16,7 +16,7 @@ from data_prep.explain import Verbs, program
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
-from data_prep.settings import SettingsError, UserError, dump, flatten, load_settings, near_path, read_lines
+from data_prep.settings import SettingsError, UserError, differences, dump, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -209,14 +209,11 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
     found = Checkpoint.open(source, verify=world.local_rank == 0)
-    card, model = found.card, settings.model
-    there, here = ({**flatten(each.model_dump(mode="json")), "dropout": None} for each in (card.model, model))
-    differ = [
-        f"model.{key}: {there.get(key)} there, {here.get(key)} here" for key in here | there if there.get(key) != here.get(key)
-    ]
-    differ += [f"{card.image_size} px there, {data.image_size} here"] if card.image_size != data.image_size else []
-    if differ:
-        raise SettingsError(f"start_from: {source} holds another model ({'; '.join(differ)}); set model as there, or name another")
+    card = found.card
+    models = (card.model, card.image_size), (settings.model, data.image_size)
+    there, here = ({"model": spec.model_dump(mode="json"), "image_size": size} for spec, size in models)
+    if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
+        raise SettingsError(f"start_from: {source} holds another model ({differ} there); set model as there, or name another")
     if world.is_first and LAUNCHED_WITH not in os.environ:
         is_same, counts = card.classes == data.classes, f"{len(data.classes):,} classes here, {len(card.classes):,} there"
         head = "with the head, whose classes are the same" if is_same else f"but for the head, whose classes are others ({counts})"

@@ -51,10 +51,10 @@ def parse_length(text: str) -> Length:
     return Length(count, unit)  # type: ignore[arg-type]
 
 
-def _with_unit(value: object) -> object:
+def _length(value: object) -> object:
     if isinstance(value, int | float):
         raise ValueError(f"{value} has no unit; write such as '{value} steps' or '{value} epochs'")
-    return value
+    return value if not isinstance(value, str) else parse_length(value) and value
 
 
 def _nonzero(text: str) -> str:
@@ -63,10 +63,8 @@ def _nonzero(text: str) -> str:
     return text
 
 
-Duration = Annotated[
-    str, BeforeValidator(_with_unit), AfterValidator(lambda text: parse_length(text) and text), Field(examples=["90 epochs"])
-]
-Cadence = Annotated[str, BeforeValidator(_with_unit), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
+Duration = Annotated[str, BeforeValidator(_length), Field(examples=["90 epochs"])]
+Cadence = Annotated[str, BeforeValidator(_length), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
 
 
 class MixedDataset(Settings):

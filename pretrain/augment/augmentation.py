@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.augment import on_cpu
 from pretrain.augment.crops import (
     Boxes,
     draw_boxes,
@@ -33,11 +34,6 @@ from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch, BufferPool
-
-try:
-    from pretrain.augment import on_cpu
-except ImportError:  # a platform that numba does not know; matrix products serve everywhere
-    on_cpu = None  # type: ignore[assignment]
 
 
 class Normalisation(NamedTuple):
@@ -80,7 +76,7 @@ class Augmentation:
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = Mixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
-        self._on_cpu = on_cpu is not None and device.type == "cpu"
+        self._on_cpu = device.type == "cpu"
         self._area = settings.crop_interpolation == "area"
         self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
@@ -103,7 +99,6 @@ class Augmentation:
         return Prepared(pictures.to(self.dtype), labels, labels[partners(labels)] if drawn else None, weight)
 
     def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
-        assert on_cpu is not None
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
         size = self.image_size
         return on_cpu.crop_mix_normalise(
@@ -148,7 +143,7 @@ class Augmentation:
             return levels.permute(0, 3, 1, 2).float()
         if done and stored == self.image_size:
             return images_BHWC.permute(0, 3, 1, 2).float()
-        if on_cpu is not None and self._on_cpu and kernels is None:
+        if self._on_cpu and kernels is None:
             return on_cpu.crop(images_BHWC, boxes, size=self.image_size, area=self._area)
         return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels, area=self._area)
 

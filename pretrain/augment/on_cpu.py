@@ -15,7 +15,7 @@ axes are contiguous by type, and an index is one that cannot be negative.
 
 Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number of pictures) per thread.
 Numba's own threads are not used: they do not survive a fork, and compete with torch's. Compiling takes seconds, once per kind
-of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else it compiles in every process. Without numba: ImportError.
+of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else it compiles in every process.
 """
 
 import pickle
@@ -33,8 +33,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes
 
-if sys.byteorder != "little":
-    raise ImportError("pretrain.augment.on_cpu takes pixels apart in little-endian order")
+assert sys.byteorder == "little"
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Colours = tuple[float, float, float]

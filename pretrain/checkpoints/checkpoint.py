@@ -112,9 +112,10 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
     if pretrained is None or not begun:
         return
     place = (list_checkpoints(Path(pretrained)) or [Path(pretrained)])[-1]
-    if not (place / MODEL).exists() or not (place / CONFIG).exists():
-        return  # it is gone since, or was never there, as who opens it will say
-    now = Checkpoint.read(place).mark
+    try:
+        now = Checkpoint.read(place).mark
+    except (CheckpointError, OSError):  # it is gone since, or was never there, as who opens it will say
+        return
     if now["weights_sha256"] != begun["weights_sha256"]:
         steps = f"is at step {now['weights_step']:,} now, but {run_dir} began with its step {begun['weights_step']:,}"
         if now["weights_step"] == begun["weights_step"]:

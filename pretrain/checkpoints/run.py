@@ -158,16 +158,11 @@ def check_settings(run_dir: Path, settings: Settings) -> bool:
             return True
         return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
 
-    refuse_run_of_another_verb(run_dir, type(settings))
-    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
-
-
-def refuse_run_of_another_verb(run_dir: Path, schema: type[Settings]) -> None:
-    """A line in the place of all settings of both."""
-    if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):
+    if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):  # a line in the place of all settings of both
         verbs = verbs_of(read_yaml(run_dir / CONFIG_FILE).keys())
-        if verbs and schema.of_verb not in ("", *verbs):
+        if verbs and settings.of_verb not in ("", *verbs):
             raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
+    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
 
 
 def _is_moved(old: Any, new: Any) -> bool:

@@ -45,8 +45,6 @@ LOOK_AHEAD = 32_768
 """Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is more); said anew every half."""
 MOST_IDLE = 8
 """Buffers of one size that wait in the pool; more are given back to the system."""
-_STORED_AS = {torch.bfloat16: torch.uint16}
-"""numpy has no name for these."""
 
 
 class Reader(Protocol):
@@ -373,4 +371,4 @@ class BufferPool:
             memory = np.empty(num_bytes, np.uint8)
         loan = memory.view()
         weakref.finalize(loan, idle.append, memory).atexit = False
-        return torch.from_numpy(loan).view(_STORED_AS.get(dtype, dtype)).view(dtype).view(shape)
+        return torch.from_numpy(loan).view(dtype).view(shape)

@@ -169,5 +169,5 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
     folder = write_folder(tmp_path / "other", shapes, spec=spec.model_copy(update={"width": 48}))
     capsys.readouterr()
     assert main(["train", str(config), f"run_dir={tmp_path / 'new'}", f"start_from={folder}"]) == 2
-    differ = "holds another model (model.width: 48 there, 32 here); set model as there, or name another"
+    differ = "holds another model (model.width: 32, was 48 there); set model as there, or name another"
     assert capsys.readouterr().err == f"pretrain: start_from: {folder} {differ}\n"
