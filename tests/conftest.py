@@ -14,12 +14,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.warnings import catch_warnings_for_item
 
 from data_prep import progress
 from data_prep.cli import main as data_prep
@@ -41,10 +44,15 @@ SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distribut
 """What starts real runs comes first, in this order, or one process would be left alone with it at the end."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The processes of xdist share one server of forks; `make check` needs none."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput") and not config.option.markexpr:
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The processes of xdist are forks of the first, which has imported all test modules: that takes twenty seconds."""
+    if not config.option.markexpr:  # `make check` starts no process
         forked.share()
+    with catch_warnings_for_item(config, config.hook, "collect", None, record=False):
+        for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+            with suppress(Exception):  # each of them collects, and reports it
+                import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    forked.fork_workers(len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

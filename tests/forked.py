@@ -1,12 +1,14 @@
 """Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
 
-pytest's processes share the server of the one that starts them (`share`); without one, the first who needs it starts it. The server
-has no thread when it forks. A child has a process group of its own, the environment and the streams that it is given, and runs a
-function of a module, by name: `pretrain.cli:main`, or a case of tests/ranks.py.
+xdist's processes are forks, too, of its first (`fork_workers`), and share its server, which has no thread when it forks. A child
+has a process group of its own, the environment and the streams that it is given, and runs a function of a module, by name:
+`pretrain.cli:main`, or a case of tests/ranks.py.
 """
 
+import gc
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -14,8 +16,10 @@ from collections.abc import Iterable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
+
+from execnet import gateway_io
 
 PRELOADED = [
     "pretrain.engine.deepspeed",
@@ -29,33 +33,64 @@ PRELOADED = [
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
 """Not the one of multiprocessing: that has imported what the first who used it asked for, such as the workers of data_prep."""
-_SHARED = "TESTS_FORK_SERVER"
 
 
 def share() -> None:
-    """Starts the server; it ends with this process, and those who inherit its environment use it."""
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+    """Starts the server, for this process and its forks."""
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what it imports with
         _SERVER.ensure_running()
-    os.environ[_SHARED] = _SERVER._forkserver_address  # type: ignore[attr-defined]
-
-
-def _connect(fds: list[int]) -> tuple[int, int]:
-    server: Any = _SERVER
-    if server._forkserver_pid is None and _SHARED in os.environ:
-        server._forkserver_address, server._forkserver_alive_fd = os.environ[_SHARED], os.open(os.devnull, os.O_WRONLY)
-        server.ensure_running = lambda: None
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what the server imports with, if this call starts it
-        found: tuple[int, int] = server.connect_to_new_process(fds)
-    return found
+    _SERVER.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:
     """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
     words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
     process = ForkServerProcess(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
-    with patch.object(forkserver, "connect_to_new_process", _connect):
+    share()
+    with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
         process.start()
     return process
+
+
+class Worker(gateway_io.Popen2IO):
+    """A process of xdist's, for execnet: a fork of this one, in the place of a Python that it would start."""
+
+    def __init__(self, pid: int, *streams: IO[bytes], execmodel: Any):
+        super().__init__(*streams, execmodel)
+        self._pid = pid
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def fork_workers(count: int) -> None:
+    """All at once, before this process has a thread. In the place of one that crashes later xdist starts a Python, as it would."""
+    forked: list[tuple[int, IO[bytes], IO[bytes]]] = []
+    started = gateway_io.Popen2IOMaster
+    gateway_io.Popen2IOMaster = lambda words, execmodel: (  # type: ignore[assignment, misc]
+        Worker(*forked.pop(0), execmodel=execmodel) if forked else started(words, execmodel)
+    )
+    gc.freeze()  # what is there is neither looked through again, nor copied for that
+    for _ in range(count):
+        (stdin, to_worker), (from_worker, stdout) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid != 0:
+            forked.append((pid, open(to_worker, "wb"), open(from_worker, "rb")))
+            os.close(stdin)
+            os.close(stdout)
+            continue
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        for end in (stdin, to_worker, from_worker, stdout, *(stream.fileno() for _, *streams in forked for stream in streams)):
+            os.close(end)
+        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+        try:
+            exec(gateway_io.popen_bootstrapline, {})
+        finally:
+            os._exit(0)
 
 
 def _run(target: str, arguments: list[Any], environment: dict[str, str], output: str, directory: str) -> None:
