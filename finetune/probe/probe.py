@@ -187,7 +187,7 @@ def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
     chosen = f"at lr {best.candidate.lr:g}, decay {best.candidate.weight_decay:g}"
     length = f", {best.candidate.epochs} epochs" if len(settings.epochs) > 1 else ""
     title = f"{Path(settings.run_dir).name}: held-out top-1, best {best} {chosen}{length}"
-    tracker.picture("probe/grid", lambda: draw_grid(judged, best, title=title), step=0)
+    tracker.picture("grid", lambda: draw_grid(judged, best, title=title), step=0)
 
 
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:

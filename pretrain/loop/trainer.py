@@ -323,9 +323,7 @@ class Trainer:
         title = f"{data.name}, as {self.run_dir.name} sees it"
         facts = f"{data.image_size} px  ·  {recipe(self.settings.augment)}"
         self.tracker.picture(
-            "pictures/fed",
-            lambda: fed_sheet(sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts),
-            step=0,
+            "fed", lambda: fed_sheet(sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts), step=0
         )
 
     def _show_filters(self) -> None:
@@ -337,7 +335,7 @@ class Trainer:
         if weight_NF is not None:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
             name = f"{self.run_dir.name}, step {self.step:,}"
-            self.tracker.picture("pictures/first_layer", lambda: draw_filters(filters, columns=COLUMNS, name=name), step=self.step)
+            self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, name=name), step=self.step)
 
 
 @dataclass

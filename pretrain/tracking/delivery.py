@@ -18,10 +18,9 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
-from uuid import UUID, uuid5
 
 from data_prep.publish import Superseded, check_not_superseded, sole_writer, use_workspace, write_json
 from data_prep.settings import UserError
@@ -132,26 +131,15 @@ class Delivery:
             self.run_id = self.store.open_run(self.identity, check=partial(check_not_superseded, self.directory))
         return self.run_id
 
-    @cached_property
-    def _pictures(self) -> str:
-        """The id of a run below this one, without parameters: MLflow writes all of those above each picture, which they hide."""
-        key, name = uuid5(UUID(self.identity.run_key), "pictures").hex, f"{self.identity.name} pictures"
-        whose = self.identity.model_copy(update={"run_key": key, "name": name, "parent_key": self.identity.run_key})
-        run_id = self.store.open_run(whose, check=partial(check_not_superseded, self.directory))
-        self.store.set_status(run_id, "FINISHED")
-        return run_id
-
     def _send_file(self, event: dict[str, Any], run_id: str) -> None:
         """One that is gone by now (the run's folder was tidied) is owed no longer."""
         if not Path(event["path"]).exists():
             return
         match event["event"]:
-            case "image":
-                self.store.log_image(self._pictures, event, run_key=self.identity.run_key)
             case "version":
                 self.store.register(run_id, event)
             case _:
-                self.store.log_file(run_id, Path(event["path"]), folder=event["folder"])
+                self.store.log_file(run_id, Path(event["path"]), folder=event.get("folder", "pictures"))
 
 
 def sync(run_dir: Path) -> int:

@@ -1,7 +1,7 @@
 """The MLflow store: the only file that imports mlflow. What is sent twice is stored once, for deliveries are repeated.
 
-A run is found by its key (`RunIdentity.run_key`), whatever process asks; a picture has a name made of its key and step; a model
-version is found by the hash of its weights. Every method raises what the store raises; `fault_of` makes a line of it.
+A run is found by its key (`RunIdentity.run_key`), whatever process asks; a model version by the hash of its weights. Every method
+raises what the store raises; `fault_of` makes a line of it.
 
 Where no server is named the store is an SQLite file (`EmbeddedStore`): it appears whole, or is refused in one line. Who finds none
 makes one aside, and publishes it unless another process has been faster. A file that is there is never migrated here: MLflow does
@@ -13,22 +13,19 @@ import logging
 import os
 import shutil
 import sqlite3
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from uuid import UUID, uuid4, uuid5
+from uuid import uuid4
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from PIL import Image, features
 
 from data_prep.publish import TEMPORARY_PREFIX, Superseded, make_directory, sync
 from data_prep.settings import UserError
@@ -44,7 +41,7 @@ _SQLITE = "sqlite:///"
 _BESIDE = ("-journal", "-wal", "-shm")
 """What SQLite writes beside a database and rolls back into whatever has its name."""
 _SIGNS_OF_DAMAGE = ("malformed", "not a database", "no such table", "no such column")
-_METRICS_AT_ONCE, _PARAMS_AT_ONCE, _THUMBNAIL = 1000, 100, 256
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
 class Store:
@@ -139,28 +136,6 @@ class Store:
 
     def log_file(self, run_id: str, path: Path, *, folder: str) -> None:
         self._client.log_artifact(run_id, str(path), folder or None)
-
-    def log_image(self, run_id: str, event: dict[str, Any], *, run_key: str) -> None:
-        """As MLflow's own `log_image` does, but under a name that is the same each time. A picture that is damaged would be so for
-        ever: it is left out."""
-        key, step, time_ms = event["key"].replace("/", "~"), event["step"], event["time_ms"]
-        unique = uuid5(UUID(run_key), f"{key} {step}")
-        try:
-            image = Image.open(BytesIO(Path(event["path"]).read_bytes()))
-            image.load()
-        except (OSError, SyntaxError, ValueError, struct.error) as error:
-            print(f"{event['path']}: is damaged ({error}); it is left out", file=sys.stderr, flush=True)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            stem = f"{key}+step+{step}+timestamp+{time_ms}+{unique}"
-            image.save(Path(folder) / f"{stem}.png")
-            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            # the name that MLflow's page looks for; browsers go by the bytes, and not every PIL can write WebP
-            format = "WEBP" if features.check("webp") else "PNG"
-            image.save(Path(folder) / f"{stem}+compressed.webp", format)
-            for file in sorted(Path(folder).iterdir()):
-                self._client.log_artifact(run_id, str(file), "images")
-        self._client.set_tag(run_id, "mlflow.loggedImages", "True")
 
     def register(self, run_id: str, event: dict[str, Any]) -> None:
         """A `version` event: the weights become a version of the model of that name, or are one; then it gets the event's tags.

@@ -157,7 +157,7 @@ class Tracker:
                 return
 
         def draw_and_report() -> None:
-            path = self.run_dir / "tracking" / "pictures" / f"{key.replace('/', '-')}-{step:08d}.png"
+            path = self.run_dir / "tracking" / "pictures" / f"{key}-{step:08d}.png"
             try:
                 save_sheet(draw(), path)
             except OSError as error:

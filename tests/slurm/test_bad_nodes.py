@@ -76,4 +76,4 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
     # on a machine that is too busy a rank may fall silent by itself
     assert (ends[0], {*ends[1:-1]}, ends[-1]) == ("bad-node", {"failed"}, "finished"), ends
     assert (run_dir / "result.json").exists()
-    assert slurm.mlflow("select name, status from runs where name not like '% pictures'", runs="runs/hurt") == [("run", "FINISHED")]
+    assert slurm.mlflow("select name, status from runs", runs="runs/hurt") == [("run", "FINISHED")]

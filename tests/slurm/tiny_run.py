@@ -39,7 +39,6 @@ def tracked(slurm: Cluster, run_dir: Path) -> list[str]:
     """The status of each MLflow run of this run directory."""
     with sqlite3.connect(slurm.root / "runs/mlflow.db") as store:
         rows = store.execute(
-            "select status from runs where lifecycle_stage = 'active' and name like ? and name not like '% pictures'",
-            (f"%{run_dir.name}%",),
+            "select status from runs where lifecycle_stage = 'active' and name like ?", (f"%{run_dir.name}%",)
         ).fetchall()
     return [status for (status,) in rows]

@@ -79,7 +79,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
 
 def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> None:
     told = sorted((str(event["key"]), event["step"]) for event in events(run_dir, "image"))
-    assert told == [("pictures/fed", 0), *(("pictures/first_layer", step) for step in (0, 3, 6))]
+    assert told == [("fed", 0), *(("first_layer", step) for step in (0, 3, 6))]
     (last,) = [event for event in events(run_dir, "image") if event["step"] == 6]
     stem = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")["stem.weight"]
     expected = draw_filters(strongest_filters(stem, side=16, count=25), columns=5, name="tiny, step 6")

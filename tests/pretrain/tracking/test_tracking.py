@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -59,13 +58,11 @@ def tracker(run_dir: Path, *, close_timeout_s: float = 60) -> Tracker:
     )
 
 
-def runs_in(store: Path, *, pictures: bool = False) -> list[Any]:
-    """Those that have the pictures of another stand apart."""
+def runs_in(store: Path) -> list[Any]:
     client = MlflowClient(tracking_uri=f"sqlite:///{store}")
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    return [run for run in runs if run.info.run_name.endswith(" pictures") == pictures]
+    return list(client.search_runs([experiment.experiment_id]))
 
 
 def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
@@ -192,7 +189,7 @@ def end(status: str) -> dict[str, Any]:
 def picture(run_dir: Path, *, step: int) -> dict[str, Any]:
     path = run_dir.parent / f"{step}.png"
     Image.new("RGB", (300, 600), (200, 0, 0)).save(path)
-    return {"event": "image", "path": str(path), "key": "pictures/first", "step": step}
+    return {"event": "image", "path": str(path), "key": "first", "step": step}
 
 
 def files(tmp_path: Path) -> list[str]:
@@ -300,58 +297,25 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
     assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [1, 2]
     assert files(tmp_path) == []
     sync(run_dir)
-    assert len(files(tmp_path)) == 2
+    assert files(tmp_path) == ["1.png"]
 
 
-def test_what_is_sent_again_stands_once_and_pictures_are_a_series(tmp_path: Path, store: Path) -> None:
-    """Where it stood was lost, so everything goes out again; MLflow's image chart goes by the files' names."""
+def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
+    """Where it stood was lost, so everything goes out again. A picture that is gone or damaged holds up no file behind it."""
     run_dir = tmp_path / "run"
-    first, second = picture(run_dir, step=0), picture(run_dir, step=20)
-    write_journal(run_dir, START, first, loss(1), second, loss(2), end("FINISHED"))
-    sync(run_dir)
-    before = files(tmp_path)
+    gone, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
+    Path(gone["path"]).unlink()
+    Path(torn["path"]).write_bytes(b"no picture")
+    write_journal(run_dir, START, gone, torn, loss(1), whole, loss(2), end("FINISHED"))
+    assert sync(run_dir) > 0 and sync(run_dir) == 0
     (run_dir / "tracking" / "delivered.json").unlink()
     sync(run_dir)
-    (run,), (pictures,) = runs_in(store), runs_in(store, pictures=True)
+    (run,) = runs_in(store)
     assert points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
-    assert files(tmp_path) == before and pictures.data.tags["mlflow.loggedImages"] == "True"
-    assert pictures.data.tags["mlflow.parentRunId"] == run.info.run_id and pictures.info.status == "FINISHED"
-    shapes = [re.fullmatch(r"(.*)\+step\+(\d+)\+timestamp\+\d+\+[0-9a-f-]{36}(.*)", name) for name in before]
-    assert [shape.groups() for shape in shapes if shape] == [
-        ("pictures~first", "0", "+compressed.webp"),
-        ("pictures~first", "0", ".png"),
-        ("pictures~first", "20", "+compressed.webp"),
-        ("pictures~first", "20", ".png"),
-    ]
-    small = next((tmp_path / "mlartifacts").rglob("*step+20+*.webp"))
-    with Image.open(small) as image:
-        assert image.size == (128, 256)
-
-
-def test_pictures_do_without_a_pil_that_writes_webp(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = tmp_path / "run"
-    write_journal(run_dir, START, picture(run_dir, step=0), end("FINISHED"))
-    monkeypatch.setattr("pretrain.tracking.store.features.check", lambda feature: False)
-    sync(run_dir)
-    small = next((tmp_path / "mlartifacts").rglob("*+compressed.webp"))
-    with Image.open(small) as image:
-        assert (image.format, image.size) == ("PNG", (128, 256))
-
-
-def test_a_damaged_picture_holds_up_no_file_behind_it(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "run"
-    identity(run_dir)
-    cut, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
-    data = Path(whole["path"]).read_bytes()
-    Path(cut["path"]).write_bytes(data[: len(data) // 2])
-    Path(torn["path"]).write_bytes(b"no picture")
-    write_journal(run_dir, START, cut, torn, whole)
-    assert sync(run_dir) > 0 and sync(run_dir) == 0
+    assert files(tmp_path) == ["10.png", "20.png"]
+    kept = tmp_path / "mlartifacts" / run.info.run_id / "artifacts" / "pictures" / "20.png"
+    assert kept.read_bytes() == Path(whole["path"]).read_bytes()
     assert json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
-    said = capsys.readouterr().err
-    assert all(f"{event['path']}: is damaged" in said for event in (cut, torn)) and whole["path"] not in said
-    assert len(list(tmp_path.rglob("pictures~first+step+20+*"))) == 2
-    assert not list(tmp_path.rglob("pictures~first+step+10+*"))
 
 
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
