@@ -62,7 +62,7 @@ def stamp_of(paths: Sequence[Path]) -> str:
 
 def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
     """Those of the files that are not as they were when all of them had this stamp."""
-    before = stamp.split(" ")
+    before = stamp.split()
     assert len(before) == len(paths), (stamp, paths)
     return [str(path) for path, then in zip(paths, before, strict=True) if not path.exists() or stamp_of([path]) != then]
 

@@ -10,7 +10,7 @@ row number names the same input on every machine; `containers.json` is written l
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -122,9 +122,6 @@ class Inventory:
     def name(self, row: int) -> str:
         begin = int(self._name_ends[row - 1]) if row else 0
         return self._names[begin : int(self._name_ends[row])].tobytes().decode("utf-8", "surrogateescape")
-
-    def entries_of(self, number: int) -> Iterator[Entry]:
-        return map(self.entry, self.rows_of_container(number))
 
     def rows_of_container(self, number: int) -> range:
         """Rows of a container are consecutive."""

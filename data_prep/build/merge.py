@@ -120,7 +120,8 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
 
 def _changed_source(source: Source, directory: Path, stamp: str, numbers: range) -> set[_Changes]:
     inventory = open_inventory(directory, stamp)
-    changed = [source.changed(inventory.containers[number], inventory.entries_of(number)) for number in numbers]
+    listed = ((inventory.containers[number], inventory.rows_of_container(number)) for number in numbers)
+    changed = [source.changed(container, map(inventory.entry, rows)) for container, rows in listed]
     Tally.add(len(numbers))
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
 
@@ -175,9 +176,9 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
         plan_hash=work.plan_hash,
     )
     splits = dict(manifest.splits)
-    for name in sorted(splits.keys() & set(source.annotated_splits())):
+    if (name := source.annotated_split) in splits:
         paths = [path for shard in splits[name].shards for path in load_paths(directory, shard)]
-        found = sorted(source.annotations(name, paths, work.labels).items())
+        found = sorted(source.annotations(paths, work.labels).items())
         annotations = {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in found}
         splits[name] = splits[name].model_copy(update={"annotations": annotations})
     manifest = manifest.model_copy(update={"splits": splits})

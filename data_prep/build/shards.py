@@ -53,29 +53,15 @@ class ShardRecord(Settings):
     num_inputs: int
     shard: Shard
     class_counts: dict[str, int]
-    channel_sums: tuple[int, int, int]
-    channel_square_sums: tuple[int, int, int]
-    num_pixels: int
+    channels: ChannelTotals
     rejected: tuple[Rejected, ...]
     extensions: tuple[str, ...] = ()
     """Of the pictures, where they were built here."""
 
     @classmethod
     def of(cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any) -> "ShardRecord":
-        sums, square_sums, num_pixels = channels.totals
-        return cls(
-            num_inputs=shard.num_samples + len(rejected),
-            shard=shard,
-            channel_sums=sums,
-            channel_square_sums=square_sums,
-            num_pixels=num_pixels,
-            rejected=tuple(rejected),
-            **more,
-        )
-
-    @property
-    def channels(self) -> ChannelTotals:
-        return ChannelTotals(self.channel_sums, self.channel_square_sums, self.num_pixels)
+        num_inputs = shard.num_samples + len(rejected)
+        return cls(num_inputs=num_inputs, shard=shard, channels=channels.totals, rejected=tuple(rejected), **more)
 
 
 def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]) -> ShardRecord:

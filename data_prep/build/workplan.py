@@ -81,10 +81,6 @@ class Workplan(Settings):
     def order_path(self, split: str) -> Path:
         return self.directory / PARTS / f"order-{split}.npy"
 
-    def of_task(self, number: int) -> tuple[ShardPlan, ...]:
-        """The shards of array task `number` (from 0): every num_tasks-th, so that tasks end together."""
-        return self.shards[number :: self.num_tasks]
-
     def under(self, settings: BuildSettings) -> "Workplan":
         """The same plan for a config that differs in what decides no byte, such as the name of the directory."""
         return self.model_copy(update={"settings": settings})

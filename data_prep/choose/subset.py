@@ -26,8 +26,8 @@ from data_prep import __version__
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.merge import write_annotation, write_rejected
 from data_prep.build.shards import write_index, write_paths
-from data_prep.check.shard_check import stored_labels
 from data_prep.check.stored import known_files
+from data_prep.check.verify import stored_labels
 from data_prep.choose.selection import Ids, per_class, ranking
 from data_prep.manifest import (
     MANIFEST_NAME,

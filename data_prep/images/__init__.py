@@ -70,7 +70,7 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
     if spec.encoding == "keep":
         return EncodedImage(data, picture.extension, small)
     if spec.encoding == "raw":
-        return EncodedImage(encode_ppm(small), "ppm", small)
+        return EncodedImage(ppm_header(*small.size) + small.tobytes(), "ppm", small)
     return EncodedImage(encode_jpeg(small, quality=spec.jpeg_quality), "jpg", small)
 
 
@@ -128,12 +128,8 @@ def _resampled(
     return Image.fromarray(cv2.resize(np.asarray(image)[top:bottom, left:right], size, interpolation=cv2.INTER_AREA))
 
 
-def encode_ppm(image: Image.Image) -> bytes:
-    """Binary PPM: a header whose length depends on the size alone, then the pixels."""
-    return ppm_header(*image.size) + bytes(image.tobytes())
-
-
 def ppm_header(width: int, height: int) -> bytes:
+    """Of a binary PPM: its length depends on the size alone."""
     return b"P6\n%d %d\n255\n" % (width, height)
 
 

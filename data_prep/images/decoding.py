@@ -6,8 +6,11 @@ The true format counts, never the file's name. The size is read off the header, 
 Pillow reads every format but three: JPEGs (jpeg.py), WebPs (webp.py) and compressed TIFFs (tiff.py).
 """
 
+import contextlib
 import io
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final, TypeVar
@@ -20,7 +23,6 @@ from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from data_prep.images.colour import rawmode_of, to_rgb
 from data_prep.images.jpeg import Frame, check_markers, decode_jpeg, draft_scale, plain_frame
-from data_prep.images.quiet import without_warnings
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import is_compressed, unpack_tiff
 from data_prep.images.webp import WEBP, WebpHeader, decode_webp
@@ -189,3 +191,31 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001 (as above: damaged metadata makes Pillow raise anything)
         return 1
     return value if value in _TURNS else 1
+
+
+# ---- Python's warnings held back, by any number of threads at once ----------------------------------------------------
+#
+# `warnings.catch_warnings` changes the filters of the whole process and puts back those that it found: of two threads whose blocks
+# overlap, the later one to leave puts back the filters of the other's block, and every warning of the process is lost from then on.
+
+_lock = threading.Lock()
+_inside = 0
+_filters = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """The first thread to enter changes the filters, the last one to leave puts them back."""
+    global _inside  # noqa: PLW0603 (the filters that it counts for are the process's, too)
+    with _lock:
+        _inside += 1
+        if _inside == 1:
+            _filters.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _filters.close()

@@ -6,20 +6,18 @@ A rejection's words are a function of the input's bytes: rejected.jsonl is the s
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from PIL import Image
 
 from data_prep.settings import UserError
 
-Reason = Literal["empty", "not_a_file", "too_large", "not_an_image", "truncated", "damaged", "too_many_pixels", "unsupported"]
 MAX_DETAIL_CHARACTERS = 200
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
-    """An input that cannot become a sample."""
+    """An input that cannot become a sample. What can be done for each `reason` stands in commands/building.py."""
 
-    def __init__(self, reason: Reason, detail: str):
+    def __init__(self, reason: str, detail: str):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 
@@ -36,7 +34,7 @@ def naming(picture: str) -> Iterator[None]:
 
 
 @contextmanager
-def rejecting(reason: Reason) -> Iterator[None]:
+def rejecting(reason: str) -> Iterator[None]:
     """Turns whatever goes wrong with the bytes into a rejection."""
     try:
         yield

@@ -77,8 +77,7 @@ def index(settings: IndexSettings) -> Manifest:
         else:
             versions_of(shards, settings)
             write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash, config=dict(plan.config)))
-            read = partial(read_or_known, plan)
-            found = list(sweep(read, shards, title="indexing", unit="shards", num_workers=settings.num_workers))
+            found = list(sweep(partial(read, plan), shards, title="indexing", unit="shards", num_workers=settings.num_workers))
             if damaged := sorted(each for each in found if isinstance(each, str)):
                 raise UserError(all_in_one(damaged))
             manifest = publish(plan, shards, [each for each in found if isinstance(each, StockRecord)])
@@ -160,11 +159,6 @@ def hash_of(plan: IndexPlan, shard: StockShard) -> str:
         return sha256_of(path)
 
 
-def read_or_known(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
-    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names all of them."""
-    return _known(shard, plan) or _read(shard, plan)
-
-
 def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
     """What an interrupted index has found out about a shard that is still the same."""
     parts = plan.directory / PARTS
@@ -181,7 +175,10 @@ def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
     return found if version_of(shard, plan.settings).stamp == found.stamp else None
 
 
-def _read(shard: StockShard, plan: IndexPlan) -> StockRecord | str:
+def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
+    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names all of them."""
+    if known := _known(shard, plan):
+        return known
     with opened(shard, plan.directory, plan.settings) as (path, version):
         try:
             contents = read_shard(path, plan, name=shard.title)

@@ -40,12 +40,6 @@ _META = re.compile(r"__[^/]*__($|/)")
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
-class BadSample(Exception):  # noqa: N818 (expected, like images.Rejection)
-    def __init__(self, reason: str, detail: str):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
 @dataclass(frozen=True)
 class IndexPlan:
     """What a worker needs to know, but for the shard; picklable."""
@@ -119,7 +113,7 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
                 label = _label(descriptor, sample, plan)
                 with naming(f"{name}/{printable(sample.key)}"):
                     size = _look(data, plan, found, decoded=number in chosen)
-            except (BadSample, Rejection) as bad:
+            except Rejection as bad:
                 found.rejected.append(_rejected(descriptor, sample, plan, bad, name))
             else:
                 sizes.add(size)
@@ -161,16 +155,16 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     suffixes = [suffix for suffix, _ in sample.members]
     double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if double is not None:
-        raise BadSample("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
+        raise Rejection("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
     if sample.num_runs > 1:
-        raise BadSample("interleaved", f"its members stand in {sample.num_runs} places with others between them")
+        raise Rejection("interleaved", f"its members stand in {sample.num_runs} places with others between them")
     pictures, listed = _pictures(sample, plan), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise BadSample("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
+        raise Rejection("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
     if not pictures:
-        raise BadSample("no_image", f"no picture among {listed}"[:200])
+        raise Rejection("no_image", f"no picture among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
-        raise BadSample("too_large", f"{pictures[0].num_bytes:,} bytes")
+        raise Rejection("too_large", f"{pictures[0].num_bytes:,} bytes")
     return pictures[0]
 
 
@@ -186,9 +180,9 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
     wanted = plan.settings.label.partition(":")[0]
     member = next((member for suffix, member in sample.members if suffix == wanted), None)
     if member is None:
-        raise BadSample("no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}")
+        raise Rejection("no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}")
     if member.num_bytes > MAX_LABEL_BYTES:
-        raise BadSample("bad_label", f"{member.num_bytes:,} bytes")
+        raise Rejection("bad_label", f"{member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
 
 
@@ -244,7 +238,7 @@ def _read(descriptor: int, member: Member) -> bytes:
     return data
 
 
-def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: BadSample | Rejection, name: str) -> Rejected:
+def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: Rejection, name: str) -> Rejected:
     """The hash is that of the picture, or of the first member where there is none."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
@@ -257,7 +251,7 @@ def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: BadSam
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or json:FIELD.SUBFIELD. Raises BadSample."""
+    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or json:FIELD.SUBFIELD. Raises Rejection."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])
@@ -266,15 +260,15 @@ def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int |
     elif kind == "txt" and data.strip():
         value = printable(os.fsdecode(data.strip()))
     else:
-        raise BadSample("bad_label", f"{data[:40]!r} is not an integer")
+        raise Rejection("bad_label", f"{data[:40]!r} is not an integer")
     if isinstance(value, str):
         name = value.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
         if classes is not None and name not in classes:
-            raise BadSample("unknown_class", f"{name[:100]!r} is not in classes_file")
+            raise Rejection("unknown_class", f"{name[:100]!r} is not in classes_file")
         return name if classes is None else classes[name]
     top = MAX_CLASSES if classes is None else len(classes)
     if not 0 <= value < top:
-        raise BadSample("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
+        raise Rejection("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
     return value
 
 
@@ -282,12 +276,12 @@ def _field(data: bytes, path: str) -> int | str:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise BadSample("bad_label", "is not JSON") from None
+        raise Rejection("bad_label", "is not JSON") from None
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             has = f"; it has {', '.join(value)}"[:200] if isinstance(value, dict) else ""
-            raise BadSample("no_label", f"its JSON has no {path}{has}")
+            raise Rejection("no_label", f"its JSON has no {path}{has}")
         value = value[key]
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise BadSample("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")
+        raise Rejection("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")
     return value

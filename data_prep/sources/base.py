@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from data_prep.archives.guard import changed_since
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 
@@ -65,19 +66,22 @@ class Source(ABC):
     def read(self, entry: Entry) -> bytes:
         """The bytes of one picture file; raises `SourceError` when the archive has changed since it was listed."""
 
+    def files(self) -> Sequence[Path]:
+        """That hold every container, where its stamp is of all of them."""
+        return ()
+
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
         """The files that hold `container` and are not, by size and time of change, as they were when it was listed."""
-        return []
+        return changed_since(self.files(), container.stamp)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         """The splits, each a sorted array of rows: here, every input into the split of its container."""
         return by_container(inventory)
 
-    def annotated_splits(self) -> tuple[str, ...]:
-        """The splits of whose samples more is known than a label."""
-        return ()
+    annotated_split: str | None = None
+    """The split of whose samples more is known than a label."""
 
-    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+    def annotations(self, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
         """Such facts, each as a (samples, columns) matrix of bits: folds, several labels. `labels` says what each class of the
         layout is called in the dataset, -1 where it is left out."""
         raise NotImplementedError

@@ -55,6 +55,7 @@ class ImageNet1kSettings(Settings):
 
 class ImageNet1kSource(SynsetSource):
     settings: ImageNet1kSettings
+    annotated_split = "val"
     _val_labels: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
@@ -120,11 +121,9 @@ class ImageNet1kSource(SynsetSource):
             raise SourceError(f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive")
         return arrangement
 
-    def annotated_splits(self) -> tuple[str, ...]:
-        return () if self.settings.real is None else ("val",)
-
-    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
-        assert split == "val", split
+    def annotations(self, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+        if self.settings.real is None:
+            return {}
         real = self._real_labels()
         bits = np.zeros((len(locators), max(NUM_CLASSES, len(labels))), np.bool_)
         for row, locator in enumerate(locators):

@@ -5,7 +5,6 @@ file of records.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.guard import SourceError, changed_since, check_unchanged, stamp_of
+from data_prep.archives.guard import SourceError, check_unchanged, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
 from data_prep.sources.base import Source
@@ -60,9 +59,6 @@ class RecordSource(Source):
     def read(self, entry: Entry) -> bytes:
         check_unchanged(entry.locator, entry.container.stamp, stamp_of(self.files()))
         return self._picture(entry.container, entry.offset)
-
-    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
-        return changed_since(self.files(), container.stamp)
 
     def _batch(self, container: Container) -> Batch:
         return _loaded(type(self), self.settings, container.stamp).batches[container.path]

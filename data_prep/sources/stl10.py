@@ -6,7 +6,7 @@ column for each. MD5: of the .tar.gz, or of the .bin files of the folder; no sum
 Reading from the .tar.gz takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, changed_since, check_md5, check_unchanged, refusing, stamp_of
+from data_prep.archives.guard import SourceError, check_md5, check_unchanged, refusing, stamp_of
 from data_prep.archives.gzipped import open_gzipped_tar
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import ppm
@@ -57,6 +57,7 @@ class Stl10Settings(Settings):
 
 class Stl10Source(Source):
     settings: Stl10Settings
+    annotated_split = "train"
 
     def __init__(self, settings: Stl10Settings):
         super().__init__(settings)
@@ -64,7 +65,7 @@ class Stl10Source(Source):
         self.needed = (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 
     def outline(self) -> Outline:
-        stamp = stamp_of(self._paths())
+        stamp = stamp_of(self.files())
         if self.settings.md5 == "published":
             self._check_sums()
         files, classes, containers = self._files(), self._classes(), []
@@ -93,19 +94,12 @@ class Stl10Source(Source):
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
-        check_unchanged(entry.locator, container.stamp, stamp_of(self._paths()))
+        check_unchanged(entry.locator, container.stamp, stamp_of(self.files()))
         data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE)
         with refusing(entry.locator):  # cut since that moment
             return ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
 
-    def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
-        return changed_since(self._paths(), container.stamp)
-
-    def annotated_splits(self) -> tuple[str, ...]:
-        return ("train",)
-
-    def annotations(self, split: str, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
-        assert split == "train", split
+    def annotations(self, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
         return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
     def _folds(self) -> NDArray[np.bool_]:
@@ -117,9 +111,7 @@ class Stl10Source(Source):
             if len(folds) != _NUM_FOLDS or not all(folds):
                 raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
             for number, fold in enumerate(folds):
-                if min(fold) < 0 or max(fold) >= count:
-                    raise ValueError(f"fold {number} names a picture beyond the {count:,} of train_X.bin")
-                bits[fold, number] = True
+                bits[np.array(fold, np.uint32), number] = True
         return bits
 
     def _classes(self) -> tuple[str, ...]:
@@ -128,7 +120,7 @@ class Stl10Source(Source):
 
     # ---- the two forms of the archive ---------------------------------------------------------------------------
 
-    def _paths(self) -> list[Path]:
+    def files(self) -> list[Path]:
         if self.path.is_dir():
             return [self.path / name for name in self.needed]
         if not self.path.is_file():
@@ -138,7 +130,7 @@ class Stl10Source(Source):
         return [self.path]
 
     def _check_sums(self) -> None:
-        for path in self._paths():
+        for path in self.files():
             md5 = STL10_ARCHIVE if path == self.path else STL10_FILES.get(path.name)
             if md5 is not None:
                 _check_once(path, md5, stamp_of([path]))

@@ -9,21 +9,24 @@ No sum of the zip is published, but its members carry CRCs, which are checked. A
 picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled.
 """
 
+import zipfile
 from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from data_prep.archives.files import changed_in_folder, read_file
+from data_prep.archives.files import Row, changed_in_folder, kind_of, list_files, read_file
 from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
-from data_prep.archives.trees import FolderTree, Tree, open_zip_tree
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
 
 TOP = "tiny-imagenet-200"
 _WNIDS = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
+_ENCRYPTED = 1
 
 
 class TinyImageNetSettings(Settings):
@@ -93,8 +96,8 @@ class TinyImageNetSource(Source):
             )
         return stamp_of([self.path])
 
-    def _tree(self) -> Tree:
-        return FolderTree(self.path) if self.path.is_dir() else open_zip_tree(self.path, TOP, self._stamp)
+    def _tree(self) -> "FolderTree":
+        return FolderTree(self.path) if self.path.is_dir() else _zip_tree(self.path, self._stamp)
 
 
 def _refuse(names: set[str], message: str) -> None:
@@ -102,14 +105,14 @@ def _refuse(names: set[str], message: str) -> None:
         raise SourceError(f"source.path: {message} ({', '.join(sorted(names)[:3])}); download the archive again")
 
 
-def _wnids(tree: Tree) -> tuple[str, ...]:
+def _wnids(tree: "FolderTree") -> tuple[str, ...]:
     names = _lines(tree, _WNIDS)
     if not names or len(set(names)) < len(names) or any("/" in name or name.startswith(".") for name in names):
         raise SourceError("source.path: wnids.txt names no classes, one twice, or a path; download the archive again")
     return tuple(sorted(names))
 
 
-def _val_labels(tree: Tree) -> dict[str, int]:
+def _val_labels(tree: "FolderTree") -> dict[str, int]:
     """The label of each validation picture; the four numbers after it are a box."""
     labels = {name: label for label, name in enumerate(_wnids(tree))}
     found: dict[str, int] = {}
@@ -127,7 +130,96 @@ def _val_labels(tree: Tree) -> dict[str, int]:
     return found
 
 
-def _lines(tree: Tree, name: str) -> list[str]:
+def _lines(tree: "FolderTree", name: str) -> list[str]:
     data = tree.read(name)
     with refusing(name):
         return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]
+
+
+# ---- the files below a folder, or in a zip, by their path from its top ----------------------------------------------
+#
+# A zip is never unpacked, and a path leads to the member of that very name or nowhere. Invariants of a zip: its central directory
+# is read once in a process; no name occurs twice; what is read has the size and the CRC that the directory says.
+
+
+class FolderTree:
+    """The files below a folder. All names are sorted; what begins with a dot is not there."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def subfolders(self, folder: str) -> list[str]:
+        with refusing(self.root / folder):
+            inside = (path for path in (self.root / folder).iterdir() if not path.name.startswith("."))
+            return sorted(path.name for path in inside if kind_of(path) == "folder")
+
+    def files(self, folder: str) -> list[Row]:
+        """(name, time of change, bytes) of each file in `folder`, which must exist."""
+        with refusing(self.root / folder):
+            return [row for row in list_files(self.root / folder) if "/" not in row[0]]
+
+    def read(self, path: str) -> bytes:
+        with refusing(self.root / path):
+            return (self.root / path).read_bytes()
+
+
+class ZipTree(FolderTree):
+    """The members of a zip, in the same words."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._members: dict[str, zipfile.ZipInfo] = {}
+        self._folders: dict[str, list[Row]] = {}
+        """The files of each."""
+        with refusing(path):
+            self._zip = zipfile.ZipFile(path)
+            for member in self._zip.infolist():
+                self._add(member)
+        if not self._members:
+            raise SourceError(f"source.path: {path} holds no files below {TOP}; give {TOP}.zip as downloaded")
+
+    def subfolders(self, folder: str) -> list[str]:
+        places = (name.rpartition("/") for name in self._folders)
+        return sorted(last for above, _, last in places if above == folder and last)
+
+    def files(self, folder: str) -> list[Row]:
+        if folder not in self._folders:
+            raise SourceError(f"source.path: {self.root} holds no {folder}; download it again")
+        return sorted(self._folders[folder])
+
+    def read(self, path: str) -> bytes:
+        if path not in self._members:
+            raise SourceError(f"source.path: {self.root} holds no {path}; download it again")
+        if self._members[path].flag_bits & _ENCRYPTED:
+            raise SourceError(f"source.path: {self.root}: {path} is encrypted; repack it without a password")
+        with refusing(f"{self.root}: {path}"):
+            return self._zip.read(self._members[path])
+
+    def _add(self, member: zipfile.ZipInfo) -> None:
+        first, *parts = member.filename.rstrip("/").split("/")
+        if first != TOP:
+            return  # __MACOSX and its like
+        if any(part in ("", ".", "..") or "\\" in part for part in parts):
+            raise SourceError(f"source.path: {self.root} holds the path {member.filename!r}; download it again")
+        if any(part.startswith(".") for part in parts):
+            return  # .DS_Store and its like
+        inner = "/".join(parts)
+        if member.is_dir():
+            self._folder(inner)
+        elif inner in self._members:
+            raise SourceError(f"source.path: {self.root} holds {inner} twice; download it again")
+        else:
+            self._members[inner] = member
+            self._folder("/".join(parts[:-1])).append((parts[-1], 0, member.file_size))
+
+    def _folder(self, path: str) -> list[Row]:
+        """The files of a folder, which is there from now on, as are those that it lies in."""
+        if path not in self._folders:
+            self._folders[path] = []
+            self._folder(path.rpartition("/")[0])
+        return self._folders[path]
+
+
+@lru_cache(maxsize=1)
+def _zip_tree(path: Path, stamp: str) -> ZipTree:  # noqa: ARG001 (a changed zip is opened anew)
+    return ZipTree(path)

@@ -18,9 +18,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from data_prep.images import ImageSpec, Rejection, channels, convert, decode, decode_square, encode_ppm, resize
+from data_prep.images import ImageSpec, Rejection, channels, convert, decode, decode_square, ppm, resize
 from data_prep.images.channels import ChannelSums
-from data_prep.images.quiet import without_warnings
+from data_prep.images.decoding import without_warnings
 from tests.data_prep.samples import encoded, picture, png_chunk, webp, write_files
 
 Pixels = NDArray[np.uint8]
@@ -210,7 +210,7 @@ def test_keep_returns_the_input_with_the_extension_of_its_true_format(kind: str,
 
 
 def test_ppm_headers_of_one_size_are_of_one_length() -> None:
-    assert encode_ppm(Image.new("RGB", (2, 1), (1, 2, 3))) == b"P6\n2 1\n255\n\x01\x02\x03\x01\x02\x03"
+    assert ppm(np.asarray(Image.new("RGB", (2, 1), (1, 2, 3)))) == b"P6\n2 1\n255\n\x01\x02\x03\x01\x02\x03"
 
 
 # ---- rejections -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data_prep.images import encode_ppm
+from data_prep.images import ppm
 from data_prep.manifest import load_manifest
 from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
@@ -138,7 +138,7 @@ def test_longer_side_and_area_stand_in_the_manifest_and_are_what_a_reader_does(t
 
 def test_raw_pictures_that_are_no_array_are_kept_ones(tmp_path: Path) -> None:
     image = picture(seed=0, width=16, height=16)
-    members = [(f"{n}.{end}", data) for n in range(3) for end, data in (("ppm", encode_ppm(image)), ("cls", b"1"))]
+    members = [(f"{n}.{end}", data) for n in range(3) for end, data in (("ppm", ppm(np.asarray(image))), ("cls", b"1"))]
     shard = write_tar(tmp_path / "in.tar", [*members[:2], ("0.txt", b"in the way"), *members[2:]])
     assert index(tmp_path / "out", shard) == 0
     assert load_manifest(tmp_path / "out").encoding == "keep"

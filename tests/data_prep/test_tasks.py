@@ -134,8 +134,8 @@ def _changed_index(out: Path, _: Path) -> None:
 def _edited_record(out: Path, _: Path) -> None:
     path = out / PARTS / f"{FOURTH}.json"
     record = json.loads(path.read_text())
-    assert record["channel_sums"]
-    path.write_text(json.dumps(record | {"channel_sums": [1, 2, 3]}))
+    assert record["channels"]
+    path.write_text(json.dumps(record | {"channels": [[1, 2, 3], [1, 2, 3], 4]}))
 
 
 def _foreign_part(out: Path, other: Path) -> None:

@@ -101,7 +101,7 @@ def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         ("class_names.txt", b"", "names no classes"),
         ("class_names.txt", b"\xff\n", r"class_names\.txt is cut or damaged"),
         ("fold_indices.txt", b"0 1\n" * 9, "9 lines, 10 folds are published"),
-        ("fold_indices.txt", b"0 12\n" * 10, r"fold 0 names a picture beyond the 12 of train_X\.bin"),
+        ("fold_indices.txt", b"0 12\n" * 10, r"fold_indices\.txt is cut or damaged \(index 12 is out of bounds"),
         ("fold_indices.txt", b"0 one\n" * 10, r"fold_indices\.txt is cut or damaged"),
     ],
 )
