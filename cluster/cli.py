@@ -4,9 +4,9 @@ import io
 import sys
 
 from cluster import init, plan
-from data_prep.explain import Verbs, program
+from data_prep.explain import Verbs, at_least, program
 from data_prep.settings import UserError
-from pretrain.cli import BAD_INPUT, rank_count
+from pretrain.cli import BAD_INPUT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,5 +33,5 @@ def add_verbs(verbs: Verbs) -> None:
         verb.add_argument("file", help="such as configs/plan/demo.yaml")
         verb.epilog = f"{verb.prog} configs/plan/demo.yaml"
         verb.set_defaults(run=run, schema="cluster.plan_file:PlanSettings")
-    running.add_argument("--ranks", type=rank_count, help="processes of each member (default: one per GPU, or 1)")
+    running.add_argument("--ranks", type=at_least(1), help="processes of each member (default: one per GPU, or 1)")
     running.add_argument("--dry-run", action="store_true", help="only show the commands")

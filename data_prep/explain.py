@@ -145,6 +145,21 @@ class Parser(argparse.ArgumentParser):
         return " ".join([self.prog, *(word for each in words for word in each)])
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def number(word: str) -> int:
+        try:
+            value = int(word)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{word!r} will not do; give a whole number from {least} up")
+        return value
+
+    return number
+
+
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -308,7 +323,10 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
         chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
         if not chosen:
             words = {word for each in known for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)}
-            raise SettingsError(f"{key}: unknown to {options.verb}; {nearest(key, sorted(words))}")
+            hint = nearest(key, sorted(words))
+            sections = sorted({each.key.partition(".")[0] for each in known})
+            hint = f"known: {', '.join(sections)}" if hint.startswith("known") else hint
+            raise SettingsError(f"{key}: unknown to {options.verb}; {hint}")
     width = min(shutil.get_terminal_size((110, 24)).columns, 110)
     if key is None:
         print(verb.format_usage())

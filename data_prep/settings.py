@@ -143,8 +143,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: a config is a mapping of sections, but this is a {type(tree).__name__}")
     return tree
@@ -178,8 +177,9 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
 
 def nearest(word: str, known: list[str]) -> str:
     """What to say about an unknown name: the nearest known one, or all of them."""
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(sorted(known))}"
+    names, low = {name.lower(): name for name in known}, word.lower()
+    near = [name for name in names if low and name.startswith(low)] or difflib.get_close_matches(low, names, n=1, cutoff=0.6)
+    return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def near_path(path: Path, *, of: str = "") -> str:
@@ -257,15 +257,12 @@ def _readable(text: str) -> str:
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 _PLAIN = {
-    "int_type": "a whole number is needed",
-    "int_from_float": "a whole number is needed",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number is needed"),
     "float_type": "a number is needed",
     "finite_number": "a finite number is needed",
     "bool_type": "true or false is needed",
     "string_type": "text is needed (quote it if it looks like a number)",
-    "model_type": "a section (key: value lines) is needed",
-    "model_attributes_type": "a section (key: value lines) is needed",
-    "dict_type": "a section (key: value lines) is needed",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a section (key: value lines) is needed"),
 }
 
 
@@ -277,10 +274,12 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     beside = {name: each for model in _locate(schema, problem["loc"][:-1])[1] for name, each in model.model_fields.items()}
     field = ".".join(location) or "config"
     if kind == "extra_forbidden":
-        leaves = words_of(schema) if len(location) == 1 else {}
-        best = difflib.get_close_matches(location[-1], [*beside, *leaves], n=1, cutoff=0.75)
-        if best and best[0] in leaves.keys() - beside.keys():
-            meant = [key if form == "{}" else best[0] for key, form in leaves[best[0]].items()]
+        word, leaves = location[-1].lower(), words_of(schema) if len(location) == 1 else {}
+        best = difflib.get_close_matches(word, [*beside, *leaves], n=1, cutoff=0.75)
+        parts = [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves]
+        found = [leaf for leaf in parts or best if leaf in leaves and leaf not in beside]
+        meant = [key if form == "{}" else leaf for leaf in found for key, form in leaves[leaf].items()]
+        if 1 <= len(meant) <= 3:
             return f"{field}: unknown key; did you mean {' or '.join(map(repr, meant))}?"
         return f"{field}: unknown key; {nearest(location[-1], list(beside))}"
     if kind == "missing":
@@ -299,13 +298,14 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return message if message.startswith(field) else f"{field}: {message}" if location else message
     if kind in ("too_short", "too_long"):
         return f"{field}: {value!r} has the wrong number of entries; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    needed += [name for model in models for name, each in model.model_fields.items() if value in get_args(each.annotation)]
     if kind.startswith("model_") and isinstance(value, str) and problem["loc"][-1] in beside and len(models) == 1 and needed:
         return f"{field}: {value!r} will not do, for it is a section; write {field}.{needed[0]}={value}"
     if kind == "tuple_type":
         such_as = f", such as {in_yaml(example_of(beside[location[-1]]))}" if location[-1] in beside else ""
         problem["msg"] = f"a list is needed{such_as}"
     reason = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"])
-    return f"{field}: {_short(repr(value), 60)} will not do; {reason}"
+    return f"{field}: {'null' if value is None else _short(repr(value), 60)} will not do; {reason}"
 
 
 def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -378,13 +378,16 @@ class _Loader(yaml.SafeLoader):
 
 
 _NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
-_BOOL, _FLOAT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))
+_BOOL, _FLOAT, _TEXT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "str", "timestamp"))
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in rules if tag not in (_BOOL, _FLOAT, _TIME)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+_Loader.add_constructor(  # the shell leaves key=~/x as it is
+    _TEXT, lambda _, node: str(Path(node.value).expanduser()) if node.value.startswith("~/") else node.value
+)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from data_prep.explain import at_least
 from data_prep.interrupts import keep
 from data_prep.settings import Settings, dump
 from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.run import finished_result
-from pretrain.cli import OK, rank_count
+from pretrain.cli import OK
 from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.world import World
 
@@ -19,7 +20,7 @@ from pretrain.ranks.world import World
 def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str) -> None:
     """`schema`: its settings, as module:Class."""
     verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a setting or of its last word")
-    verb.add_argument("--ranks", type=rank_count, help="start this many local ranks")
+    verb.add_argument("--ranks", type=at_least(1), help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     verb.set_defaults(run=run, schema=schema)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from data_prep.explain import Verbs, program
+from data_prep.explain import Verbs, at_least, program
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
@@ -79,17 +79,17 @@ def _add_verbs(verbs: Verbs) -> None:
     train = _add_config(verbs, "train", _train, help="run a config, or go on with it where it stopped")
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32"""
-    train.add_argument("--ranks", type=rank_count, help="start this many local ranks (torchrun and srun work as well)")
+    train.add_argument("--ranks", type=at_least(1), help="start this many local ranks (torchrun and srun work as well)")
     preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
     preview.epilog = "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
-    preview.add_argument("--count", type=positive, default=64, help="how many pictures (default: 64)")
-    preview.add_argument("--epoch", type=int, default=0, help="of which epoch they are the first (default: 0)")
+    preview.add_argument("--count", type=at_least(1), default=64, help="how many pictures (default: 64)")
+    preview.add_argument("--epoch", type=at_least(0), default=0, help="of which epoch they are the first (default: 0)")
     show = _add_config(verbs, "show", _show, help="print the resolved config")
     show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
     models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
-    models.add_argument("--classes", type=int, help="of the head (default: 1000, or 10 for the models of small datasets)")
-    models.add_argument("--image-size", type=int, help="in pixels (default: what each is meant for)")
+    models.add_argument("--classes", type=at_least(1), help="of the head (default: 1000, or 10 for the models of small datasets)")
+    models.add_argument("--image-size", type=at_least(1), help="in pixels (default: what each is meant for)")
     models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
@@ -118,17 +118,17 @@ def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("model", help="a name that `pretrain models` lists")
-    verb.add_argument("--batch", type=positive, default=4096, help="global batch size (default: 4096)")
+    verb.add_argument("--batch", type=at_least(1), default=4096, help="global batch size (default: 4096)")
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
-    verb.add_argument("--gpus", type=positive, default=4, help="of a node (default: 4)")
+    verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
     verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="of the passes")
     verb.add_argument(
         "--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion", help="by what it keeps for each weight"
     )
-    verb.add_argument("--classes", type=positive, help="of the head (default: what the model is meant for)")
-    verb.add_argument("--image-size", type=positive, help="in pixels (default: what the model is meant for)")
-    verb.add_argument("--gbit", type=positive, default=200, help="a second, of a node's network (default: 200)")
-    verb.add_argument("--teraflops", type=positive, default=300, help="that a GPU reaches (default: 300)")
+    verb.add_argument("--classes", type=at_least(1), help="of the head (default: what the model is meant for)")
+    verb.add_argument("--image-size", type=at_least(1), help="in pixels (default: what the model is meant for)")
+    verb.add_argument("--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)")
+    verb.add_argument("--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)")
     verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.set_defaults(run=_plan)
 
@@ -148,16 +148,6 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
     verb.epilog = "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
     verb.set_defaults(run=_import)
-
-
-def rank_count(text: str) -> int:
-    return positive(text, complaint="is not a number of ranks; give 1 or more")
-
-
-def positive(text: str, *, complaint: str = "will not do; give a whole number from 1 on") -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} {complaint}")
-    return int(text)
 
 
 def world_of(options: argparse.Namespace) -> World:

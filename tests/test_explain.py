@@ -115,9 +115,14 @@ def test_a_key_is_explained_by_any_of_its_names(words: str, expected: list[str],
 
 def test_an_unknown_key_is_answered_with_the_nearest(capsys: Capture) -> None:
     parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
-    options = parser.parse_args(["explain", "train", "optimiser"])
-    with pytest.raises(SettingsError, match="optimiser: unknown to train; did you mean 'optimizer'"):
-        options.run(options)
+    for word, hint in (
+        ("optimiser", "did you mean 'optimizer'"),
+        ("LR", "did you mean 'lr'"),
+        ("zzz", "known: --ranks, augment, "),
+    ):
+        options = parser.parse_args(["explain", "train", word])
+        with pytest.raises(SettingsError, match=f"{word}: unknown to train; {hint}"):
+            options.run(options)
 
 
 def test_every_program_tells_its_version(capsys: Capture) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, at_least
 from data_prep.settings import S, UserError, load_settings, num_cores
 
 OK, FAULTY, BAD_INPUT = 0, 1, 2
@@ -42,21 +42,6 @@ def add_verb(
     for option, facts in (each for group in shared for each in SHARED[group].items()):
         parser.add_argument(option, **facts)
     return parser
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
-
-    def number(word: str) -> int:
-        try:
-            value = int(word)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{word!r} will not do; give a whole number from {least} up")
-        return value
-
-    return number
 
 
 def _options(text: str) -> dict[str, Any]:

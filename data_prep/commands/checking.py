@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep.commands import FAULTY, OK, add_verb, at_least, counted, print_table
-from data_prep.explain import Verbs
+from data_prep.commands import FAULTY, OK, add_verb, counted, print_table
+from data_prep.explain import Verbs, at_least
 
 NOTHING_CHANGED = "the dataset was not changed"
 MAX_PRINTED = 20

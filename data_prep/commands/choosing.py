@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from data_prep.commands import OK, add_verb, at_least, counted, print_table
-from data_prep.explain import Verbs
+from data_prep.commands import OK, add_verb, counted, print_table
+from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
 from data_prep.settings import validate
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, at_least
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.pictures import Picture, in_folder, in_tar, is_tar
 from data_prep.settings import SettingsError
 from finetune.verbs import end_on_signals, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place
-from pretrain.cli import OK, positive
+from pretrain.cli import OK
 from pretrain.data.datasets import Part
 from pretrain.ranks.world import read_world
 
@@ -31,7 +31,7 @@ def add_verbs(verbs: Verbs) -> None:
         "--out", metavar="FILE", type=Path, help="a .csv or .parquet file: picture, class, probability, ..., error"
     )
     predict.add_argument("--features", metavar="FILE", type=Path, help="a .parquet file with what a linear probe would see")
-    predict.add_argument("--top", metavar="K", type=positive, help=f"so many classes for each picture (default: {TOP} at most)")
+    predict.add_argument("--top", metavar="K", type=at_least(1), help=f"so many classes for each picture (default: {TOP} at most)")
     predict.add_argument("--split", metavar="NAME", help="of the datasets (default: all their splits)")
     predict.epilog = "finetune predict runs/mine photos --out predictions.csv"
     predict.set_defaults(run=_predict)

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from data_prep.explain import at_least
+
 
 def add_verb(verbs: Any) -> None:
     words = "a folder of pictures, or a dataset, in; a config with its reasons and the command that trains out"
@@ -11,7 +13,7 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("place", metavar="FOLDER|DATASET", type=Path, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset")
     verb.add_argument("--name", help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's)")
     verb.add_argument("--labels", metavar="FILE", help="of a folder without classes: CSV or Parquet with columns file and label")
-    verb.add_argument("--image-size", type=int, metavar="PX", help="that pictures are stored at (default: 64, small ones 32)")
+    verb.add_argument("--image-size", type=at_least(8), metavar="PX", help="to store pictures at (default: 64, small ones 32)")
     verb.add_argument(
         "--from", dest="pretrained", metavar="RUN", help="weights to fine-tune: a run, or a folder of `pretrain import`"
     )

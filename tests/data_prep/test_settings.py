@@ -65,6 +65,9 @@ def complaint(tree: dict[str, Any], schema: type[Settings] = Outer) -> str:
         ("2024-01-02", "2024-01-02"),
         ("'12'", "12"),
         ("[1, 2e-1]", [1, 0.2]),
+        ("~/runs", str(Path.home() / "runs")),
+        ("a~/b", "a~/b"),
+        ("~", None),
     ],
 )
 def test_scalars_are_read_as_people_mean_them(tmp_path: Path, text: str, value: object) -> None:
@@ -184,7 +187,7 @@ def test_a_mistake_is_one_line_with_field_value_and_remedy(tree: dict[str, Any],
 
 def test_every_mistake_is_named_at_once() -> None:
     assert complaint({"step": 1, "inner": {"lr": 0.0}, "name": None}).splitlines() == [
-        "name: None will not do; text is needed (quote it if it looks like a number)",
+        "name: null will not do; text is needed (quote it if it looks like a number)",
         "inner.lr: 0.0 will not do; it must be greater than 0",
         "step: unknown key; did you mean 'steps'?",
     ]
