@@ -67,22 +67,22 @@ def drawn(runs: list[Run]) -> Figure:
     """Pictures of every dataset; below them curves of the pretraining runs and accuracies by dataset, where there are any."""
     # an evaluation is a figure of a run that has a bar of its own; the table has it
     runs = [run for run in runs if run.task != "evaluate"] or runs
-    datasets, trained = sorted({run.dataset for run in runs}), [run for run in runs if run.task == "pretrain"]
+    datasets, trained = sorted({run.dataset for run in runs if run.manifest}), [run for run in runs if run.task == "pretrain"]
     bars = [run for run in runs if run.task != "pretrain" and run.top1 is not None]
-    heights = [0.9 * len(datasets), max(3.0, 0.8 + 0.36 * len(bars))][: 1 + bool(trained or bars)]
-    figure = Figure(figsize=(11, sum(heights)))
-    pictures, *panels = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, dataset in zip(np.ravel(pictures.subplots(len(datasets), 1)), datasets, strict=True):
+    heights = [0.9] * len(datasets) + [max(3.0, 0.8 + 0.36 * len(bars))] * bool(trained or bars)
+    figure = Figure(figsize=(11, max(1.0, sum(heights))))
+    rows = figure.subfigures(max(1, len(heights)), 1, height_ratios=heights or None, squeeze=False)[:, 0]
+    for row, dataset in zip(rows, datasets, strict=False):
+        axes = row.subplots()
         axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
         axes.set_axis_off()
         axes.set_title(f"{legible(dataset.name)}: {len(load_manifest(dataset).classes)} classes", pad=2)
-    for panel in panels:
-        widths = [1.0, 1.0] * bool(trained) + [1.5] * bool(bars)
-        places = panel.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-        if trained:
-            draw_curves(trained, *places[:2])
-        if bars:
-            draw_accuracies(bars, places[-1])
+    widths = [1.0, 1.0] * bool(trained) + [1.5] * bool(bars)
+    panels = rows[-1].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0] if widths else []
+    if trained:
+        draw_curves(trained, *panels[:2])
+    if bars:
+        draw_accuracies(bars, panels[-1])
     return figure
 
 

@@ -87,7 +87,7 @@ def _drawn(tables: Sequence[Filled]) -> Figure:
     panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, table in zip(panels, tables, strict=True):
         source = f"beside {table.source}" if table.source else "what the papers have no row or column for"
-        axes.set_title(f"{table.title}: {source}", fontsize=11)
+        axes.set_title(f"{table.title}, top-1 in %: {source}", fontsize=11)
         axes.set_axis_off()
         used = name_inches + CELL_INCHES * len(table.columns)
         drawn = axes.table(
@@ -103,6 +103,7 @@ def _drawn(tables: Sequence[Filled]) -> Figure:
             cell.set_edgecolor("#d0d7de")
             if row and not column:
                 cell.set_text_props(ha="left")
+                cell.PAD = 0.02
             elif row:
                 mean, gap = table.lines[row - 1].cells[column - 1].mean, table.lines[row - 1].cells[column - 1].gap
                 kind = "not run" if mean is None else "ours" if gap is None else "better" if gap >= 0 else "worse"

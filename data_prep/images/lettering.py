@@ -4,11 +4,12 @@ never drawn as a box.
 """
 
 import mmap
+import os
 import re
 import tempfile
 import unicodedata
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,6 @@ import numpy as np
 from PIL import Image
 
 _FIRST, _BOXES = "DejaVu Sans", "Last Resort High-Efficiency"
-_OPENCVS: list[Any] = []
-"""Its fonts, as files that go with the process."""
 
 
 def families(texts: Iterable[str]) -> list[str]:
@@ -57,22 +56,30 @@ def _characters_of(family: str) -> frozenset[str]:
 @cache
 def _others() -> list[str]:
     import cv2
+    from matplotlib import get_cachedir
     from matplotlib.font_manager import findSystemFonts, fontManager
 
-    for path in Path(cv2.__file__).parent.glob("*.so"):
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-            for start in re.finditer(b"\x1f\x8b\x08", library):  # how gzip begins
-                with suppress(zlib.error):
-                    font = zlib.decompressobj(zlib.MAX_WBITS + 16).decompress(library[start.start() :])
-                    _OPENCVS.append(tempfile.NamedTemporaryFile(suffix=".ttf"))
-                    _OPENCVS[-1].write(font)
-                    _OPENCVS[-1].flush()
-    found = {*findSystemFonts(), *(file.name for file in _OPENCVS)}
+    carried = Path(get_cachedir()) / f"opencv-{cv2.__version__}"
+    if not carried.exists():
+        with tempfile.TemporaryDirectory(dir=carried.parent, ignore_cleanup_errors=True) as folder:
+            for number, font in enumerate(_gzipped(Path(cv2.__file__).parent.glob("*.so"))):
+                Path(folder, f"{number}.ttf").write_bytes(font)
+            with suppress(OSError):  # another process was faster
+                os.rename(folder, carried)
+    found = {*findSystemFonts(), *map(str, carried.iterdir())}
     for name in sorted(found - {entry.fname for entry in fontManager.ttflist}):  # newer than matplotlib's list
         with suppress(OSError, RuntimeError, NotImplementedError):  # of no use to it
             fontManager.addfont(name)
     plain = {entry.name for entry in fontManager.ttflist if (str(entry.weight), entry.style) == ("400", "normal")}
     return sorted(plain - {_BOXES}, key=lambda name: ("Sans" not in name, name))
+
+
+def _gzipped(libraries: Iterable[Path]) -> Iterator[bytes]:
+    for path in libraries:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+            for start in re.finditer(b"\x1f\x8b\x08", library):
+                with suppress(zlib.error):
+                    yield zlib.decompressobj(zlib.MAX_WBITS + 16).decompress(library[start.start() :])
 
 
 class Letters:

@@ -52,7 +52,7 @@ def draw_filters(filters: NDArray[np.float32], *, columns: int, name: str) -> Im
     Letters(18).draw(sheet, (MARGIN, MARGIN), f"{name}: the strongest filters of the first layer", INK)
     small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
-    facts = f"{-scale:.2g} to {scale:.2g}, a pixel by its largest colour; noise: hardly trained; one colour: flat"
+    facts = f"{-scale:.2g} to {scale:.2g}, of each pixel the colour furthest from 0; noise: hardly trained; one colour: flat"
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = PANEL - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):
