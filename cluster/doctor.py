@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,27 +201,19 @@ def in_words(minutes: float) -> str:
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
-    """`cluster/submit --check` answers, with the Python that jobs use: config, data, and what is in the queue already."""
+    """`cluster/submit --check` answers, with the Python that jobs use: config, data, batch, and what is in the queue already."""
     if not submission.script or not Path(submission.script).is_file():
         return []
     if not os.access(".venv/bin/python", os.X_OK):
         return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
-    words = [".venv/bin/python", "-m", "cluster", "submit", "--check", *submission.options, submission.script]
-    good = f"{' '.join(submission.arguments[:1])} resolves, its data are there"
-    findings = [_answer("config", [*words, *submission.arguments], good)]
-    ranks = num_ranks(submission, environment)
-    if findings[0].verdict == "ok" and submission.name == "pretrain.slurm" and ranks:
-        words[4] = f"--check={ranks}"
-        findings.append(_answer("batch", [*words, *submission.arguments], f"it splits over {ranks} ranks"))
-    return findings
-
-
-def _answer(check: str, words: Sequence[str], found: str) -> Finding:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    ranks = num_ranks(submission, environment) if submission.name == "pretrain.slurm" else None
+    words = [".venv/bin/python", "-m", "cluster", "submit", f"--check={ranks or ''}", *submission.options, submission.script]
+    done = subprocess.run([*words, *submission.arguments], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     text = "; ".join(line.removeprefix("cluster/submit: ") for line in done.stderr.strip().splitlines()[-5:])
     if done.returncode:
-        return Finding(check, "FAULT", text, "mend that; nothing was submitted")
-    return Finding(check, "ok", text or found)
+        return [Finding("config", "FAULT", text, "mend that; nothing was submitted")]
+    splits = f", its batch splits over {ranks} ranks" if ranks else ""
+    return [Finding("config", "ok", text or f"{' '.join(submission.arguments[:1])} resolves, its data are there{splits}")]
 
 
 def num_ranks(submission: Submission, environment: Mapping[str, str]) -> int | None:

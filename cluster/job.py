@@ -437,14 +437,8 @@ def python_words() -> tuple[list[str], list[str], list[str]]:
         options += ["--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONNOUSERSITE"]
         if os.access(".venv/bin/python", os.X_OK):
             return IN_CONTAINER, options, [".venv/bin/python"]
-        alone = [
-            "srun",
-            "--overlap",
-            "--export=ALL",
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={socket.gethostname().partition('.')[0]}",
-        ]
+        node = f"--nodelist={socket.gethostname().partition('.')[0]}"
+        alone = ["srun", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", node]
         return IN_CONTAINER, options, [*alone, *options, *IN_CONTAINER]
     return [".venv/bin/python"], [], [".venv/bin/python"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from cluster.plan_file import Plan, Stage, load_checked
-from cluster.slurm import SlurmError, Submission, jobs_of, slurm, writers_of
+from cluster.slurm import SlurmError, Submission, in_columns, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, refuse_missing, submit
 from cluster.work import COMMANDS, Work
 from data_prep.interrupts import INTERRUPTED, keep
@@ -28,24 +28,16 @@ from pretrain.ranks.preemption import SIGNALS
 
 def show(options: argparse.Namespace) -> int:
     plan = load_checked(options.file)
-    rows = []
+    rows = [["member", "state", "waits for", "writes", "overrides"]]
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
         for member in stage.members:
             rows.append([stage.title(member), member.work.state(), after, member.work.writes, " ".join(member.own)])
-    print_columns(["member", "state", "waits for", "writes", "overrides"], rows)
-    print(f"{sum(row[1] == 'finished' for row in rows)} of {len(rows)} finished")
+    print(*in_columns(rows), f"{sum(row[1] == 'finished' for row in rows)} of {len(rows) - 1} finished", sep="\n")
     for line in plan.missing():
         print(f"not there yet: {line}")
     print(f"on SLURM: cluster/submit {plan.path}\nhere:     wide-mlps run {plan.path}")
     return OK
-
-
-def print_columns(heads: list[str], rows: list[list[str]]) -> None:
-    """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
-    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-    for row in [heads, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 # ---- on this machine --------------------------------------------------------------------------------------------------
@@ -99,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     missing = plan.missing()
     if missing:
         raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
-    outcomes: list[list[str]] = []
+    outcomes = [["member", "outcome", "writes"]]
     here, failed = Here(), False
     for number, stage in enumerate(plan.stages, start=1):
         for member in stage.members:
@@ -114,13 +106,12 @@ def run(options: argparse.Namespace) -> int:
                 is_done = code == 0 and work.is_finished()
                 outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
             outcomes.append([title, "stopped" if here.received and "finished" not in outcome else outcome, work.writes])
-        failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes)
+        failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes[1:])
         if failed:
             break
     if options.dry_run:
         return OK
-    print()
-    print_columns(["member", "outcome", "writes"], outcomes)
+    print("", *in_columns(outcomes), sep="\n")
     if not failed:
         return OK
     left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
@@ -191,7 +182,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     if numbers and not dry_run:
         after = [", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-" for stage in todo]
         rows = [[stage.name, ", ".join(jobs[stage.name]), waits] for stage, waits in zip(todo, after, strict=True)]
-        print_columns(["stage", "jobs", "waits for"], rows)
+        print(*in_columns([["stage", "jobs", "waits for"], *rows]), sep="\n")
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
         print("When a job fails, those that wait for it leave the queue; the same command then goes on.")
     for stage in plan.stages:

@@ -25,20 +25,18 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.work import Kind, Work, in_file, kept, place_of
+from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
 from data_prep.settings import Settings, SettingsError, apply_override, load_settings, nearest, validate
 
 MAX_MEMBERS = 1000
 """SLURM's MaxArraySize is 1001 unless a site raises it; the largest index is one less."""
-SECTIONS: Mapping[str, Kind] = {"prepare": "build", "pretrain": "pretrain", "probe": "probe", "finetune": "tune"}
-_SEED_SETTING: Mapping[Kind, str] = {"pretrain": "train.seed", "probe": "seed", "tune": "train.seed"}
 
 
 def _several(value: object) -> object:
@@ -156,8 +154,13 @@ class Plan:
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
-        read = {path for work in stage.works for path in work.reads_from}
-        return [other for other in self.stages if any(writes_one_of(work, read) for work in other.works)]
+        read = {place_of(path) for work in stage.works for path in work.reads_from}
+
+        def is_read(place: Path) -> bool:
+            """It, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
+            return any(path.is_relative_to(place) for path in read)
+
+        return [other for other in self.stages if any(is_read(place_of(work.writes)) for work in other.works)]
 
     def missing(self) -> list[str]:
         """What unfinished members read that neither is there nor is written by a stage: a line each."""
@@ -185,11 +188,11 @@ def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
     try:
         settings = load_settings(PlanSettings, path=path, overrides=[])
         stages: list[Stage] = []
-        for section, kind in SECTIONS.items():
-            entries: tuple[Entry, ...] = getattr(settings, section)
+        for kind, command in COMMANDS.items():
+            entries: tuple[Entry, ...] = getattr(settings, command.section)
             before = tuple(stages)
             for number, entry in enumerate(entries, start=1):
-                name = section if len(entries) == 1 else f"{section}/{number}"
+                name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
                     configs = [kept(config, snapshot) for config in entry.config]
                     members = _members(entry, kind, name=Path(path).stem, before=before, configs=configs)
@@ -220,16 +223,10 @@ def compressed(indices: Iterable[int]) -> str:
     return ",".join("-".join(map(str, span)) for span in spans)
 
 
-def writes_one_of(work: Work, read: Iterable[str]) -> bool:
-    """What the work writes, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
-    place = place_of(work.writes)
-    return any(place_of(path).is_relative_to(place) for path in read)
-
-
 def _problems(plan: Plan) -> Iterable[str]:
     """Everything that is wrong with its members."""
     if not plan.stages:
-        yield f"nothing to do; give it {', '.join(SECTIONS)}"
+        yield f"nothing to do; give it {', '.join(command.section for command in COMMANDS.values())}"
     seen = dict[Path, str]()
     for stage in plan.stages:
         if len(stage.members) > MAX_MEMBERS:
@@ -277,7 +274,7 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         ]
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
-        axes["seed"] = [Choice(str(seed), (f"{_SEED_SETTING[kind]}={seed}",)) for seed in entry.seeds]
+        axes["seed"] = [Choice(str(seed), (f"{COMMANDS[kind].seed}={seed}",)) for seed in entry.seeds]
     for name, choices in axes.items():
         labels = [choice.label for choice in choices]
         for label in labels:

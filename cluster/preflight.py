@@ -19,7 +19,6 @@ import datetime
 import errno
 import json
 import os
-import select
 import signal
 import socket
 import statistics
@@ -28,9 +27,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.slurm import in_columns
 from pretrain.ranks.world import World, read_world
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError) as error:  # torch's store raises RuntimeError when rank 0 is gone
         print(f"preflight: could not be made: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        return 130
 
 
 def inspect(world: World, options: argparse.Namespace, *, timeout_s: float) -> int:
@@ -132,45 +131,37 @@ def gather(store: Any, topic: str, world: World, nodes: Sequence[str], *, timeou
 def in_child(task: Task, *, timeout_s: float) -> dict[str, Any]:
     """What a forked process returns. A hung driver, file system or collective hangs that one, in the kernel even: then, or if it
     dies or fails, the answer is a fault. The parent has imported torch and used nothing of it: CUDA does not survive a fork."""
-    reading, writing = os.pipe()
+    ours, theirs = Pipe(duplex=False)
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
-            answer = task(lambda doing: _send(writing, {"doing": doing}))
+            answer = task(theirs.send)
         except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 must know of it)
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
             answer = {"faults": [["not checked", reason]]}
         with suppress(OSError):
-            _send(writing, {"answer": answer})
+            theirs.send(answer)
         os._exit(0)
-    os.close(writing)
-    deadline_s = time.monotonic() + timeout_s
-    last: dict[str, Any] = {"doing": "its start"}
-    rest, received = b"", b"?"
-    with open(reading, "rb", buffering=0) as pipe:
-        while received and "answer" not in last and time.monotonic() < deadline_s:
-            if select.select([pipe], [], [], 0.1)[0]:
-                received = pipe.read(65536)
-                *lines, rest = (rest + received).split(b"\n")
-                last = json.loads(lines[-1]) if lines else last
+    theirs.close()
+    deadline_s, last = time.monotonic() + timeout_s, "its start"
+    found: dict[str, Any] = {}
+    try:
+        while not found and ours.poll(max(0.0, deadline_s - time.monotonic())):
+            message = ours.recv()
+            last, found = (message, found) if isinstance(message, str) else (last, message)
+        silent = ["no answer", f"no answer from {last} for {timeout_s:g} s"]
+    except EOFError:
+        silent = ["died", f"a process that used {last} has died"]
     # It gives the GPU's memory back before training asks for it. Killed, it is not waited for: a driver may never let it go.
-    grace_s = time.monotonic() + 5.0 * ("answer" in last)
+    grace_s = time.monotonic() + 5.0 * bool(found)
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() >= grace_s:
             os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.02)
-    if "answer" in last:
-        return dict(last["answer"])
-    if not received:
-        return {"faults": [["died", f"a process that used {last['doing']} has died"]]}
-    return {"faults": [["no answer", f"no answer from {last['doing']} for {timeout_s:g} s"]]}
-
-
-def _send(pipe: int, message: object) -> None:
-    os.write(pipe, json.dumps(message).encode() + b"\n")
+    return found or {"faults": [silent]}
 
 
 # ---- one's own node: in the child -------------------------------------------------------------------------------------
@@ -412,9 +403,7 @@ def report(found: Sequence[Figures], bad: Mapping[str, Sequence[str]], warnings:
         link = min((max(each["links"].values()) for each in ranks if each.get("links")), default=None)
         figures = ["-" if value is None else f"{value:.3g}" for value in (cells[0], link, cells[1])]
         rows.append((node, str(ranks[0].get("device", "-")), *figures, "bad" if node in bad else "sound"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"preflight: {len(rows) - 1} nodes, {len(found)} ranks, {took_s:.0f} s"]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [f"preflight: {len(rows) - 1} nodes, {len(found)} ranks, {took_s:.0f} s", *in_columns(rows)]
     lines += [f"preflight: warning: {text}" for text in warnings]
     return lines + [f"preflight: {node} is bad: {'; '.join(texts)}" for node, texts in bad.items()]
 

@@ -70,6 +70,12 @@ def facts(line: str) -> dict[str, str]:
     return {name: value for name, value in re.findall(r"(\w+)=(\S*)", line) if value != "(null)"}
 
 
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
     return facts(slurm("scontrol", "-o", "show", "job", job, tries=tries))
 

@@ -222,7 +222,7 @@ def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
 def _check(submission: Submission, ranks: str) -> None:
     """What `cluster/doctor` asks: whether it would be taken, and the batch splits over so many ranks."""
     examine(submission)
-    if ranks and submission.name == "pretrain.slurm":
+    if ranks:
         settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
         assert isinstance(settings, PretrainSettings)
         check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))

@@ -44,17 +44,21 @@ Kind = Literal["build", "pretrain", "probe", "tune"]
 
 @dataclass(frozen=True)
 class Command:
+    section: str
+    """Of a plan file."""
     words: tuple[str, str]
     schema: type[Settings]
     script: str
     """The template that runs it on SLURM."""
+    seed: str = ""
+    """The setting that `seeds` of a plan file are."""
 
 
 COMMANDS: Mapping[Kind, Command] = {
-    "build": Command(("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm"),
-    "pretrain": Command(("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm"),
-    "probe": Command(("finetune", "probe"), ProbeSettings, "cluster/probe.slurm"),
-    "tune": Command(("finetune", "tune"), TuneSettings, "cluster/finetune.slurm"),
+    "build": Command("prepare", ("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm"),
+    "pretrain": Command("pretrain", ("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm", "train.seed"),
+    "probe": Command("probe", ("finetune", "probe"), ProbeSettings, "cluster/probe.slurm", "seed"),
+    "tune": Command("finetune", ("finetune", "tune"), TuneSettings, "cluster/finetune.slurm", "train.seed"),
 }
 
 
