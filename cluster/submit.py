@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
 from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
-from cluster.work import Kind, Work, built_at, refuse_options
+from cluster.work import Kind, Work, refuse_options
 from data_prep.settings import SettingsError, near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
@@ -81,8 +81,6 @@ def _data(submission: Submission) -> Order:
     tasks = indices(array) if array else [0]
     if tasks != list(range(tasks[0], tasks[0] + len(tasks))):
         raise SettingsError(f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7")
-    if any(word.startswith("-") for word in submission.arguments):
-        return _of_place(submission, built_at(submission.arguments))
     config, *words = submission.arguments
     work = Work("build", config, tuple(words))
     if work.is_finished():

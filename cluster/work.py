@@ -15,7 +15,6 @@ those that a plan names included, is the one that SNAPSHOT keeps. A mistake in t
 import argparse
 import contextlib
 import copy
-import io
 import json
 import os
 import sys
@@ -25,11 +24,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
-from data_prep.cli import main as data_prep
+from data_prep.commands import building
+from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
 from finetune.probe.config import ProbeSettings
@@ -72,6 +70,9 @@ class Work:
     def settings(self) -> Settings:
         schema = COMMANDS[self.kind].schema
         try:
+            if self.kind == "build":  # whose words may be options, too
+                parser = program("data_prep", description="", add_verbs=building.add_verbs)
+                return building.settings_to_build(parser.parse_args(["build", self.config, *self.overrides]))
             tree = copy.deepcopy(_tree(self.config))
             keys = frozenset(tree)
             try:
@@ -246,16 +247,6 @@ def _last_end(run_dir: Path) -> str | None:
     return None
 
 
-def built_at(arguments: Sequence[str]) -> str:
-    """The dataset that `data_prep build ARGUMENTS` writes; options such as --source KIND its own command reads."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        code = data_prep(["build", *arguments, "--show"])
-    if code:
-        raise SettingsError("data_prep build: see above")
-    return str(yaml.safe_load(shown.getvalue())["out"])
-
-
 # ---- what a job asks --------------------------------------------------------------------------------------------------
 
 
@@ -267,10 +258,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     words, snapshot = options.words, options.kept
     try:
-        if words[:2] == ["data_prep", "build"]:
-            answer = _of_dataset([kept(words[2], snapshot), *words[3:]])
-        else:
-            answer = _of_work(_asked(words, snapshot), is_starting=options.starting)
+        answer = _of_work(_asked(words, snapshot), is_starting=options.starting)
     except UserError as error:
         own = str(error).replace(f"{snapshot}/given/", "/").replace(f"{snapshot}/", "")  # the user's path, not the copy's
         print(f"{words[0]}: {own}", file=sys.stderr)
@@ -293,16 +281,11 @@ def kept(file: str, snapshot: Path | None) -> str:
     return file
 
 
-def _of_dataset(arguments: list[str]) -> dict[str, object]:
-    out = built_at(arguments)
-    state = "finished" if (Path(out) / MANIFEST_NAME).exists() else "unfinished"
-    return {"state": state, "writes": out, "words": ["data_prep", "build", *arguments]}
-
-
 def _asked(words: list[str], snapshot: Path | None) -> Work:
     if words[0] != "grid":
-        refuse_options(words[3:])
         kind = next(kind for kind, command in COMMANDS.items() if list(command.words) == words[:2])
+        if kind != "build":
+            refuse_options(words[3:])
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     from cluster.plan_file import load_plan  # it is made of works
 
@@ -314,7 +297,7 @@ def _asked(words: list[str], snapshot: Path | None) -> Work:
 
 def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
     state, about = "finished" if work.is_finished() else "unfinished", ""
-    if is_starting and state == "unfinished":
+    if is_starting and state == "unfinished" and work.kind != "build":  # which many tasks write together
         absent = [path for path in work.reads if not Path(path).exists()]
         unseen = [path for path in absent if _file_system(Path(path)) != _file_system(Path())]
         writer = None if unseen else taken_by(work.writes, os.environ)

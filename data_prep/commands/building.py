@@ -7,11 +7,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_prep.commands import FAULTY, OK, add_verb, counted, settings_of
 from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import dump
+
+if TYPE_CHECKING:
+    from data_prep.build.config import BuildSettings
 
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
@@ -57,11 +61,14 @@ def add_verbs(verbs: Verbs) -> None:
         index.add_argument(f"--{split}", action="append", default=[], metavar="PATTERN", help=words)
 
 
-def _build(options: argparse.Namespace) -> int:
+def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
     from data_prep.build.config import BuildSettings
 
-    kind = [f"source.kind={options.source}"] if options.source else []
-    settings = settings_of(BuildSettings, options, kind)
+    return settings_of(BuildSettings, options, [f"source.kind={options.source}"] if options.source else [])
+
+
+def _build(options: argparse.Namespace) -> int:
+    settings = settings_to_build(options)
     if options.show:
         print(dump(settings), end="")
         return OK
