@@ -17,7 +17,7 @@ from data_prep.tar import TarError, members
 
 MAX_BYTES: Final = 1 << 30
 _MEMBER: Final = re.compile(rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE)
-_COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Picture(NamedTuple):
@@ -42,7 +42,7 @@ class Picture(NamedTuple):
 
 
 def is_tar(path: Path) -> bool:
-    if path.name.lower().endswith(_COMPRESSED):
+    if path.name.lower().endswith(COMPRESSED):
         raise UserError(
             f"{path}: is compressed, and its pictures cannot be reached one by one; unpack it, or make a plain .tar of it"
         )

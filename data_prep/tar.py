@@ -47,17 +47,12 @@ class Member(NamedTuple):
 
 
 def members(
-    path: Path,
-    *,
-    start: int = 0,
-    num_bytes: int | None = None,
-    ignore_zeros: bool = False,
-    goes_on: Callable[[int], None] | None = None,
-) -> Iterator[Member]:
+    path: Path, *, start: int = 0, num_bytes: int | None = None, ignore_zeros: bool = False
+) -> Generator[Member, None, int | None]:
     """The regular files of the tar at `start` of `path`, in file order.
 
-    With `ignore_zeros` also those behind its end mark, where another tar was appended with cat; without it, `goes_on` is called
-    with the place of what follows it.
+    With `ignore_zeros` also those behind its end mark, where another tar was appended with cat; without it, the place of what
+    follows it is returned.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -65,11 +60,12 @@ def members(
         at: int | None = start
         while at is not None:
             mark = yield from walk(lambda offset, count: read_member(descriptor, offset, count), at, end, beginning=start)
-            at = _next_block(descriptor, mark, end) if ignore_zeros or goes_on else None
-            if at is not None and not ignore_zeros and goes_on:
-                return goes_on(at - start)
+            at = _next_block(descriptor, mark, end)
+            if at is not None and not ignore_zeros:
+                return at - start
     finally:
         os.close(descriptor)
+    return None
 
 
 def walk(

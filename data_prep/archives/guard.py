@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from data_prep.settings import UserError
 
-_CHUNK_BYTES = 1 << 20
 OF_THE_MACHINE = {errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
 """Errors of the machine, not of the archive: the same command may succeed later."""
 
@@ -37,17 +35,6 @@ def refusing(place: str | Path, *, remedy: str = "download it again", field: str
             raise
         detail = " ".join(str(error).split())[:120] or type(error).__name__
         raise SourceError(f"{field}: {place} is cut or damaged ({detail}); {remedy}") from None
-
-
-def read_all(file: IO[bytes], *, max_bytes: int) -> bytes:
-    """The rest of `file`, with the checksum at the end of a compressed one; memory grows only with what is there."""
-    parts, num_bytes = [], 0
-    while chunk := file.read(_CHUNK_BYTES):
-        parts.append(chunk)
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise ValueError(f"more than {max_bytes:,} bytes")
-    return b"".join(parts)
 
 
 def stamp_of(paths: Sequence[Path]) -> str:

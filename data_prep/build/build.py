@@ -13,7 +13,7 @@ there to the same bytes.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +31,6 @@ from data_prep.workers import Pool, Tally, sweep, worker_pool
 
 MAX_INPUT_BYTES = 1 << 30
 """A larger file is no picture, and is not read."""
-
-
-@dataclass(frozen=True)
-class ShardJob:
-    """What a worker needs to write one shard, picklable and small."""
-
-    plan: ShardPlan
-    work: Workplan
-    source: Source
 
 
 def build(settings: BuildSettings) -> Manifest:
@@ -62,37 +53,36 @@ def build(settings: BuildSettings) -> Manifest:
 def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, pool: Pool) -> list[ShardRecord]:
     """The record of every shard of `plans`, in their order."""
     total = sum(plan.stop - plan.start for plan in plans)
-    jobs = [ShardJob(plan, work, source) for plan in plans]
-    return list(sweep(write_job, jobs, title="packing", unit="images", total=total, pool=pool))
+    return list(sweep(partial(write_planned, work, source), plans, title="packing", unit="images", total=total, pool=pool))
 
 
-def write_job(job: ShardJob) -> ShardRecord:
-    directory, plan, parts_id = job.work.directory, job.plan, job.work.parts_id
+def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
+    directory, parts_id = work.directory, work.parts_id
     done = finished_record(directory, plan.name, plan_hash=parts_id)
     if done is not None:
         Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []
-    return write_shard(directory, plan.name, _samples(job, rejected), plan_hash=parts_id, rejected=rejected)
+    return write_shard(directory, plan.name, _samples(work, source, plan, rejected), plan_hash=parts_id, rejected=rejected)
 
 
-def _samples(job: ShardJob, rejected: list[Rejected]) -> Iterator[Sample]:
-    inventory = open_inventory(job.work.inventory_directory, job.work.stamp)
-    order = np.load(job.work.order_path(job.plan.split), mmap_mode="r")
-    for number, row in enumerate(order[job.plan.start : job.plan.stop].tolist()):
+def _samples(work: Workplan, source: Source, plan: ShardPlan, rejected: list[Rejected]) -> Iterator[Sample]:
+    inventory = open_inventory(work.inventory_directory, work.stamp)
+    order = np.load(work.order_path(plan.split), mmap_mode="r")
+    for number, row in enumerate(order[plan.start : plan.stop].tolist()):
         Tally.add(1)
         entry = inventory.entry(row)
-        key, path = f"{job.plan.name}-{number:06d}", entry.path
+        key, path = f"{plan.name}-{number:06d}", entry.path
         data = b""
         try:
             if entry.num_bytes > MAX_INPUT_BYTES:
                 raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
-            data = job.source.read(entry)
+            data = source.read(entry)
             with naming(path):
-                image = convert(data, job.work.settings)
+                image = convert(data, work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
             rejected.append(Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest))
             continue
-        label = job.work.labels[entry.label] if entry.label >= 0 else entry.label
+        label = work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

@@ -24,13 +24,13 @@ from braceexpand import braceexpand
 from data_prep import remote
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PARTS
+from data_prep.pictures import COMPRESSED
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import Version
 from data_prep.settings import UserError
 
 MAX_SHARDS = 1_000_000
-COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
 _HARMLESS = re.compile(r"download(=(true|1|yes)?)?", re.IGNORECASE)
 """What a query string may hold: all else could be a key, and a manifest is for everybody to read."""

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,11 +137,10 @@ def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSamp
         raise TarError(f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar")
     samples: dict[str, StockSample] = {}
 
-    def goes_on(place: int) -> None:
-        found.goes_on_at = place
+    def of_samples() -> Iterator[Member]:
+        found.goes_on_at = yield from members(path, ignore_zeros=ignore_zeros)
 
-    found_members = members(path, ignore_zeros=ignore_zeros, goes_on=goes_on)
-    for key, run in runs(member for member in found_members if not _META.match(member.name)):
+    for key, run in runs(member for member in of_samples() if not _META.match(member.name)):
         if not key:
             found.num_without_key += 1
             continue

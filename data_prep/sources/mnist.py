@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, check_md5, read_all, refusing
+from data_prep.archives.guard import SourceError, check_md5, refusing
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
 
-MAX_BYTES: Final = 1 << 30
 _UINT8: Final = 0x08
 _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
 """What the file names of a split begin with; EMNIST says test."""
@@ -100,7 +99,7 @@ class MnistSource(RecordSource):
         if compressed and published is not None and self.settings.md5 == "published":
             check_md5(path, published)
         with refusing(path), cast(IO[bytes], gzip.open(path) if compressed else open(path, "rb")) as file:
-            return parse_idx(read_all(file, max_bytes=MAX_BYTES), num_dimensions=num_dimensions)
+            return parse_idx(file.read(), num_dimensions=num_dimensions)
 
     def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
         highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())

@@ -4,9 +4,8 @@ The picture number i of a class is a function of (seed, class, split, i) alone, 
 redrawing of the same data. The sets "a" and "b" share no class: of all shape x colour x quadrant combinations, "a" takes those
 of even parity and "b" those of odd parity, so that every attribute occurs in both.
 
-`begun.json` (whose pictures these are) is written first, a class folder is drawn under a temporary name and then renamed, and
-`complete.json` is written last: a killed run goes on with the classes that it lacks. (No fsync for each picture: after a power
-cut, delete the folder.)
+`begun.json` (whose pictures these are) is written first, and a class folder is drawn under a temporary name and then renamed: a
+killed run goes on with the classes that it lacks. (No fsync for each picture: after a power cut, delete the folder.)
 """
 
 import colorsys
@@ -29,7 +28,7 @@ from data_prep.sources.folder import FolderSettings, FolderSource
 from data_prep.workers import Tally, sweep
 
 JPEG_QUALITY = 90
-BEGUN_NAME, COMPLETE_NAME = "begun.json", "complete.json"
+BEGUN_NAME = "begun.json"
 SPLIT_NUMBERS = {"train": 0, "val": 1}
 SHAPES = ("disc", "square", "triangle", "ring", "cross", "bar")
 COLOURS = {"red-cyan": 0.0, "orange-azure": 0.125, "lime-violet": 0.25, "green-rose": 0.375}
@@ -104,36 +103,32 @@ class SyntheticSource(FolderSource):
         return super().outline()
 
     def _write_images(self) -> None:
-        begun, complete = self.path / BEGUN_NAME, self.path / COMPLETE_NAME
+        begun = self.path / BEGUN_NAME
         strangers = {path.name for path in self.path.iterdir()} - {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
         if strangers and not begun.exists():
             raise SourceError(
                 f"source.images_dir: {self.path} holds {min(strangers)}, and no pictures of this tool; name another directory"
             )
-        for path in (begun, complete):
-            if path.exists() and json.loads(path.read_text()) != self.describe():
-                raise SourceError(f"source.images_dir: {self.path} holds pictures of other settings; remove it or name another")
-        if complete.exists():
-            return
+        if begun.exists() and json.loads(begun.read_text()) != self.describe():
+            raise SourceError(f"source.images_dir: {self.path} holds pictures of other settings; remove it or name another")
         write_json(begun, self.describe())
         looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
+        jobs = [job for job in jobs if not (self.path / job[1] / job[0].name).exists()]
         how: dict[str, Any] = {"title": "drawing pictures", "unit": "images", "jobs_are": "folders"}
         list(sweep(self._write_class, jobs, total=sum(job[2] for job in jobs), num_workers=self.num_workers, **how))
-        write_json(complete, self.describe())
 
     def _write_class(self, job: tuple[Look, str, int]) -> None:
         look, split, count = job
         folder = self.path / split / look.name
-        if not folder.exists():
-            temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            for number in range(count):
-                data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
-                (temporary / f"{number:06d}.jpg").write_bytes(data)
-            temporary.rename(folder)
+        temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for number in range(count):
+            data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
+            (temporary / f"{number:06d}.jpg").write_bytes(data)
+        temporary.rename(folder)
         Tally.add(count)
 
 

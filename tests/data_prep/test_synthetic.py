@@ -87,8 +87,7 @@ def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Pa
     root = tmp_path / "images"
     assert draw(root) == pictures(drawn)
     whole = files_of(root)
-    # what a kill leaves: no mark of completion, classes that are missing, and a class half drawn
-    (root / "complete.json").unlink()
+    # what a kill leaves: classes that are missing, and a class half drawn
     classes = sorted((root / "train").iterdir())
     shutil.rmtree(classes[0])
     half = classes[1].rename(root / "train" / f".tmp-{classes[1].name}")
@@ -100,12 +99,9 @@ def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Pa
     assert [path.stat().st_mtime_ns for path in untouched] == times
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_other_settings_are_refused_the_same_folder_finished_or_not(tmp_path: Path, complete: bool) -> None:
+def test_other_settings_are_refused_the_same_folder(tmp_path: Path) -> None:
     root = tmp_path / "images"
     draw(root)
-    if not complete:
-        (root / "complete.json").unlink()
     before = files_of(root)
     changes: list[dict[str, Any]] = [{"seed": 1}, {"num_train_per_class": 6}, {"image_size": 24}, {"class_set": "b"}]
     for change in changes:

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from data_prep.build.build import ShardJob, write_job
+from data_prep.build.build import write_planned
 from data_prep.build.shards import ShardRecord
 from data_prep.workers import Pool, Tally, sweep, worker_pool
 from tests.data_prep.samples import build, files_of, write_classes
@@ -38,14 +38,14 @@ class Deadly:
         self.counted = value
 
 
-def dying(deaths: Path, times: int, death: int, job: ShardJob) -> ShardRecord:
+def dying(deaths: Path, times: int, death: int, *job: Any) -> ShardRecord:
     """In a worker: the first `times` attempts at every shard die while they count."""
-    attempts = deaths / job.plan.name
+    attempts = deaths / job[-1].name
     with open(attempts, "ab") as file:
         file.write(b".")
     if attempts.stat().st_size <= times:
         Tally.connect(Deadly(death), 0)  # type: ignore[arg-type]
-    return write_job(job)
+    return write_planned(*job)
 
 
 def deaths_in(said: str) -> list[str]:
@@ -64,7 +64,7 @@ def test_workers_killed_while_they_count_are_named_and_their_work_is_done_again(
 ) -> None:
     assert build(source, tmp_path / "whole" / "animals", *CUT) == 0
     (tmp_path / "deaths").mkdir()
-    monkeypatch.setattr("data_prep.build.build.write_job", partial(dying, tmp_path / "deaths", 1, death))
+    monkeypatch.setattr("data_prep.build.build.write_planned", partial(dying, tmp_path / "deaths", 1, death))
     assert build(source, tmp_path / "killed" / "animals", *CUT) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "deaths").iterdir()} == {
         f"train-00000{number}": b".." for number in range(3)
@@ -80,7 +80,7 @@ def test_workers_that_die_twice_at_the_same_work_end_the_build_with_one_line(
     out = tmp_path / "killed" / "animals"
     (tmp_path / "deaths").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.build.build.write_job", partial(dying, tmp_path / "deaths", 2, signal.SIGKILL))
+        patch.setattr("data_prep.build.build.write_planned", partial(dying, tmp_path / "deaths", 2, signal.SIGKILL))
         assert build(source, out, *CUT) == 1
     *before, line = deaths_in(capfd.readouterr().err)
     assert before and all(each.endswith("its work is done again") for each in before)
