@@ -27,6 +27,7 @@ from data_prep.check.stored import Storage, each_shard, stored_key, tar_content
 from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choose.neighbours import MAX_NEAR, near_pairs
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
+from data_prep.publish import make_directory
 from data_prep.settings import UserError
 
 Ids = NDArray[np.int64]
@@ -88,10 +89,7 @@ def find_duplicates(
         raise UserError(f"near: {near} of the hash's 64 bits; choose 0 to {MAX_NEAR} (beyond, different pictures are alike)")
     parts = _parts(directory, against, splits)
     if cache is not None:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"hashes: {cache} is no directory; name one, it may be a new one") from None
+        make_directory(cache)
     found = [np.zeros(0, DTYPE)]
     for part in parts:
         work, title = partial(shard_hashes, part.directory, cache, storage or {}), f"hashing {part.manifest.name}/{part.split}"

@@ -297,7 +297,7 @@ def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, ca
         (["--near", "11"], "near: 11 of the hash's 64 bits; choose 0 to 10"),
         (["--split", "trian"], "has no split 'trian'; did you mean 'train'?"),
         (["--against", "nowhere"], "nowhere: no such dataset directory"),
-        (["--hashes", __file__], "test_dedup.py is no directory; name one, it may be a new one"),
+        (["--hashes", __file__], "test_dedup.py: cannot be made, for a file is in its place; name another directory"),
         (["--out", "some.txt"], "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl"),
         (["--out", "rejected.jsonl"], "out: rejected.jsonl is no name for the list"),
         (["--out", "not/there/list.jsonl"], "out: not/there is no directory; make it, or name another place"),

@@ -91,8 +91,8 @@ def test_files_that_come_go_or_are_replaced_end_the_build(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_source_that_stays_as_it_is_is_built(tmp_path: Path, build_while: BuildWhile) -> None:
-    assert build_while("folder", lambda _: None) == 0
+def test_a_source_whose_pictures_stay_as_they_are_is_built(tmp_path: Path, build_while: BuildWhile) -> None:
+    assert build_while("folder", lambda source: write_files(source, {"ant/more/note.txt": b"mine"})) == 0
     assert load_manifest(tmp_path / "out").num_written == 4
 
 

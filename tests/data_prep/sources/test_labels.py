@@ -142,6 +142,9 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, ca
     words[3] = f"source.path={tmp_path / 'ones'}"
     assert main([*words, str(tmp_path / "none")]) == 0
     assert list(load_manifest(tmp_path / "none").splits) == ["train"]
+    write_files(tmp_path / "ones", {"cow/notes.txt": b"x"})
+    assert main([*words, str(tmp_path / "more")]) == 2
+    assert "1 classes of this folder source hold no pictures (cow); remove them" in capsys.readouterr().err
 
 
 def test_a_build_that_ended_before_its_first_shard_refuses_no_other_settings(
