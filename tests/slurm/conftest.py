@@ -17,6 +17,7 @@ from typing import ClassVar, Self
 
 import pytest
 
+from tests.forked import begin, wait
 from tests.training import finish, start
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,6 +64,8 @@ class Cluster:
         self.directory.chmod(0o755)
         self.root = self.directory / "checkout"
         self.root.mkdir()
+        if python is None:  # numba's files are copied, too: ranks that compile, on a busy machine, look as if they hung
+            assert wait([begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))], timeout_s=600) == [0]
         for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
             shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc"))
         # a scratch that only jobs know, as sites have it

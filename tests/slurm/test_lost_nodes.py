@@ -40,7 +40,7 @@ def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wake
 
 def test_fewer_nodes_go_on_where_that_was_asked_for(slurm: Cluster, config: Path, undisturbed: Path) -> None:
     run_dir = slurm.root / "runs/fewer"
-    job = slurm.sbatch("--nodes=1-2", "--exclude=n3", SCRIPT, config, "run_dir=runs/fewer")
+    job = slurm.sbatch("--nodes=1-2", "--exclude=n3", SCRIPT, config, "run_dir=runs/fewer", "tracking.enabled=false")
     await_progress(slurm, job, run_dir, start=1)
     slurm.tell("crash n1")  # where the job's script runs
     try:

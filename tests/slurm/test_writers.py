@@ -4,16 +4,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.slurm.conftest import CONFIG, SCRIPT, Cluster
-
-
-@pytest.fixture
-def config(slurm: Cluster, shapes: Path) -> Path:
-    path = slurm.root / "shared.yaml"
-    path.write_text(CONFIG.format(dataset=shapes))
-    return path
+from tests.slurm.conftest import SCRIPT, Cluster
 
 
 def submit(slurm: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
