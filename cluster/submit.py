@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
 from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
-from cluster.work import Kind, Work, refuse_options
+from cluster.work import Kind, Work
 from data_prep.settings import SettingsError, near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
@@ -65,15 +65,9 @@ def examine(submission: Submission) -> Order:
 
 def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
-    work = Work(kind, config, tuple(words))
     if submission.option("--array", "-a") is not None:
         raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
-    refuse_options(words)
-    work.check()
-    if work.is_finished():
-        raise NothingLeft(f"{work.writes}: finished before; name another run_dir to do it anew")
-    refuse_missing(submission, work.missing())
-    return _of_place(submission, work.writes)
+    return _of_work(submission, Work(kind, config, tuple(words)), again="finished before; name another run_dir to do it anew")
 
 
 def _data(submission: Submission) -> Order:
@@ -83,12 +77,24 @@ def _data(submission: Submission) -> Order:
         raise SettingsError(f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7")
     config, *words = submission.arguments
     work = Work("build", config, tuple(words))
+    again = f"built before; data_prep verify {work.writes} reads all of it, another out= builds it anew"
+    return _of_work(submission, work, again=again)
+
+
+def _of_work(submission: Submission, work: Work, *, again: str) -> Order:
+    """`again`: what is said of one that is finished."""
+    work.check()
     if work.is_finished():
-        raise NothingLeft(
-            f"{work.writes}: built before; data_prep verify {work.writes} reads all of it, another out= builds it anew"
-        )
+        raise NothingLeft(f"{work.writes}: {again}")
     refuse_missing(submission, work.missing())
-    return _of_place(submission, work.writes)
+    writers = _writers(submission, [work.writes]).get(work.writes)
+    if writers:
+        jobs = jobs_of([writers])
+        raise SettingsError(
+            f"{work.writes}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it, scancel {' '.join(jobs)} makes "
+            f"room, or let this one wait for it: --dependency=afterany:{':'.join(jobs)}"
+        )
+    return Order(submission, {work.writes: ALL_TASKS})
 
 
 def _grid(submission: Submission) -> Order:
@@ -149,17 +155,6 @@ def indices(array: str) -> list[int]:
     return sorted(found)
 
 
-def _of_place(submission: Submission, place: str) -> Order:
-    writers = _writers(submission, [place]).get(place)
-    if writers:
-        jobs = jobs_of([writers])
-        raise SettingsError(
-            f"{place}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it, scancel {' '.join(jobs)} makes room, "
-            f"or let this one wait for it: --dependency=afterany:{':'.join(jobs)}"
-        )
-    return Order(submission, {place: ALL_TASKS})
-
-
 def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
     if submission.option("--dependency", "-d") is not None:  # it knows of others
         return {}
@@ -217,15 +212,6 @@ def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
     return job
 
 
-def _check(submission: Submission, ranks: str) -> None:
-    """What `cluster/doctor` asks: whether it would be taken, and the batch splits over so many ranks."""
-    examine(submission)
-    if ranks:
-        settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
-        assert isinstance(settings, PretrainSettings)
-        check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))
-
-
 def main(words: list[str]) -> int:
     parsable = "--parsable" in words
     words = [word for word in words if word != "--parsable"]
@@ -234,8 +220,15 @@ def main(words: list[str]) -> int:
             from cluster.plan import queue  # it submits with this file
 
             return queue(words[-1], [word for word in words[:-1] if word != "--dry-run"], dry_run="--dry-run" in words)
-        if words and words[0].startswith("--check"):
-            _check(read_submission(words[1:]), words[0].partition("=")[2])
+        if words and words[0].startswith(
+            "--check="
+        ):  # of the doctor: would it be taken, and does the batch split over so many ranks?
+            submission, ranks = read_submission(words[1:]), words[0].partition("=")[2]
+            examine(submission)
+            if ranks:
+                settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
+                assert isinstance(settings, PretrainSettings)
+                check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))
             return 0
         jobs = submit(read_submission(words))
     except NothingLeft as left:

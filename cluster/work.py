@@ -73,10 +73,16 @@ class Work:
             if self.kind == "build":  # whose words may be options, too
                 parser = program("data_prep", description="", add_verbs=building.add_verbs)
                 return building.settings_to_build(parser.parse_args(["build", self.config, *self.overrides]))
-            tree = copy.deepcopy(_tree(self.config))
+            path = Path(self.config).absolute()
+            tree = copy.deepcopy(_read(path, path.stat().st_mtime_ns) if path.is_file() else read_yaml(Path(self.config)))
             keys = frozenset(tree)
             try:
                 for override in self.overrides:
+                    if override.startswith("-"):
+                        raise SettingsError(
+                            f"{override}: after CONFIG a job takes key=value alone; sbatch's options stand before the script, and "
+                            "ranks follow from --nodes and RANKS_PER_NODE (cluster/site.env)"
+                        )
                     apply_override(tree, override, schema=schema)
                 return validate(schema, tree)
             except SettingsError:
@@ -188,23 +194,9 @@ def place_of(path: str) -> Path:
     return Path(os.path.normpath(Path(path).absolute()))
 
 
-def refuse_options(words: list[str]) -> None:
-    options = [word for word in words if word.startswith("-")]
-    if options:
-        raise SettingsError(
-            f"{options[0]}: after CONFIG a job takes key=value alone; sbatch's options stand before the script, and ranks follow "
-            "from --nodes and RANKS_PER_NODE (cluster/site.env)"
-        )
-
-
 def in_file(path: str, error: SettingsError) -> SettingsError:
     """The same mistakes, each with the file that they are in."""
     return SettingsError("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines()))
-
-
-def _tree(config: str) -> dict[str, Any]:
-    path = Path(config).absolute()
-    return _read(path, path.stat().st_mtime_ns) if path.is_file() else read_yaml(Path(config))
 
 
 @lru_cache
@@ -284,8 +276,6 @@ def kept(file: str, snapshot: Path | None) -> str:
 def _asked(words: list[str], snapshot: Path | None) -> Work:
     if words[0] != "grid":
         kind = next(kind for kind, command in COMMANDS.items() if list(command.words) == words[:2])
-        if kind != "build":
-            refuse_options(words[3:])
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     from cluster.plan_file import load_plan  # it is made of works
 

@@ -9,7 +9,7 @@ BUDGETS = {
     "data_prep": 10_450,
     "pretrain": 14_450,
     "finetune": 4_950,
-    "cluster": 3_100,  # with its shell
+    "cluster": 3_000,  # with its shell
     "analysis": 1_100,
     "demo.py": 300,  # with install.sh
     "tests": 28_000,
