@@ -27,19 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(REPOSITORY / name, source)
-    words = [
-        "build",
-        "--quiet",
-        "--wheel",
-        "--no-config",
-        "--no-build-isolation",
-        "--offline",
-        "--python",
-        sys.executable,
-        "-o",
-        out,
-    ]
-    subprocess.run([sys.executable, "-m", "uv", *words, source], check=True)
+    words = ["-m", "uv", "build", "--quiet", "--wheel", "--no-config", "--no-build-isolation", "--offline", "--python"]
+    subprocess.run([sys.executable, *words, sys.executable, "-o", out, source], check=True)
     (built,) = out.glob("*.whl")
     return built
 
@@ -72,6 +61,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     configs = {f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.*")}
     files = {f"cluster/{path.name}" for path in (REPOSITORY / "cluster").iterdir() if path.is_file() and path.suffix != ".py"}
+    files |= {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")}
     assert names == configs | files - {"cluster/apptainer.def"} and len(configs) > 20
     assert re.findall(r"^Requires-Dist: (pillow\S*?)[><=;]", metadata, re.MULTILINE) == ["pillow"]
     assert {"onnx", "remote"} <= set(re.findall(r"^Provides-Extra: (\S+)", metadata, re.MULTILINE))

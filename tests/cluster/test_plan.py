@@ -241,11 +241,8 @@ def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pyt
 
 def test_a_trial_asks_slurm_about_each_job_and_queues_none(slurm: Path) -> None:
     assert submit(["--test-only", DEMO]) == 0
-    assert [script for script, _ in submitted(slurm)] == ["data_prep.slurm"] * 2 + [
-        "pretrain.slurm",
-        "probe.slurm",
-        "finetune.slurm",
-    ]
+    scripts = [*["data_prep.slurm"] * 2, "pretrain.slurm", "probe.slurm", "finetune.slurm"]
+    assert [script for script, _ in submitted(slurm)] == scripts
     assert all("--test-only" in words for _, words in submitted(slurm)) and not (slurm / "jobs").exists()
 
 
