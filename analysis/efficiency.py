@@ -7,6 +7,7 @@ has any data loading in it, the images lie on the device. The paper's own figure
 
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from analysis.table_pages import rows_of
+from analysis.table_pages import for_console, rows_of
 from data_prep.publish import write_atomic, write_json
 from data_prep.settings import UserError
 from pretrain.models.build import build_model
@@ -172,12 +172,8 @@ def machine(conditions: Conditions) -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()  # ARM's has no name there
 
 
 def title(conditions: Conditions, machine: str) -> str:
@@ -208,12 +204,7 @@ def _giga(value: float) -> str:
 
 def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
     console.print(heading)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row, first=rows[0].name))
-    console.print(table)
+    console.print(for_console(COLUMNS, [cells(row, first=rows[0].name) for row in rows]))
     console.print(PAPER_NOTE, style="dim")
 
 

@@ -9,22 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
+from analysis.table_pages import for_console
 from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
 from finetune.looks import looks, per_cent, save
 from finetune.runs import TASKS, Run, runs_below
 
-TASK_LOOKS = {
-    "pretrain": ("pretrained", "#4477aa"),
-    "probe": ("linear probe", "#66aa77"),
-    "knn": ("k-NN", "#88ccee"),
-    "tune": ("fine-tuned", "#cc6677"),
-    "scratch": ("from scratch", "#bbbbbb"),
-    "evaluate": ("evaluated", "#8877bb"),
-}
+COLOURS = {"probe": "#66aa77", "knn": "#88ccee", "tune": "#cc6677", "scratch": "#bbbbbb", "evaluate": "#8877bb"}
 _NUM_PICTURES = 24
 
 
@@ -35,22 +28,21 @@ def collect(root: Path) -> list[Run]:
         raise ValueError(f"{root}: holds no runs (folders with a config.yaml and a journal); name the folder that they lie in")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]
-    return sorted(runs, key=lambda run: (TASKS.index(run.task), run.name))
+    return sorted(runs, key=lambda run: (list(TASKS).index(run.task), run.name))
 
 
 def print_table(runs: list[Run], console: Console) -> None:
-    table = Table(title="what was trained", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(("run", "task", "model", "data", "top-1", "chance", "images/s")):
-        table.add_column(column, justify="left" if number < 4 else "right", no_wrap=True)
+    rows = []
     for run in runs:
         top1 = f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished"
         chance, rate = f"{run.chance:.1%}" if run.chance else "?", run.result.get("images_per_s")
-        table.add_row(run.name, _task(run), run.model_name, run.dataset.name, top1, chance, f"{rate:,.0f}" if rate else "")
-    console.print(table)
+        rows.append((run.name, _task(run), run.model_name, run.dataset.name, top1, chance, f"{rate:,.0f}" if rate else ""))
+    header = ("run", "task", "model", "data", "top-1", "chance", "images/s")
+    console.print(for_console(header, rows, title="what was trained", num_words=4))
 
 
 def _task(run: Run) -> str:
-    return "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASK_LOOKS[run.task][0]
+    return "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASKS[run.task]
 
 
 def spread_of(run: Run) -> str:
@@ -106,7 +98,7 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
     runs = sorted(runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0))
     for row, run in enumerate(runs):
         top1, several = run.top1 or 0.0, len({each.split for each in runs}) > 1
-        axes.barh(row, top1, color="#ddaa44" if run.model_name == "pixels" else TASK_LOOKS[run.task][1])
+        axes.barh(row, top1, color="#ddaa44" if run.model_name == "pixels" else COLOURS[run.task])
         axes.text(top1 + 0.01, row, f"{top1:.1%}{spread_of(run)}" + (f" on {run.split}" if several else ""), va="center")
         if run.top1_std is not None:
             axes.errorbar(top1, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)

@@ -42,12 +42,19 @@ def markdown(tables: Sequence[Filled]) -> str:
 
 def console_table(table: Filled) -> ConsoleTable:
     title = table.title + (f"  ({table.source}; ours / paper / gap)" if table.source else "")
-    shown = ConsoleTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-    shown.add_column("")
-    for column in table.columns:
-        shown.add_column(column, justify="right")
-    for line in table.lines:
-        shown.add_row(line.name, *(words_of(cell, table) for cell in line.cells))
+    rows = [[line.name, *(words_of(cell, table) for cell in line.cells)] for line in table.lines]
+    return for_console(["", *table.columns], rows, title=title)
+
+
+def for_console(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, num_words: int = 1
+) -> ConsoleTable:
+    """The first `num_words` columns to the left, numbers to the right."""
+    shown = ConsoleTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(header):
+        shown.add_column(column, justify="left" if number < num_words else "right")
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 

@@ -36,12 +36,12 @@ def looks(*names: str) -> AbstractContextManager[None]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """It appears whole."""
-    write_atomic(path, png_of(figure).getvalue())
+    """It appears whole, in the format that its ending names."""
+    write_atomic(path, file_of(figure, path.suffix[1:]).getvalue())
 
 
-def png_of(figure: Figure) -> io.BytesIO:
-    figure.savefig(drawn := io.BytesIO(), format="png", dpi=140)
+def file_of(figure: Figure, format: str = "png") -> io.BytesIO:
+    figure.savefig(drawn := io.BytesIO(), format=format, dpi=140)
     return drawn
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
@@ -28,7 +28,15 @@ from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
-TASKS: tuple[Task, ...] = get_args(Task)
+TASKS: dict[Task, str] = {
+    "pretrain": "pretrained",
+    "probe": "linear probe",
+    "knn": "k-NN",
+    "tune": "fine-tuned",
+    "scratch": "from scratch",
+    "evaluate": "evaluated",
+}
+"""In words, the first that are done first."""
 SPREAD = ", deviation over repetitions"
 ACCURACIES = {
     r"(test_)?top1": "top-1",
@@ -170,7 +178,7 @@ class Run:
 class Result(NamedTuple):
     """One accuracy of some weights."""
 
-    task: str
+    task: Task
     dataset: str
     split: str
     metric: str

@@ -204,6 +204,13 @@ class AugmentSettings(Settings):
         return self.model_copy(update={"crop_interpolation": self.crop_interpolation or filter_})
 
     @property
+    def recipe(self) -> str:
+        """What differs from no augmentation at all, in the words of the config."""
+        plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
+        fed = self.fed_as("bilinear").model_dump(mode="json")
+        return ", ".join(f"{name} {value}" for name, value in fed.items() if value != plain[name]) or "no augmentation"
+
+    @property
     def mixing(self) -> dict[str, str]:
         """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
         ways = {"MixUp": ("mixup_alpha", self.mixup_alpha), "CutMix": ("cutmix_alpha", self.cutmix_alpha)}

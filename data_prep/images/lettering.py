@@ -31,6 +31,12 @@ def legible(text: str) -> str:
     return "".join(each if _family_of(each) else _written_out(each) for each in text)
 
 
+def short(text: str, *, length: int) -> str:
+    """Without its middle: names of one kind often begin alike, and end alike."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half].rstrip()}…{text[len(text) - (length - 1 - half) :].lstrip()}"
+
+
 def _written_out(character: str) -> str:
     if unicodedata.category(character) == "So" and (name := unicodedata.name(character, "")):
         return f"({name.lower()})"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from data_prep.images.lettering import Letters, families
+from data_prep.images.lettering import Letters, families, short
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError
 
@@ -75,9 +75,5 @@ def shortened(text: str, font: Letters, *, width: float) -> str:
     """The text as far as it fits; the middle goes first, because class names differ at both ends."""
     if font.getlength(text) <= width:
         return text
-    for length in range(len(text) - 1, 1, -1):
-        head = -(-length // 2)
-        short = f"{text[:head].rstrip()}…{text[len(text) - (length - head) :].lstrip()}"
-        if font.getlength(short) <= width:
-            return short
-    return "…"
+    cut = (short(text, length=length) for length in range(len(text), 2, -1))
+    return next((each for each in cut if font.getlength(each) <= width), "…")

@@ -80,7 +80,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
         "loss": f"{result['eval/loss']:.4f}",
         "ECE": f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}",
         "top-1 by views": "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]),
-        "views": f"{recipe(result['augment'])}: {result['augment_from']}" if result.get("augment") else "",
+        "views": f"{AugmentSettings(**result['augment']).recipe}: {result['augment_from']}" if result.get("augment") else "",
         "class top-1": f"mean {result['eval/class_top1']:.2%}; worst: {worst}",
         "most confused": ", ".join(f"{one} as {other} ({count:,})" for one, other, count in result["most_confused"][:3]),
         "speed": f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s",
@@ -103,9 +103,3 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     place = Path(result["run_dir"])
     place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     console.print(f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True)
-
-
-def recipe(augment: dict[str, Any]) -> str:
-    """What such views are, in the words of the settings."""
-    none: dict[str, Any] = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
-    return ", ".join(f"{name} {value}" for name, value in augment.items() if value != none[name]) or "none"

@@ -25,7 +25,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from data_prep.images.lettering import legible
+from data_prep.images.lettering import legible, short
 from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.scoring import OTHER, Answers, Calibration, Confusion, Moment, PerClass, calibration, moments, scores_of
@@ -196,7 +196,7 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if size <= MOST_NAMED:
-        names = [legible(short(name)) for name in confusion.names]
+        names = [legible(short(name, length=20)) for name in confusion.names]
         axes.set_yticks(range(size), names)
         columns = [*names, OTHER][: counts.shape[1]]
         axes.set_xticks(range(len(columns)), columns, rotation=90)
@@ -214,12 +214,6 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
             words = f"{counts[row, column]:.0f}" if is_few else f"{share:.0%}"
             axes.text(column, row, words, ha="center", va="center", fontsize=7, color="white" if share > 0.35 else "black")
     return figure
-
-
-def short(name: str, *, length: int = 20) -> str:
-    """Without its middle: names of one kind often begin alike, and end alike."""
-    half = length // 2
-    return name if len(name) <= length else f"{name[:half]}…{name[1 - half :]}"
 
 
 def draw_calibration(bins: Calibration, *, title: str) -> Figure:

@@ -11,21 +11,13 @@ from typing import Any
 import yaml
 
 from finetune.export.config import ONNX, PT2, ExportSettings
-from finetune.runs import Result, Run
+from finetune.runs import TASKS, Result, Run
 from pretrain.checkpoints.card import ModelCard, timms_own
 from pretrain.models.cost import cost_of
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
 
 NUM_NAMED = 10
 UNKNOWN = "not stated"
-TASKS = {
-    "pretrain": "training",
-    "tune": "fine-tuning",
-    "scratch": "training from scratch",
-    "probe": "linear probe",
-    "knn": "nearest neighbours",
-    "evaluate": "evaluation",
-}
 RECIPE = ("lrs", "weight_decays", "epochs", "batch_size", "seed", "optimizer", "schedule", "train", "augment", "engine")
 """Settings of a probe and sections of a training, without their paths."""
 

@@ -326,7 +326,7 @@ def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
     from matplotlib.figure import Figure  # a second, which ranks that draw nothing need not spend
     from matplotlib.patches import Rectangle
 
-    from finetune.looks import looks, png_of
+    from finetune.looks import file_of, looks
 
     decays, lrs, rows = _layer(judged, best.candidate.epochs)
     scores = np.array([[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows])
@@ -343,4 +343,4 @@ def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
             axes.text(column, row, str(rows[row][column]), ha="center", va="center", color=colour)
         corner = (lrs.index(best.candidate.lr) - 0.48, decays.index(best.candidate.weight_decay) - 0.48)
         axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5))
-        return Image.open(png_of(figure)).convert("RGB")
+        return Image.open(file_of(figure)).convert("RGB")

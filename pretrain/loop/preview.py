@@ -16,7 +16,7 @@ from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import training_batches
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import reading
-from pretrain.tracking.pictures import fed_sheet, recipe
+from pretrain.tracking.pictures import fed_sheet
 
 
 def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int) -> Image.Image:
@@ -51,6 +51,6 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
             fed = next(batches)
         finally:
             reader.end_waits()  # before the batches, whose end would last as long as a download
-    facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {recipe(settings.augment)}"
+    facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
     return fed_sheet(fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts)

@@ -40,7 +40,7 @@ from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
-from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, recipe, strongest_filters
+from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, strongest_filters
 from pretrain.tracking.tracker import Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
@@ -321,7 +321,7 @@ class Trainer:
         """A sheet of the first pictures of a run, of the first rank's share."""
         sample, data, normalisation = first_of(prepared, count=NUM_SHOWN), self.data, self.augmentation.normalisation
         title = f"{data.name}, as {self.run_dir.name} sees it"
-        facts = f"{data.image_size} px  ·  {recipe(self.settings.augment)}"
+        facts = f"{data.image_size} px  ·  {self.settings.augment.recipe}"
         self.tracker.picture(
             "fed", lambda: fed_sheet(sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts), step=0
         )

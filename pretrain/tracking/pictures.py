@@ -16,7 +16,6 @@ from torch import Tensor
 from data_prep.images.lettering import Letters
 from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_sheet
 from pretrain.augment.augmentation import Normalisation, Prepared
-from pretrain.config import AugmentSettings
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
 FIRST_LAYER = "stem.weight"
@@ -76,14 +75,6 @@ def fed_sheet(prepared: Prepared, *, normalisation: Normalisation, classes: Sequ
     pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
     cells = [LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
     return draw_sheet(cells, title=title, facts=facts)
-
-
-def recipe(augment: AugmentSettings) -> str:
-    """What differs from no augmentation at all, in the words of the config."""
-    plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump()
-    changed = {name: value for name, value in augment.fed_as("bilinear").model_dump().items() if value != plain[name]}
-    shown = [f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in changed.items()]
-    return ", ".join(shown) or "no augmentation"
 
 
 def first_of(prepared: Prepared, *, count: int) -> Prepared:

@@ -86,6 +86,8 @@ def test_the_picture_has_something_on_it(runs: Path, tmp_path: Path, capsys: Cap
             image.load()
             assert (image.format, image.size) == ("PNG", (1540, 672))  # 11 x 4.8 inches of 140 points
             assert len(image.convert("RGB").getcolors(1 << 24)) > 500
+    assert main(["report", str(runs), "--out", str(tmp_path / "p.svg")]) == 0
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
 def test_the_picture_has_panels_of_what_there_is_alone(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:

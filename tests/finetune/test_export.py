@@ -304,7 +304,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "| Step | 6 |",
         "| Code | not stated |",  # tracking was off
         "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.05",
-        "| evaluation | shapes-a | val | top-1 | 25.0% | judged |",
+        "| evaluated | shapes-a | val | top-1 | 25.0% | judged |",
         "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",
         'timm.create_model("hf-hub:OWNER/NAME", pretrained=True)',
         "what the pictures show: not stated",

@@ -18,7 +18,7 @@ from pretrain.config import AugmentSettings, DataSettings, PretrainSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.data.reader import open_split
 from pretrain.loop.preview import preview
-from pretrain.tracking.pictures import labels_of, recipe
+from pretrain.tracking.pictures import labels_of
 from tests.training import write_config
 
 PLAIN = ("augment={flip_probability: 0}", "run_dir=runs/tiny")
@@ -49,9 +49,9 @@ def test_mixed_labels_stand_with_their_shares() -> None:
 
 
 def test_the_recipe_is_said_in_the_words_of_the_config() -> None:
-    assert recipe(AugmentSettings(flip_probability=0)) == "no augmentation"
+    assert AugmentSettings(flip_probability=0).recipe == "no augmentation"
     settings = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
-    assert recipe(settings) == "crop_scale [0.4, 1.0], flip_probability 0.5, mixup_alpha 0.8"
+    assert settings.recipe == "crop_scale [0.4, 1.0], flip_probability 0.5, mixup_alpha 0.8"
 
 
 @pytest.mark.parametrize(
