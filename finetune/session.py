@@ -24,7 +24,7 @@ from finetune.config import ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.run import CONFIG_FILE, claim, stacks_dir
+from pretrain.checkpoints.run import CONFIG_FILE, claim
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.models.build import pooled_features
@@ -76,7 +76,7 @@ def session(
             begin=begin,
         )
         with record as tracker:
-            heartbeat.watch(stacks_dir(run_dir))
+            heartbeat.watch(run_dir / "stacks")
             try:
                 yield device, tracker
             except BaseException as error:

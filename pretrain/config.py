@@ -291,20 +291,25 @@ class TrainSettings(Settings):
     """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
 
 
-class EngineSettings(RanksSettings):
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """fp16 scales its loss dynamically and skips the steps that overflow."""
+class PassSettings(RanksSettings):
+    """Of both engines."""
+
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
-    as well (stage 3)."""
     activation_checkpointing: bool = False
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
     """torch.compile the model: minutes at the first step, faster steps afterwards."""
+
+
+class EngineSettings(PassSettings):
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """fp16 scales its loss dynamically and skips the steps that overflow."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
+    as well (stage 3)."""
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":
@@ -342,65 +347,72 @@ class TrackingSettings(Settings):
 Resume = Literal["auto", "must", "never"]
 
 
-class PretrainSettings(Settings):
-    of_verb = "pretrain train"
+class TrainingSettings(Settings):
+    """Of a training, from random weights or others."""
+
     run_dir: str = Field(examples=["runs/mine"])
     """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
     resume: Resume = "auto"
     """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
-    start_from: str | None = Field(None, examples=["runs/mine"])
-    """A run or a folder of weights of the same model to begin with, in the place of random weights; the head too, where the classes
-    are the same. Read at the beginning alone: a run that goes on does not need it."""
     data: DataSettings
-    model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
-    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     train: TrainSettings
-    engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "PretrainSettings":
-        check_batches(self.train, self.augment)
-        check_schedule(self.schedule, self.optimizer)
-        check_best(self.checkpoint, self.data)
+    def _batches_can_be_cut(self) -> Self:
+        whole, local = self.train.global_batch_size, self.train.local_batch_size
+        if isinstance(local, int) and whole % local:
+            fault = f"{local} does not divide global_batch_size {whole}"
+            raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(whole, local)}")
+        size, field = (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
+        if self.augment.mixing and size % 2:
+            off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
+            raise ValueError(f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set {off}")
+        return self
+
+    @model_validator(mode="after")
+    def _rate_falls(self) -> Self:
+        schedule, lr = self.schedule, self.optimizer.lr
+        first_lr, final_lr = schedule.warmup_from, schedule.final_lr
+        if final_lr > lr:
+            raise ValueError(f"schedule.final_lr: {final_lr} is above optimizer.lr {lr}; {schedule.name} falls, so set it lower")
+        if schedule.name == "constant" and final_lr:
+            remedy = "leave it out, or choose cosine or linear"
+            raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; {remedy}")
+        if first_lr is not None and first_lr > lr:
+            raise ValueError(f"schedule.warmup_from: {first_lr} is above optimizer.lr {lr}; a warm-up rises, so set it lower")
+        if first_lr is not None and parse_length(schedule.warmup).amount == 0:
+            raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Self:
+        if self.checkpoint.keep_best and self.data.eval_split is None:
+            why = "true will not do with data.eval_split null: nothing says which is best"
+            raise ValueError(f"checkpoint.keep_best: {why}; name a split, or set keep_best=false")
+        return self
+
+
+class PretrainSettings(TrainingSettings):
+    of_verb = "pretrain train"
+    start_from: str | None = Field(None, examples=["runs/mine"])
+    """A run or a folder of weights of the same model to begin with, in the place of random weights; the head too, where the classes
+    are the same. Read at the beginning alone: a run that goes on does not need it."""
+    model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
+    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
+    engine: EngineSettings = EngineSettings()
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
         if self.engine.compile and self.engine.zero_stage == 3:
             raise ValueError(
                 "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; change one of them"
             )
         return self
-
-
-def check_batches(train: TrainSettings, augment: AugmentSettings) -> None:
-    whole, local = train.global_batch_size, None if train.local_batch_size == "auto" else train.local_batch_size
-    if local is not None and whole % local:
-        fault = f"{local} does not divide global_batch_size {whole}"
-        raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(whole, local)}")
-    if augment.mixing and (local or whole) % 2:
-        field = "local_batch_size" if local else "global_batch_size"
-        off = " ".join(f"augment.{alpha}=0" for alpha in augment.mixing.values())
-        raise ValueError(f"train.{field}: {local or whole} is odd, but {_pairing(augment)}; make it even, or set {off}")
-
-
-def check_schedule(schedule: ScheduleSettings, optimizer: OptimizerSettings) -> None:
-    lr, first_lr, final_lr = optimizer.lr, schedule.warmup_from, schedule.final_lr
-    if final_lr > lr:
-        raise ValueError(f"schedule.final_lr: {final_lr} is above optimizer.lr {lr}; {schedule.name} falls, so set it lower")
-    if schedule.name == "constant" and final_lr:
-        raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose cosine or linear")
-    if first_lr is not None and first_lr > lr:
-        raise ValueError(f"schedule.warmup_from: {first_lr} is above optimizer.lr {lr}; a warm-up rises, so set it lower")
-    if first_lr is not None and parse_length(schedule.warmup).amount == 0:
-        raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
-
-
-def check_best(checkpoint: CheckpointSettings, data: DataSettings) -> None:
-    if checkpoint.keep_best and data.eval_split is None:
-        remedy = "name a split, or set keep_best=false"
-        raise ValueError(f"checkpoint.keep_best: true will not do with data.eval_split null: nothing says which is best; {remedy}")
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:

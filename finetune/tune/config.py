@@ -14,49 +14,24 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from data_prep.manifest import load_manifest
-from data_prep.settings import Settings, SettingsError, read_yaml
+from data_prep.settings import SettingsError, read_yaml
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, is_worthless, list_checkpoints
-from pretrain.config import (
-    AugmentSettings,
-    CheckpointSettings,
-    DataSettings,
-    EngineSettings,
-    OptimizerSettings,
-    PretrainSettings,
-    Resume,
-    ScheduleSettings,
-    TrackingSettings,
-    TrainSettings,
-    check_batches,
-    check_best,
-    check_schedule,
-)
+from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PretrainSettings, TrainingSettings
 from pretrain.data.datasets import Part, num_folds
-from pretrain.ranks.settings import RanksSettings
 
 SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")
 
 
-class TuneEngineSettings(RanksSettings):
+class TuneEngineSettings(PassSettings):
     """accelerate's data parallelism."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the forward and backward pass; the weights are in fp32."""
-    gradient_clip_norm: float = Field(0.0, ge=0)
-    """0 is off."""
-    activation_checkpointing: bool = False
-    """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
-    compile: bool = False
-    """torch.compile the model: minutes at the first step, faster steps afterwards."""
 
 
-class TuneSettings(Settings):
+class TuneSettings(TrainingSettings):
     of_verb = "finetune tune"
-    run_dir: str = Field(examples=["runs/mine-tuned"])
-    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
-    resume: Resume = "auto"
-    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
@@ -65,21 +40,12 @@ class TuneSettings(Settings):
     """Repeat with each of them as train.seed; result.json has the mean and the standard deviation. More can be added later."""
     folds: bool = False
     """Repeat on each fold of the training split alone, STL-10's protocol."""
-    data: DataSettings
-    augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings(name="sgd", lr=1e-3, head_lr_scale=10.0, weight_decay=1e-4)
     """The paper's: SGD with momentum, 0.01 for the head and 0.001 for the body."""
-    schedule: ScheduleSettings = ScheduleSettings()
-    train: TrainSettings
     engine: TuneEngineSettings = TuneEngineSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "TuneSettings":
-        check_batches(self.train, self.augment)
-        check_schedule(self.schedule, self.optimizer)
-        check_best(self.checkpoint, self.data)
         seeds = self.seeds
         if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
             raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
@@ -94,19 +60,9 @@ class TuneSettings(Settings):
         size = self.data.image_size or card.image_size
         if size != card.image_size:
             raise ValueError(f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size}; leave it out")
-        return PretrainSettings(
-            run_dir=self.run_dir,
-            resume=self.resume,
-            data=self.data.model_copy(update={"image_size": size}),
-            model=card.model,
-            augment=self.augment.fed_as(card.fed_interpolation),
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            train=self.train,
-            engine=EngineSettings(zero_stage=0, **self.engine.model_dump()),
-            checkpoint=self.checkpoint,
-            tracking=self.tracking,
-        )
+        same = {name: getattr(self, name) for name in TrainingSettings.model_fields}
+        same |= {"data": self.data.model_copy(update={"image_size": size}), "augment": self.augment.fed_as(card.fed_interpolation)}
+        return PretrainSettings(**same, model=card.model, engine=EngineSettings(zero_stage=0, **self.engine.model_dump()))
 
 
 def repeats_of(settings: TuneSettings) -> list[TuneSettings]:

@@ -60,10 +60,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def stacks_dir(run_dir: Path | str) -> Path:
-    return Path(run_dir) / "stacks"
-
-
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
     """`asked`: the settings of a training as they are now; one that has ended after another number of steps is not finished."""
     path, train = run_dir / CONFIG_FILE, getattr(asked, "train", None)

@@ -23,7 +23,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, stacks_dir, step_of
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, step_of
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
@@ -153,7 +153,7 @@ def train(task: Task, world: World) -> Outcome:
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         with watched(world, engine, device=device) as heartbeat:
-            heartbeat.watch(stacks_dir(run_dir))
+            heartbeat.watch(run_dir / "stacks")
             if any_rank(stop.raised_by is not None, device=device):
                 return Outcome(step=0, finished=False)
             with doing(f"{run_dir.name}: making the model, measuring the machine", enabled=world.is_first):
