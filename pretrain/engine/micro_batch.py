@@ -37,7 +37,7 @@ from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.engine.step import DTYPES, checkpoint_activations, loss_of
 from pretrain.engine.zero_cost import NUM_STATES, Training, bucket_elements, held
 from pretrain.models.cost import num_parameters
-from pretrain.ranks.collectives import lowest_over_ranks, of_first_rank, on_all_ranks
+from pretrain.ranks.collectives import highest, lowest_over_ranks, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
@@ -77,7 +77,7 @@ def micro_batch_size(
     situation |= settings.engine.model_dump(include={"zero_stage", "offload", "activation_checkpointing"})
     entries = on_all_ranks(lambda: recall(path) if world.is_first else [], device=device, failed=f"{path}: is damaged")
     known = next((each["local_batch_size"] for each in entries if situation.items() <= each.items()), 0)
-    found = of_first_rank(known, device=device)
+    found = highest(known, device=device)  # which the first rank alone has looked up
     if found and share % found == 0:
         return found
     available = available_bytes(device, world)

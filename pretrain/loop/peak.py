@@ -1,14 +1,17 @@
-"""What a device could do at best, against which the achieved FLOP/s are held (MFU).
+"""How fast training is (`Meter`), and what a device could do at best, against which the achieved FLOP/s are held (MFU).
 
 For GPUs whose data sheet has it, that is the dense rate of the matrix units; for others, and for CPUs, a product of two square
 matrices, measured when a run starts, on all ranks at once, so that ranks which share cores share them here, too.
 """
 
 import re
+import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from pretrain.ranks.collectives import Moment
 
 SHEETS = (
     # name as CUDA reports it, without NVIDIA, Tesla and GeForce; dense TFLOP/s, accumulated in fp32
@@ -82,3 +85,55 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)
     return Peak(2 * side**3 / best_s / 1e12, f"measured, product of {side} x {side}")
+
+
+@dataclass
+class Meter:
+    """Each step lasts from the end of the one before it to its own, so a speed is that of training alone: behind an evaluation or a
+    checkpoint the clock is started anew."""
+
+    global_batch_size: int
+    flops_per_image: float
+    """Of the forward pass; backward is twice that."""
+    peak_teraflops: float
+    """Of all ranks together."""
+    device: torch.device
+    _seconds: list[float] = field(default_factory=list)
+    """Of each step since the last reading."""
+    _wait_s: float = 0.0
+    _num_steps: int = -1
+    """In all, but for the first of a start."""
+    _all_s: float = 0.0
+
+    def restart(self) -> None:
+        self._last = Moment(self.device)
+
+    def count(self, ended: Moment, *, wait_s: float) -> None:
+        step_s, self._last = ended.seconds_since(self._last), ended
+        self._seconds.append(step_s)
+        self._wait_s += wait_s
+        self._num_steps += 1
+        self._all_s += step_s if self._num_steps else 0.0
+
+    @property
+    def images_per_s(self) -> float | None:
+        return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9) if self._num_steps > 0 else None
+
+    def reading(self) -> dict[str, float]:
+        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
+        elapsed_s = max(sum(self._seconds), 1e-9)
+        images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
+        teraflops = 3 * self.flops_per_image * images_per_s / 1e12
+        self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
+        found = {
+            "usage/images_per_s": images_per_s,
+            "usage/teraflops": teraflops,
+            "usage/mfu": teraflops / self.peak_teraflops,
+            "usage/data_wait_share": self._wait_s / elapsed_s,
+            "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+        if self.device.type == "cuda":
+            found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+        self._seconds, self._wait_s = [], 0.0
+        return found

@@ -19,18 +19,15 @@ import torch
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, UserError, flatten
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, step_of
-from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
-from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.data.reader import ShardReader, open_store
 from pretrain.data.store.staging import staged
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
@@ -207,10 +204,6 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
 
     data = staged(task.data, world=world, device=engine.device, stop=stop)
-    unchecked = data.read_parts if data.settings.check == "first-read" else ()
-    first_read = FirstRead(unchecked, run_dir=Path(settings.run_dir), world=world, device=engine.device)
-    store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
-
     barrier()  # all ranks measure at once
     peak = find_peak(engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops)
     tracker.params({"peak_teraflops": str(peak)})
@@ -222,25 +215,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         stop=stop,
         tracker=tracker,
         engine=engine,
-        reader=ShardReader(data.parts, image_size=data.image_size, store=store),
-        eval_reader=ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None,
-        augmentation=Augmentation(
-            settings.augment,
-            seed=settings.train.seed,
-            image_size=data.image_size,
-            normalisation=task.normalisation,
-            device=engine.device,
-            dtype=engine.input_dtype,
-        ),
-        first_read=first_read,
-        saver=Saver(
-            settings,
-            data,
-            engine=engine,
-            world=world,
-            card=card_of(task, run_key=run_key),
-            data_is_right=lambda: first_read.wait(stop),
-        ),
+        card=card_of(task, run_key=run_key),
         peak_teraflops=peak.teraflops * world.num_ranks,
     )
 

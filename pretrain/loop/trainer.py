@@ -10,18 +10,18 @@ at the same step, because all of them read the same sums. A number that is logge
 read.
 """
 
-import resource
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from data_prep.interrupts import keep
 from data_prep.progress import ProgressLine, progress
-from pretrain.augment.augmentation import Augmentation, Prepared
+from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.feed import Feed
+from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
@@ -30,13 +30,14 @@ from pretrain.data.datasets import TrainingData
 from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads, training_batches
 from pretrain.data.order import BatchPlan, hash64
-from pretrain.data.reader import ShardReader
+from pretrain.data.reader import ShardReader, open_store
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
+from pretrain.loop.peak import Meter
 from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.models.cost import forward_flops
 from pretrain.optim.schedule import Schedule
-from pretrain.ranks.collectives import Exchange, Moment, any_rank
+from pretrain.ranks.collectives import Exchange, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
@@ -72,6 +73,8 @@ class QueuedStep:
 
 @dataclass
 class Trainer:
+    """Made by all ranks together."""
+
     settings: PretrainSettings
     data: TrainingData
     plan: BatchPlan
@@ -79,17 +82,35 @@ class Trainer:
     stop: StopFlag
     tracker: Tracker
     engine: Engine
-    reader: ShardReader
-    eval_reader: ShardReader | None
-    augmentation: Augmentation
-    first_read: FirstRead
-    saver: Saver
+    card: ModelCard
+    """For the checkpoints; each adds its step."""
     peak_teraflops: float
     """Of all ranks together."""
 
     def __post_init__(self) -> None:
-        settings, data, rank = self.settings, self.data, self.world.rank
+        settings, data, rank, device = self.settings, self.data, self.world.rank, self.engine.device
         train, self.run_dir = settings.train, Path(settings.run_dir)
+        unchecked = data.read_parts if data.settings.check == "first-read" else ()
+        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world, device=device)
+        store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
+        self.reader = ShardReader(data.parts, image_size=data.image_size, store=store)
+        self.eval_reader = ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
+        self.augmentation = Augmentation(
+            settings.augment,
+            seed=train.seed,
+            image_size=data.image_size,
+            normalisation=Normalisation(self.card.channel_mean, self.card.channel_std),
+            device=device,
+            dtype=self.engine.input_dtype,
+        )
+        self.saver = Saver(
+            settings,
+            data,
+            engine=self.engine,
+            world=self.world,
+            card=self.card,
+            data_is_right=lambda: self.first_read.wait(self.stop),
+        )
         self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         self.schedule = Schedule(
@@ -112,7 +133,7 @@ class Trainer:
             global_batch_size=train.global_batch_size,
             flops_per_image=forward_flops(settings.model, num_classes=len(data.classes), image_size=data.image_size),
             peak_teraflops=self.peak_teraflops,
-            device=self.engine.device,
+            device=device,
         )
         self.start_step = self.step = 0
         self.owes_evaluation = self.stopping = False
@@ -336,58 +357,6 @@ class Trainer:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
             name = f"{self.run_dir.name}, step {self.step:,}"
             self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, name=name), step=self.step)
-
-
-@dataclass
-class Meter:
-    """Each step lasts from the end of the one before it to its own, so a speed is that of training alone: behind an evaluation or a
-    checkpoint the clock is started anew."""
-
-    global_batch_size: int
-    flops_per_image: float
-    """Of the forward pass; backward is twice that."""
-    peak_teraflops: float
-    """Of all ranks together."""
-    device: torch.device
-    _seconds: list[float] = field(default_factory=list)
-    """Of each step since the last reading."""
-    _wait_s: float = 0.0
-    _num_steps: int = -1
-    """In all, but for the first of a start."""
-    _all_s: float = 0.0
-
-    def restart(self) -> None:
-        self._last = Moment(self.device)
-
-    def count(self, ended: Moment, *, wait_s: float) -> None:
-        step_s, self._last = ended.seconds_since(self._last), ended
-        self._seconds.append(step_s)
-        self._wait_s += wait_s
-        self._num_steps += 1
-        self._all_s += step_s if self._num_steps else 0.0
-
-    @property
-    def images_per_s(self) -> float | None:
-        return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9) if self._num_steps > 0 else None
-
-    def reading(self) -> dict[str, float]:
-        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
-        elapsed_s = max(sum(self._seconds), 1e-9)
-        images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
-        teraflops = 3 * self.flops_per_image * images_per_s / 1e12
-        self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
-        found = {
-            "usage/images_per_s": images_per_s,
-            "usage/teraflops": teraflops,
-            "usage/mfu": teraflops / self.peak_teraflops,
-            "usage/data_wait_share": self._wait_s / elapsed_s,
-            "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        }
-        if self.device.type == "cuda":
-            found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self._seconds, self._wait_s = [], 0.0
-        return found
 
 
 def in_words(reading: dict[str, float], scores: Scores | None) -> str:

@@ -123,14 +123,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def of_first_rank(value: int, *, device: torch.device) -> int:
-    if not is_distributed():
-        return value
-    sent = torch.tensor(value, device=device)
-    dist.broadcast(sent, src=0)
-    return int(sent)
-
-
 class FailedElsewhere(UserError):  # noqa: N818
     """The rank that failed has the message."""
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pretrain.loop.evaluate import Scores
-from pretrain.loop.peak import Peak, find_peak, listed_teraflops
-from pretrain.loop.trainer import Meter, in_words
+from pretrain.loop.peak import Meter, Peak, find_peak, listed_teraflops
+from pretrain.loop.trainer import in_words
 from pretrain.ranks.collectives import Moment
 
 CPU = torch.device("cpu")
