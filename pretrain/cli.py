@@ -173,7 +173,7 @@ def _train(options: argparse.Namespace) -> int:
         return OK
     data = load_training_data(settings.data)
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
-    check_run_length(data, settings)
+    check_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     start = _start_of(settings, data, world)
@@ -218,11 +218,6 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
                 print(f"pretrain: {warning}", file=sys.stderr)
     return found
-
-
-def check_run_length(data: TrainingData, settings: PretrainSettings) -> None:
-    num_steps = data.steps(settings.train.duration, global_batch_size=settings.train.global_batch_size)
-    check_length(Path(settings.run_dir), settings.train.duration, num_steps=num_steps)
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:

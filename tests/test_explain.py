@@ -149,7 +149,7 @@ def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["name=sgd"], "name: there are several; write model.name=sgd or optimizer.name=sgd or schedule.name=sgd"),
+        (["name=sgd"], "name: there are several; write optimizer.name=sgd or schedule.name=sgd or model.name=sgd"),
         (["lrr=1"], "lrr: unknown key; did you mean 'optimizer.lr'?"),
         (["epoch=3"], "epoch: unknown key; did you mean 'epochs'?"),
         (["epochs=three"], "train.duration: 'three epochs' is not a length"),

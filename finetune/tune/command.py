@@ -11,8 +11,8 @@ from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_w
 from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
-from pretrain.checkpoints.run import check_settings, finished_result, list_checkpoints
-from pretrain.cli import OK, check_run_length, leave, ranks_of, world_of
+from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints
+from pretrain.cli import OK, leave, ranks_of, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -81,6 +81,6 @@ def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) ->
         check_apart(judged.directory, judged.manifest, train=trained, test=split, test_field="data.eval_split")
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)
     check_settings(Path(settings.run_dir), settings)
-    check_run_length(data, training)
+    check_length(data, training)
     check_against_ranks(settings.train, settings.augment, num_ranks=num_ranks)
     return data

@@ -24,7 +24,8 @@ from typing import Any
 from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, differences, dump, read_yaml, validate, verbs_of
-from pretrain.data.datasets import load_training_data
+from pretrain.config import TrainingSettings
+from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
@@ -61,20 +62,21 @@ def step_of(checkpoint: Path) -> int:
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """`asked`: the settings of a training as they are now; one that has ended after another number of steps is not finished."""
-    path, train = run_dir / CONFIG_FILE, getattr(asked, "train", None)
-    begun = read_yaml(path).get("train") if train and path.exists() else None  # read first, as `claim` removes the result first
+    """`asked`: settings as they are now; of a training, one that has ended after another number of steps is not finished."""
+    asked, path = asked if isinstance(asked, TrainingSettings) else None, run_dir / CONFIG_FILE
+    begun = read_yaml(path).get("train") if asked and path.exists() else None  # read first, as `claim` removes the result first
     path = run_dir / RESULT
     result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    if result is None or train is None or begun is None or begun["duration"] == train.duration:
+    if result is None or asked is None or begun is None or begun["duration"] == asked.train.duration:
         return result
-    try:
-        data = load_training_data(asked.data)  # type: ignore[union-attr]
-    except ValueError:  # it is gone: nothing shows that the other words mean the same
-        return None
-    num_steps = data.steps(train.duration, global_batch_size=train.global_batch_size)
-    ends = [each["step"] for each in result.get("runs", {"": result}).values()]
-    return result if set(ends) == {num_steps} else None
+    with suppress(ValueError):  # the data is gone: nothing shows that the other words mean the same
+        ends = {each["step"] for each in result.get("runs", {"": result}).values()}
+        return result if ends == {steps_of(asked, load_training_data(asked.data))} else None
+    return None
+
+
+def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
+    return data.steps(settings.train.duration, global_batch_size=settings.train.global_batch_size)
 
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> None:
@@ -204,7 +206,7 @@ def claim(
         goes_on = check_settings(run_dir, settings) if begin is None else begin()
         if not goes_on:
             forget(run_dir)
-        if weights and not (hasattr(settings, "train") and (run_dir / WEIGHTS).exists()):
+        if weights and not (isinstance(settings, TrainingSettings) and (run_dir / WEIGHTS).exists()):
             write_json(run_dir / WEIGHTS, weights)
         if finished_result(run_dir) and not finished_result(run_dir, settings):
             withdraw(run_dir / RESULT)  # it goes on
@@ -223,11 +225,12 @@ def check_resume(run_dir: Path, resume: str) -> None:
         raise SettingsError(f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on")
 
 
-def check_length(run_dir: Path, duration: str, *, num_steps: int) -> None:
+def check_length(data: TrainingData, settings: TrainingSettings) -> None:
     """A training can be made longer, also after its end, but never shorter than it is."""
+    run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     found, result = list_checkpoints(run_dir), finished_result(run_dir)
     present = step_of(found[-1]) if found else result["step"] if result else 0
-    asked = f"train.duration: {duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
+    asked = f"train.duration: {settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
     if num_steps < present:
         raise SettingsError(f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name another run_dir")
     if result and not found and num_steps > present:

@@ -30,9 +30,7 @@ class TooManySkippedSteps(UserError):  # noqa: N818
 class SkippedSteps:
     """What one rank makes of them."""
 
-    def __init__(
-        self, samples_of: Callable[[int], Ids], reader: ShardReader, *, log: Path, max_in_a_row: int, scales_loss: bool = False
-    ):
+    def __init__(self, samples_of: Callable[[int], Ids], reader: ShardReader, *, log: Path, max_in_a_row: int, scales_loss: bool):
         self._samples_of, self._reader, self._log = samples_of, reader, log
         self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
         self.total = self.in_a_row = 0

@@ -251,9 +251,7 @@ class EmbeddedStore:
         several processes, on nodes whose locks may not reach each other, the first has published the store of all."""
         make_directory(self.files)
         for left in [self.path.with_name(self.path.name + end) for end in _BESIDE]:
-            if (
-                left.exists() and not self.path.exists()
-            ):  # in this order: what another process has just published has a journal, too
+            if left.exists() and not self.path.exists():  # in this order: one that another process has just published has a journal
                 raise UserError(f"{left}: was left by a store that is gone and would spoil a new one; move it away, too")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / self.path.name
