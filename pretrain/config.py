@@ -16,7 +16,7 @@ from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import NamedModel, expand_preset
-from pretrain.models.spec import ModelSpec
+from pretrain.models.spec import ModelSpec, nearest_divisor
 from pretrain.ranks.settings import RanksSettings
 
 Interpolation = Literal["bilinear", "bicubic", "area", "random"]
@@ -434,7 +434,3 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
 
 def _pairing(augment: AugmentSettings) -> str:
     return " and ".join(augment.mixing) + (" pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours")
-
-
-def nearest_divisor(whole: int, wanted: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))

@@ -45,16 +45,14 @@ class BadSamples:
 
     def _stand_in(self, bad: Unreadable, place_1HWC: Tensor) -> int:
         for attempt in range(MAX_ATTEMPTS):
-            candidate = self._candidate(bad.sample, attempt)
+            if self._chosen is None:
+                candidate = self._reader.stand_in(bad.sample, attempt)
+            else:
+                candidate = int(self._chosen[int(hash64(bad.sample, attempt)) % len(self._chosen)])
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self._note(bad, candidate)
                 return candidate
         raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it")
-
-    def _candidate(self, sample: int, attempt: int) -> int:
-        if self._chosen is None:
-            return self._reader.stand_in(sample, attempt)
-        return int(self._chosen[int(hash64(sample, attempt)) % len(self._chosen)])
 
     def _note(self, bad: Unreadable, stand_in: int) -> None:
         with self._lock:

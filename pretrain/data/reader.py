@@ -194,18 +194,13 @@ class ShardReader:
 
     def _open_indices(self, shards: Ids) -> None:
         with self._opening:
-            for number in np.unique(shards).tolist():
-                if self._table_starts[number] < 0:
-                    self._table_starts[number] = self._open_index(number)
-
-    def _open_index(self, number: int) -> int:
-        """Where its rows begin in the table."""
-        part, shard = self._placed[number]
-        path = part.index(shard)
-        index = load_index(part.directory, shard, path=path)
-        _check_index(index, path, part, shard, raw_size=self.stored_size if self._is_raw[number] else None)
-        self._indices.map(number, path, num_bytes=_index_size(part, shard))
-        return int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
+            for number in np.unique(shards[self._table_starts[shards] < 0]).tolist():
+                part, shard = self._placed[number]
+                path = part.index(shard)
+                index = load_index(part.directory, shard, path=path)
+                _check_index(index, path, part, shard, raw_size=self.stored_size if self._is_raw[number] else None)
+                self._indices.map(number, path, num_bytes=_index_size(part, shard))
+                self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
         """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each block."""

@@ -252,9 +252,12 @@ def check_unread(expansion: float, *, where: str) -> None:
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:
     if image_size % patch_size:
-        fits = [size for size in range(1, image_size + 1) if image_size % size == 0]
-        near = min(fits, key=lambda size: abs(size - patch_size))
+        near = nearest_divisor(image_size, patch_size)
         raise ValueError(f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest that does is {near}")
+
+
+def nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
 
 
 AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec

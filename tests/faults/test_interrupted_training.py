@@ -195,11 +195,12 @@ def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Pa
     wait_for_checkpoint(run_dir, process)
     victim = ranks_of(process)[1]
     victim.kill()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGKILL
     assert "launch: rank 1 ended with SIGKILL" in output and "Traceback" not in output
     assert output.count(f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; the run stops") == 1
-    assert psutil.pid_exists(victim.pid) is False or victim.status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert victim.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("victim", [0, 1])
