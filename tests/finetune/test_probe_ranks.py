@@ -177,7 +177,7 @@ def run_probe(case: str, folder: Path, place: Path, dataset: Path, **settings: o
     given = {"run_dir": place / "run", "data.dataset": dataset, "pretrained": folder, "features_dir": place / "features"}
     words = ["probe", str(config), *(f"{name}={value}" for name, value in (given | settings).items())]
     ranks = [begin(TARGET + case, words, environment=each, output=place / "output") for each in environments(2)]
-    return wait(ranks, timeout_s=90), (place / "output").read_text()
+    return wait(ranks, timeout_s=300), (place / "output").read_text()
 
 
 def test_a_stuck_rank_is_named_and_all_show_where_they_are(folder: Path, other_shapes: Path, tmp_path: Path) -> None:

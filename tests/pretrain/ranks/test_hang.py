@@ -51,7 +51,7 @@ def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_eac
     words = ["train", str(config), f"run_dir={run_dir}", "engine.hang_timeout_s=500", "train.eval_every=99 epochs"]
     target = "tests.pretrain.ranks.test_hang:train_with_one_stuck_rank"
     ranks = [begin(target, words, environment=each, output=tmp_path / "output") for each in environments(2, TMPDIR=str(tmp_path))]
-    assert wait(ranks, timeout_s=120) == [1, 1]
+    assert wait(ranks, timeout_s=300) == [1, 1]
     output = (tmp_path / "output").read_text()
     (line,) = re.findall("^rank 1 .* has made no progress.*$", output, re.MULTILINE)
     where = r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the end of the step .*)"
@@ -123,7 +123,7 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(shapes:
     holds, stopped = begun(tmp_path / "holds", "holds Python's lock", num_ranks=2, silent_s=2), training.ranks
     try:
         for ranks in (holds, stopped):
-            ranks[0].join(120)
+            ranks[0].join(300)
             assert ranks[0].exitcode == 1
     finally:
         for ranks in (holds, stopped):
@@ -145,7 +145,7 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(shapes:
 
 def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_path: Path) -> None:
     (hangs,), (progresses,) = (begun(tmp_path / plan, plan, num_ranks=1, silent_s=1) for plan in ("hangs", "progresses"))
-    assert wait([hangs], timeout_s=120) == [1] and wait([progresses], timeout_s=120) == [0]
+    assert wait([hangs], timeout_s=300) == [1] and wait([progresses], timeout_s=300) == [0]
     line = r"rank 0 \(.*\) has made no progress for 1,0\d\d s, at step 1,234, waiting for data; the run stops"
     assert re.match(line, (tmp_path / "hangs" / "output").read_text())
     assert " in rank\n" in (tmp_path / "hangs" / "stacks" / "rank-0000.txt").read_text()

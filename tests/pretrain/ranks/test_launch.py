@@ -26,7 +26,7 @@ sys.exit(launcher.launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))
 
 def start(program: str, *, before: str = "") -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", START.format(textwrap.dedent(before)), textwrap.dedent(program)]
-    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_ranks_get_what_torchrun_would_give_them() -> None:
