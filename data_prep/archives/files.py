@@ -39,8 +39,10 @@ def list_files(root: Path) -> list[Row]:
 
 def walk_pictures(root: Path) -> Iterator[Row]:
     """The same, as they are asked for; what neither ends nor begins as a picture does has the size NO_PICTURE."""
-    for name, changed_ns, num_bytes in _walk(str(root), "", _above(root)):
-        yield (name, changed_ns, num_bytes) if num_bytes < 0 or is_picture(root / name) else (name, 0, NO_PICTURE)
+    for row in _walk(str(root), "", _above(root)):
+        name, _, num_bytes = row
+        # its ending first: a Path of each file would cost as much as the walk
+        yield row if num_bytes < 0 or name.lower().endswith(ENDINGS) or is_picture(root / name) else (name, 0, NO_PICTURE)
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
