@@ -23,19 +23,18 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from tests import training as trainings
 from tests.conftest import Capture
+from tests.faults.test_interrupted_training import contents
 from tests.finetune.tiny import write_folder
 from tests.moments import Strike
 from tests.training import final_state, finish, start, write_config
 
 CONSTANT = ("schedule={name: constant, warmup: 3 steps}", "train.ema_decay=0.9", "train.eval_every=5 steps")
+STEP_S = 0.1
 
 
 @pytest.fixture(scope="module")
 def config(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config"), dataset=shapes)
-
-
-STEP_S = 0.1
 
 
 def slowly(program: str, words: list[str], strike: Strike | None) -> int:
@@ -85,10 +84,9 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: 
     assert finished_result(run_dir) is None
     words = (*CONSTANT, "tracking={enabled: true}", "train.duration=2 epochs")
     said = finish(start(config, run_dir, *words, ranks=1, journal_only=True))
-    note = "11 -> 40 -> 30 steps, at step 1"
-    assert f"another length: {note}" in said
+    assert "another length: 11 -> 40 -> 30 steps, at step 1" in said
     (tags,) = [event["tags"] for event in events_of(run_dir) if event["event"] == "params" and event.get("tags")]
-    assert list(tags) == ["shortened"] and tags["shortened"].startswith(note)
+    assert list(tags) == ["shortened"] and tags["shortened"].startswith("11 -> 40 -> 30 steps, at step 1")
     mine, theirs = final_state(run_dir), final_state(whole)
     assert mine.keys() == theirs.keys() and any(name.startswith("weight.") for name in mine)  # with those that are averaged
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
@@ -106,13 +104,13 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
         "schedule.warmup=0 steps",
     )
     finish(start(config, run_dir, *words, "train.duration=6 steps", ranks=1))
-    before = {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+    before = contents(run_dir)
     assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=5 steps"]) == 2
     refused = (
         f"train.duration: 5 steps is 5 steps, but {run_dir} is at step 6 already; give at least that, or name another run_dir\n"
     )
     assert capsys.readouterr().err == f"pretrain: {refused}"
-    assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
+    assert contents(run_dir) == before
     said = finish(start(config, run_dir, *words, "train.duration=8 steps", ranks=1, target="tests.faults.test_going_on:slowly"))
     note = "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.000146"
     assert f"run: another length: {note}\n" in said
@@ -130,11 +128,11 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
     speeds.append((finished_result(run_dir) or {})["images_per_s"])
     assert len(speeds) == 3 and max(speeds) <= 16 / STEP_S  # also that of the last step, behind which there is none
     assert f"speed    {speeds[-1]:,.0f} images/s\n" in said
-    before = {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+    before = contents(run_dir)
     for same in ("8 steps", "8  steps", "0.53 epochs"):
         assert main(["train", str(config), f"run_dir={run_dir}", *words, f"train.duration={same}"]) == 0
         assert "finished before, at step 8" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
+    assert contents(run_dir) == before
 
 
 def test_weights_alone_are_taken_and_nobody_needs_their_source_again(

@@ -25,19 +25,8 @@ from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import (
-    ALONE,
-    CLASSES,
-    CPU,
-    PROBE,
-    blobs,
-    feature_settings,
-    judge,
-    maker_of,
-    opened,
-    probe_settings,
-    write_folder,
-)
+from tests.finetune import tiny
+from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
 from tests.training import Run, finish
 
 
@@ -183,7 +172,7 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     monkeypatch.chdir(tmp_path)
     words = ["probe", "probe.yaml", "tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]
     first, later = (Path(f"runs/mine/checkpoints/step-000000{step}") for step in (11, 20))
-    weights = write_folder(first, step=11)
+    weights = tiny.write_folder(first, step=11)
     Path("probe.yaml").write_text("pretrained: runs/mine\n")
     maker_of(feature_settings(other_shapes, tmp_path / "runs", weights)).tables("train", [None])  # as if killed then
     output = finish(Run(words, ranks=1, program="finetune"))
@@ -192,7 +181,7 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     assert len(result["grid"]) == 5 and result["chosen_weight_decay"] in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     assert result["weights_step"] == 11 and result["weights_sha256"] == sha256_of(first / "model.safetensors")
     assert main(words) == 0 and "finished before" in capsys.readouterr().out
-    write_folder(later, other_shapes, step=20)  # its run was made longer
+    tiny.write_folder(later, other_shapes, step=20)  # its run was made longer
     assert main(words) == 2
     refused = "pretrained: runs/mine is at step 20 now, but runs/p began with its step 11; name another run_dir"
     assert capsys.readouterr().err == f"finetune: {refused}\n"

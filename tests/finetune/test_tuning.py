@@ -132,15 +132,13 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
     made_of = {"weights_sha256": sha256_of(list_checkpoints(pretrained)[-1] / "model.safetensors"), "weights_step": 6}
     assert all(each.items() >= made_of.items() for each in (result, *result["runs"].values()))
     # the source is trained on: neither a further seed nor one that was lost begins from other weights than the first
-    config = write_tuning(tmp_path, shutil.copytree(pretrained, tmp_path / "maker"), other_shapes)
-    settings = load_settings(TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,5,6]", UNTRACKED])
-    (group / "config.yaml").write_text(dump(settings))
-    write_folder(tmp_path / "maker" / "checkpoints" / "step-00000009", step=9)
+    later = write_folder(pretrained / "checkpoints" / "step-00000009", step=9)
     capsys.readouterr()
     for seeds in ("seeds=[0,5,6]", "seeds=[0,5,6,7]"):
         assert finetune(["tune", str(config), f"run_dir={group}", seeds, UNTRACKED]) == 2
-        refused = f"pretrained: {tmp_path / 'maker'} is at step 9 now, but {group} began with its step 6; name another run_dir"
+        refused = f"pretrained: {pretrained} is at step 9 now, but {group} began with its step 6; name another run_dir"
         assert capsys.readouterr().err == f"finetune: {refused}\n"
+    shutil.rmtree(later)
 
 
 def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
