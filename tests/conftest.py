@@ -49,7 +49,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     if not config.option.markexpr:  # `make check` starts no process
         forked.share()
     with catch_warnings_for_item(config, config.hook, "collect", None, record=False):
-        for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        asked = [Path(each.partition("::")[0]).absolute() for each in config.args]
+        for path in sorted(path for path in Path(__file__).parent.rglob("test_*.py") if {path, *path.parents} & {*asked}):
             with suppress(Exception):  # each of them collects, and reports it
                 import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
     forked.fork_workers(len(specs))
