@@ -117,16 +117,8 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, ca
     source = write_classes(tmp_path / "source", {"ant": 20, "bee": 2, "cat": 1})
     write_files(source, {f"{path.relative_to(source)}.{end}": b"x" for path in source.glob("*/*.jpg") for end in ("txt", "xml")})
     write_files(source, {"bee/damaged.jpg": b"x", "cat/LICENSE": b"x"})
-    words = [
-        "build",
-        "--source",
-        "folder",
-        f"source.path={source}",
-        "image_size=16",
-        "num_workers=1",
-        "max_reject_share=0.05",
-        "--out",
-    ]
+    more = "image_size=16 num_workers=1 max_reject_share=0.05 --out"
+    words = ["build", "--source", "folder", f"source.path={source}", *more.split()]
     assert main([*words, str(tmp_path / "out")]) == 0
     splits = load_manifest(tmp_path / "out").splits
     said = capsys.readouterr().out
