@@ -14,7 +14,7 @@ from analysis.table_pages import for_console
 from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
-from finetune.looks import looks, per_cent, save
+from finetune.looks import looks, save
 from finetune.runs import TASKS, Run, runs_below
 
 COLOURS = {"probe": "#66aa77", "knn": "#88ccee", "tune": "#cc6677", "scratch": "#bbbbbb", "evaluate": "#8877bb"}
@@ -90,7 +90,7 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
     for axes, title in ((loss, "pretraining: training loss"), (accuracy, f"pretraining: top-1 on {_splits(runs)}")):
         axes.set(title=f"{title} (dotted: chance)", xlabel="step")
         axes.legend()
-    accuracy.yaxis.set_major_formatter(per_cent())
+    accuracy.yaxis.set_major_formatter("{x:.0%}")
 
 
 def draw_accuracies(runs: list[Run], axes: Axes) -> None:
@@ -109,7 +109,7 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
         names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
     axes.set_yticks(range(len(runs)), [f"{legible(run.name)}\n{legible(name)}" for run, name in zip(runs, names, strict=True)])
     axes.set(title=f"transfer: top-1 on {_splits(runs)} (dotted: chance)", xlim=(0, 1.12))
-    axes.xaxis.set_major_formatter(per_cent())
+    axes.xaxis.set_major_formatter("{x:.0%}")
 
 
 def _splits(runs: list[Run]) -> str:

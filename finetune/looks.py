@@ -9,7 +9,6 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic
@@ -43,7 +42,3 @@ def save(figure: Figure, path: Path) -> None:
 def file_of(figure: Figure, format: str = "png") -> io.BytesIO:
     figure.savefig(drawn := io.BytesIO(), format=format, dpi=140)
     return drawn
-
-
-def per_cent() -> PercentFormatter:
-    return PercentFormatter(1, decimals=0)

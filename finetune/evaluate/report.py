@@ -29,7 +29,7 @@ from data_prep.images.lettering import legible, short
 from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.scoring import OTHER, Answers, Calibration, Confusion, Moment, PerClass, calibration, moments, scores_of
-from finetune.looks import BLUE, GREY, RED, looks, per_cent, save
+from finetune.looks import BLUE, GREY, RED, looks, save
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
 from pretrain.data.reader import ShardReader
@@ -190,7 +190,7 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     axes = figure.add_subplot(title=title, xlabel="answer", ylabel="true class")
     # the square root shows what is rare; linear colours would show a white square with a diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format=per_cent())
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format="{x:.0%}")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1])
     bar.outline.set_visible(False)
     axes.tick_params(length=0)
@@ -233,12 +233,12 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
     above.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy")
     facts = f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
     above.set(title=f"{title}\n{facts}", ylabel="accuracy", ylim=(0, 1))
-    above.yaxis.set_major_formatter(per_cent())
+    above.yaxis.set_major_formatter("{x:.0%}")
     above.legend(loc="upper left")
     below.bar(edges[:-1], bins.counts, color=GREY, **style)
     below.set(ylabel="images", xlabel="confidence: the probability of the answer", xlim=(0, 1))
-    below.xaxis.set_major_formatter(per_cent())
-    below.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
+    below.xaxis.set_major_formatter("{x:.0%}")
+    below.yaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
@@ -247,14 +247,14 @@ def draw_views(curve: Sequence[Moment], *, title: str) -> Figure:
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
     counts = [moment.num_views for moment in curve]
     marked = [count for count in counts if count == counts[-1] or 1.3 * count < counts[-1]]
-    panels = zip(figure.subplots(1, 2), ("top1", "loss"), (BLUE, RED), ("{:.1%}", "{:.3f}"), strict=True)
+    panels = zip(figure.subplots(1, 2), ("top1", "loss"), (BLUE, RED), (".1%", ".3f"), strict=True)
     for axes, name, colour, form in panels:
         values = [getattr(moment, name) for moment in curve]
         axes.plot(counts, values, marker="o", markersize=4, color=colour)
-        axes.annotate(form.format(values[-1]), (counts[-1], values[-1]), xytext=(0, 7), textcoords="offset points", ha="center")
+        axes.annotate(format(values[-1], form), (counts[-1], values[-1]), xytext=(0, 7), textcoords="offset points", ha="center")
         axes.set(title=name.replace("1", "-1"), xlabel="views", xscale="log")
         axes.set_xticks(marked, [f"{count:,}" for count in marked])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
+        axes.yaxis.set_major_formatter(f"{{x:{form}}}")
         axes.margins(0.12, 0.2)
     return figure
