@@ -8,7 +8,6 @@ has a process group of its own, the environment and the streams that it is given
 import gc
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -16,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 from unittest.mock import patch
 
+import psutil
 from execnet import gateway_io
 
 PRELOADED = [
@@ -52,39 +52,36 @@ def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: 
     return process
 
 
-class Worker(gateway_io.Popen2IO):
-    """A process of xdist's, for execnet: a fork of this one, in the place of a Python that it would start."""
+class Worker(gateway_io.Popen2IOMaster):
+    """A process of xdist's, for execnet: a fork of this one. In the place of one that crashed a Python is started, as usual."""
 
-    def __init__(self, pid: int, *streams: IO[bytes], execmodel: Any):
-        super().__init__(*streams, execmodel)
-        self._pid = pid
+    FORKED: ClassVar[list[tuple[int, IO[bytes], IO[bytes]]]] = []
 
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+    def __init__(self, words: list[str], execmodel: Any):
+        if not self.FORKED:
+            super().__init__(words, execmodel)
+            return
+        pid, *streams = self.FORKED.pop(0)
+        gateway_io.Popen2IO.__init__(self, *streams, execmodel)
+        self.popen = psutil.Process(pid)
 
 
 def fork_workers(count: int) -> None:
-    """All at once, before this process has a thread. In the place of one that crashes later xdist starts a Python, as it would."""
-    forked: list[tuple[int, IO[bytes], IO[bytes]]] = []
-    started = gateway_io.Popen2IOMaster
-    gateway_io.Popen2IOMaster = lambda words, execmodel: (  # type: ignore[assignment, misc]
-        Worker(*forked.pop(0), execmodel=execmodel) if forked else started(words, execmodel)
-    )
+    """All at once, before this process has a thread."""
+    gateway_io.Popen2IOMaster = Worker  # type: ignore[misc]
     gc.freeze()  # what is there is neither looked through again, nor copied for that
     for _ in range(count):
         (stdin, to_worker), (from_worker, stdout) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid != 0:
-            forked.append((pid, open(to_worker, "wb"), open(from_worker, "rb")))
+            Worker.FORKED.append((pid, open(to_worker, "wb"), open(from_worker, "rb")))
             os.close(stdin)
             os.close(stdout)
             continue
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
-        for end in (stdin, to_worker, from_worker, stdout, *(stream.fileno() for _, *streams in forked for stream in streams)):
+        others = [stream.fileno() for _, *streams in Worker.FORKED for stream in streams]
+        for end in (stdin, to_worker, from_worker, stdout, *others):
             os.close(end)
         sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
         try:
