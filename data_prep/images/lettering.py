@@ -67,12 +67,12 @@ def _others() -> list[str]:
 
     carried = Path(get_cachedir()) / f"opencv-{cv2.__version__}"
     if not carried.exists():
-        with tempfile.TemporaryDirectory(dir=carried.parent, ignore_cleanup_errors=True) as folder:
+        # no such font where the disk is full; another process may be faster
+        with suppress(OSError), tempfile.TemporaryDirectory(dir=carried.parent, ignore_cleanup_errors=True) as folder:
             for number, font in enumerate(_gzipped(Path(cv2.__file__).parent.glob("*.so"))):
                 Path(folder, f"{number}.ttf").write_bytes(font)
-            with suppress(OSError):  # another process was faster
-                os.rename(folder, carried)
-    found = {*findSystemFonts(), *map(str, carried.iterdir())}
+            os.rename(folder, carried)
+    found = {*findSystemFonts(), *map(str, carried.glob("*"))}
     for name in sorted(found - {entry.fname for entry in fontManager.ttflist}):  # newer than matplotlib's list
         with suppress(OSError, RuntimeError, NotImplementedError):  # of no use to it
             fontManager.addfont(name)
