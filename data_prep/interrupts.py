@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 INTERRUPTED = 130
 ENDS_WITHIN_S = 0.8
@@ -45,7 +46,7 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
             thread.start()
             signal.set_wakeup_fd(outgoing, warn_on_full_buffer=False)
             if before is not signal.SIG_IGN:  # in the background of a shell nobody means this process
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGINT, _interrupt)
             if os.environ.get(ANSWERED) == "ends":
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             code = int(importlib.import_module(module).main(arguments))
@@ -62,6 +63,14 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
         return code
 
     return main
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    """Raises nothing within an import, where C++ would abort (torch does): the thread ends the process in a moment."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is None or not _Now.ends_within_s:
+        raise KeyboardInterrupt
 
 
 def _answer(program: str, incoming: int) -> None:

@@ -57,6 +57,13 @@ def test_while_torch_is_loading_which_is_said(name: str, folder: Path, shapes: P
     assert (tmp_path / "said").read_text() == f"loading torch\n{answer}"
 
 
+STRUCK = """import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+try:
+    time.sleep(600)
+finally:
+    os.abort()  # as C++ does where it imports, and has an exception
+"""
 PROGRAMS = {f"cluster {name}": f"cluster/{name}" for name in ("submit", "doctor")} | {"cluster": "wide-mlps"}
 
 
@@ -65,7 +72,7 @@ def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
     """Until it can answer it ends without a word. The moments: an import of interrupts.py, and one of what comes after it."""
     answer = answered(PROGRAMS.get(words, words), "nothing is saved")
     for module, expected in (("select", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
-        (tmp_path / f"{module}.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)")
+        (tmp_path / f"{module}.py").write_text(STRUCK)
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
         line = [sys.executable, "-m", *words.split(), "x"]
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
