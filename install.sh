@@ -57,6 +57,7 @@ install_pillow() {
         # uv leaves CC out of its cache key: a wheel cached without AVX2 would be taken silently, so it is built anew.
         if grep -qw avx2 /proc/cpuinfo; then CC="cc -mavx2"; else CC=cc; fi
         export CC
+        say "building Pillow-SIMD, a minute or two"
         take_pil pillow-simd --no-cache --no-binary pillow-simd --reinstall-package pillow-simd 2> $VENV/pillow-simd.log && return 0
         missing="a working build (see $VENV/pillow-simd.log)"
     fi

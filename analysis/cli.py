@@ -88,7 +88,7 @@ def _table(options: argparse.Namespace) -> int:
 
     from analysis.published import TABLES
     from analysis.table import fill
-    from analysis.table_pages import NOTES, console_table, draw, markdown
+    from analysis.table_pages import NOTES, console_table, draw, markdown, with_runs
     from data_prep.publish import make_directory, write_atomic
     from finetune.runs import runs_below
 
@@ -100,11 +100,12 @@ def _table(options: argparse.Namespace) -> int:
     write_atomic(out / "transfer.md", markdown(tables).encode())
     draw(tables, out / "transfer.png")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for table in tables:
+    for table in with_runs(tables):
         console.print(console_table(table), "")
     for note in NOTES:
         console.print(note, style="dim")
-    print(f"{out / 'transfer.md'}, transfer.png: of {sum(bool(run.result) for run in runs):,} finished runs among {len(runs):,}")
+    finished = sum(bool(run.result) for run in runs)
+    print(f"{out / 'transfer.md'} (all tables), transfer.png: of {finished:,} finished runs among {len(runs):,}")
     return OK
 
 

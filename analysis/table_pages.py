@@ -72,7 +72,7 @@ def _ours(cell: Cell) -> str:
     return f"{cell.mean:.1f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
 
 
-def in_picture(tables: Sequence[Filled]) -> list[Filled]:
+def with_runs(tables: Sequence[Filled]) -> list[Filled]:
     """The user's own rows first, then of the papers' tables those that have a run; all of them where there is no run."""
     met = [table for table in tables if any(cell.mean is not None for line in table.lines for cell in line.cells)]
     return sorted(met or tables, key=lambda table: bool(table.source))
@@ -80,7 +80,7 @@ def in_picture(tables: Sequence[Filled]) -> list[Filled]:
 
 def draw(tables: Sequence[Filled], path: Path) -> None:
     """Our number above, the paper's and the gap below it; green where ours is not worse."""
-    tables = in_picture(tables)
+    tables = with_runs(tables)
     with looks(*(text for table in tables for text in (*table.columns, *(line.name for line in table.lines)))):
         save(_drawn(tables), path)
 

@@ -178,7 +178,8 @@ def _open(data: bytes) -> Image.Image:
         try:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:
-            raise Rejection("not_an_image", f"no format that is read here begins with {data[:16]!r}") from None
+            unknown = f"no format that is read here begins with {data[:16]!r}"
+            raise Rejection("not_an_image", unknown if data[4:8] != b"ftyp" else "HEIC, AVIF and videos are not read") from None
         return image
 
 

@@ -49,7 +49,9 @@ class FolderSource(Source):
     def describe(self) -> dict[str, Any]:
         """Of a table what it says, wherever it lies and however it is written."""
         described = self.settings.model_dump(mode="json", exclude={"path", "labels", "columns"})
-        return described if self.settings.labels is None else described | {"labels": hash_of_json(sorted(self._table()))}
+        if self.settings.labels is not None:
+            described["labels"] = f"table {hash_of_json(sorted(self._table()))[:16]}"
+        return described
 
     def outline(self) -> Outline:
         if not self.path.is_dir():

@@ -75,7 +75,7 @@ Intended use, biases, and what the pictures show: {UNKNOWN}. The model answers w
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:
-    card, own = facts.card, [each for each in facts.results if each.is_of_these_weights]
+    card, own = facts.card, {each[1:5]: each for each in facts.results if each.is_of_these_weights}.values()  # each once
     front: dict[str, Any] = {
         "license": facts.settings.license,
         "library_name": "timm" if timms_own(card) else "wide-mlps",

@@ -126,15 +126,13 @@ class Pretraining(Task):
 
 def summary(outcome: Outcome, run_dir: Path, *, dataset: str, num_classes: int) -> list[str]:
     """What is worth knowing at the end of a run, and what may come next."""
-    scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
-    last = f"step-{outcome.step:08d}"
-    rows = [("weights", str(checkpoints_dir(run_dir) / last))]
+    scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoints_dir(run_dir)
+    rows = [("weights", f"{weights}/step-{outcome.step:08d}")]
     if scores is not None:
         top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.1f} %)"
-        rows.insert(0, ("last", f"{top1}, loss {scores.loss:.3f}, at step {outcome.step:,}"))
+        rows = [("last", f"{top1}, loss {scores.loss:.3f}: {weights}/step-{outcome.step:08d}")]
     if best is not None:
-        rows.insert(1, ("best", f"top-1 {100 * best.score:.1f} %, at step {best.step:,}"))
-        rows += [("", str(checkpoints_dir(run_dir) / f"step-{best.step:08d}"))] if best.step != outcome.step else []
+        rows += [("best", f"top-1 {100 * best.score:.1f} %: {weights}/step-{best.step:08d}")]
     rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
     rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
     rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")] if scores is not None else []

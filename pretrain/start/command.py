@@ -65,7 +65,8 @@ def start(options: argparse.Namespace) -> int:
         values = recipe.pretraining(data, machine, name=name)
     else:
         verb, ending = ("probe", "probed") if options.probe else ("tune", "tuned")
-        values = recipe.tuning(data, name=f"{name}-{ending}", pretrained=options.pretrained, card=card)
+        name = name if options.name and directory == options.place else f"{name}-{ending}"
+        values = recipe.tuning(data, name=name, pretrained=options.pretrained, card=card)
     if verb == "probe" and data.judged is None:
         raise UserError(f"{directory}: has no split to test on; build it with source.val_share=0.1, or tune (without --probe)")
     config, path, ranks = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml"), recipe.num_ranks(machine)

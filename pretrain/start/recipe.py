@@ -25,12 +25,12 @@ _MODELS = ((0, "mlp_b6_wi256"), (20_000, "mlp_b6_wi512"), (200_000, "mlp_b6_wi10
 """From so many pictures on; the wider ones on GPUs alone."""
 _ON_GPUS = {
     "local_batch": "auto",
-    "width_reason": "grows with the pictures: Wi-256, from 20,000 on Wi-512, from 200,000 Wi-1024, from 2 million B-12",
+    "width_reason": "grows with the pictures: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2 million",
     "precision": "bf16",
     "precision_reason": "GPUs are made for it",
 }
 _ON_CPUS = {
-    "width_reason": "Wi-256, from 20,000 pictures on Wi-512: larger ones take CPUs too long",
+    "width_reason": "Wi-256, and Wi-512 from 20,000 pictures on: larger ones take CPUs too long",
     "precision": "fp32",
     "precision_reason": "CPUs gain nothing from less",
 }

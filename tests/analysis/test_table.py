@@ -9,7 +9,7 @@ from PIL import Image
 from analysis.cli import main as analysis
 from analysis.published import TABLES
 from analysis.table import Cell, Filled, Line, fill
-from analysis.table_pages import in_picture, markdown
+from analysis.table_pages import markdown, with_runs
 from finetune.runs import Run
 from tests.analysis.conftest import WriteRun
 from tests.conftest import Capture, Patch
@@ -217,8 +217,8 @@ def test_the_picture_begins_with_ones_own_and_leaves_out_tables_without_a_run() 
         Filled(name, "a paper", ("c",), (Line("row", (Cell(50.0, mean),)),)) for name, mean in (("A", 1.0), ("B", None))
     )
     ours = Filled("Ours", "", ("c",), (Line("row", (Cell(None, 2.0),)),))
-    assert [table.title for table in in_picture([other, paper, ours])] == ["Ours", "A"]
-    assert [table.title for table in in_picture([other])] == ["B"]
+    assert [table.title for table in with_runs([other, paper, ours])] == ["Ours", "A"]
+    assert [table.title for table in with_runs([other])] == ["B"]
 
 
 def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monkeypatch: Patch, capsys: Capture) -> None:

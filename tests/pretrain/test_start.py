@@ -117,15 +117,15 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
 
     monkeypatch.chdir(tmp_path)
     write_folder(Path("weights"))
-    for flags, verb, name in ((["--untimed"], "tune", "tuned"), (["--probe"], "probe", "probed")):
-        assert main(["start", str(shapes), "--name", "x", "--from", "weights", *flags]) == 0
+    for flags, verb, name in ((["--untimed"], "tune", f"{shapes.name}-tuned"), (["--probe", "--name", "x"], "probe", "x")):
+        assert main(["start", str(shapes), "--from", "weights", *flags]) == 0
         said = capsys.readouterr().out
-        assert said.splitlines()[-1] == f"next: finetune {verb} runs/x-{name}.yaml" and "58.1" not in said
+        assert said.splitlines()[-1] == f"next: finetune {verb} runs/{name}.yaml" and "58.1" not in said
         how = r"# expected  [\d,]+ images/s and [\d.]+ GB in \d+ steps of a tuning timed here.*: about \d+ s for the features"
-        assert (re.search(how, Path(f"runs/x-{name}.yaml").read_text()) is not None) == (verb == "probe")
+        assert (re.search(how, Path(f"runs/{name}.yaml").read_text()) is not None) == (verb == "probe")
         schema = TuneSettings if verb == "tune" else ProbeSettings
-        settings = load_settings(schema, path=f"runs/x-{name}.yaml", overrides=[])
-        assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/x-{name}")
+        settings = load_settings(schema, path=f"runs/{name}.yaml", overrides=[])
+        assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/{name}")
 
 
 def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
