@@ -55,7 +55,7 @@ MODELS = {
     "mlp_b12_wi1024": Size(256, 16_384, 11_230),
     "mlp_l6_wi1024": Size(256, 16_384, 11_230),
     "mixer_b_16": Size(2, 128),
-    "mixer_b_w": Size(2, 128),
+    "mixer_b_w_c3": Size(2, 128),
     "rp_mixer_b_w": Size(2, 128),
     "mixer_ss_8": Size(16, 1024),
     "mixer_ss_w": Size(16, 1024),

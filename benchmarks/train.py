@@ -60,7 +60,10 @@ class Case:
 
 def cases(*, on_gpu: bool, quick: bool) -> dict[str, Case]:
     if on_gpu:
-        return {"mlp": Case(spec_of("mlp_b12_wi1024"), 64, 16_384, 20, 2000), "mixer": Case(spec_of("mixer_b_w"), 224, 512, 5, 100)}
+        return {
+            "mlp": Case(spec_of("mlp_b12_wi1024"), 64, 16_384, 20, 2000),
+            "mixer": Case(spec_of("mixer_b_w_c3"), 224, 512, 5, 100),
+        }
     mlp, channels = MlpSpec(kind="mlp", depth=6, width=256 if quick else 512), 64 if quick else 128
     mixer = MixerSpec(kind="mixer", patch_size=4, num_channels=channels, depth=4)
     steps = 4 if quick else 10

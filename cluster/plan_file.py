@@ -32,8 +32,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
+from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of, run_of
 from data_prep.settings import Settings, SettingsError, apply_override, load_settings, nearest, validate
+from pretrain.config import parse_length
 
 MAX_MEMBERS = 1000
 """SLURM's MaxArraySize is 1001 unless a site raises it; the largest index is one less."""
@@ -53,6 +54,9 @@ class Entry(Settings):
     """key.path=value, as on the command line, for all members."""
     each_pretrained: bool = False
     """For probe and finetune: an axis `pretrained`, every run of the section `pretrain`."""
+    checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
+    """With each_pretrained: not the last checkpoint of each run, but these, which its checkpoint.keep_at keeps; {pretrained} in
+    run_dir has the length, too."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...}, ...}."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
@@ -74,6 +78,8 @@ class Entry(Settings):
     def _parts_fit(self) -> "Entry":
         for name in {"config", "pretrained", "seed", "name"} & self.grid.keys():
             raise ValueError(f"grid.{name}: the name is taken; set {name if name == 'config' else 'another one'}")
+        if self.checkpoints and not self.each_pretrained:
+            raise ValueError("checkpoints: these are of runs; set each_pretrained, or name pretrained=RUN@50epochs in a grid")
         if self.is_grid and self.run_dir is None:
             raise ValueError("run_dir: null will not do with a grid; name its axes, such as runs/{name}/{seed}")
         return self
@@ -154,7 +160,7 @@ class Plan:
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
-        read = {place_of(path) for work in stage.works for path in work.reads_from}
+        read = {place_of(run_of(path)) for work in stage.works for path in work.reads_from}
 
         def is_read(place: Path) -> bool:
             """It, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
@@ -240,11 +246,22 @@ def _problems(plan: Plan) -> Iterable[str]:
             except ValueError as error:
                 yield from (f"{name}: {line}" for line in str(error).splitlines())
                 continue
+            yield from (f"{name}: {line}" for line in _not_kept(member.work, plan))
             place = place_of(member.work.writes)
             if place in seen:
                 mend = "name each axis that differs in run_dir" if stage.entry.is_grid else "give one of them another"
                 yield f"{name}: writes {member.work.writes}, as {seen[place]} does; {mend}"
             seen.setdefault(place, name)
+
+
+def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
+    """Where it reads RUN@LENGTH of a run of this plan that will not keep it, which shows before anything begins."""
+    run, at, words = (work.pretrained or "").rpartition("@")
+    makers = [each for stage in plan.stages for each in stage.works if place_of(each.writes) == place_of(run)] if at else []
+    for maker in makers:
+        kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
+        if parse_length(words).unit != "steps" and parse_length(words) not in map(parse_length, kept):
+            yield f"pretrained: {run} will keep {', '.join(kept)}, not {words}; add it to its checkpoint.keep_at"
 
 
 # ---- members of an entry ----------------------------------------------------------------------------------------------
@@ -270,7 +287,9 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
             raise SettingsError("each_pretrained: true is for probe and finetune beside a section `pretrain`")
         above = os.path.commonpath([Path(run).parent for run in runs])
         axes["pretrained"] = [
-            Choice(os.path.relpath(run, above or ".").replace("/", "-"), (_override("pretrained", run),)) for run in runs
+            Choice(_label("pretrained", f"{os.path.relpath(run, above or '.')}{at}"), (_override("pretrained", f"{run}{at}"),))
+            for run in runs
+            for at in [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]
         ]
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data_prep.manifest import Filter, Manifest
 from data_prep.settings import Settings, UserError, flatten
-from finetune.config import ShortRunSettings
+from finetune.config import ChannelStats, ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
@@ -155,14 +155,20 @@ class Backbone:
 
 
 def open_backbone(
-    checkpoint: Checkpoint | None, manifest: Manifest, *, image_size: int | None = None, device: torch.device
+    checkpoint: Checkpoint | None,
+    manifest: Manifest,
+    *,
+    image_size: int | None = None,
+    device: torch.device,
+    channel_stats: ChannelStats = "checkpoint",
 ) -> Backbone:
     """None: the features are the pixels themselves, normalised as the dataset's manifest says."""
+    normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
     if checkpoint is None:
-        normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
         return Backbone(lambda images: images.flatten(1), image_size or manifest.image_size, normalisation)
     card, model = checkpoint.card, load_model(checkpoint).to(device).eval()
-    normalisation = Normalisation(card.channel_mean, card.channel_std)
+    if channel_stats == "checkpoint":
+        normalisation = Normalisation(card.channel_mean, card.channel_std)
     return Backbone(
         lambda images: pooled_features(model, images), card.image_size, normalisation, checkpoint, model, card.fed_interpolation
     )

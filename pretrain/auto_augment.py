@@ -3,7 +3,7 @@
 RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n (operations per picture), p (probability
 of each), mstd (spread of the magnitude; above 100: uniform from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows
 with the magnitude), tweights (weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
-and may be followed by mstd.
+and may be followed by mstd; and `cifar10`, which timm has not: its policy, strengths and sampling are torchvision's.
 """
 
 import math
@@ -38,6 +38,8 @@ class Policy:
     magnitude_std: float = 0.0
     """inf: uniform from 0 to the magnitude."""
     magnitude_max: float = FULL_MAGNITUDE
+    nearest: bool = False
+    """What is moved takes the nearest pixel, not a mean of several."""
 
 
 def parse_policy(text: str) -> Policy:
@@ -45,10 +47,12 @@ def parse_policy(text: str) -> Policy:
     if head == "rand":
         return _rand_augment(text, _sections(text, sections, known=("m", "n", "p", "mstd", "mmax", "inc", "t")))
     if head in _SEARCHED:
-        given = _sections(text, sections, known=("mstd",))
+        of_cifar = head == "cifar10"
+        given = _sections(text, sections, known=() if of_cifar else ("mstd",))
         words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
-        steps = tuple(Step(name, float(probability), float(magnitude)) for name, probability, magnitude in words)
-        return Policy(steps, num_layers=2, chained=True, magnitude_std=_spread(given))
+        full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's magnitudes are ninths
+        steps = tuple(Step(name, float(p), float(magnitude) * FULL_MAGNITUDE / full) for name, p, magnitude in words)
+        return Policy(steps, num_layers=2, chained=True, magnitude_std=_spread(given), nearest=of_cifar)
     known = ["rand-m9-mstd0.5-inc1", *_SEARCHED]
     raise ValueError(f"augment.auto_augment: {text!r} is not a policy; {nearest(text, known)}")
 
@@ -83,7 +87,8 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
         key, value = ("t", match[1]) if match and match[1] else (match[2], match[3]) if match else ("", "")
         if key not in known:
-            raise _wrong(text, section, f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5")
+            remedy = f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5" if known else "it has none"
+            raise _wrong(text, section, remedy)
         if key in given:
             raise _wrong(text, section, f"{key} is given twice")
         given[key] = value
@@ -131,7 +136,20 @@ Rotate 1.0 7, TranslateYRel 0.8 9 | ShearX 0.0 0, Solarize 0.8 4 | ShearY 0.8 0,
 Equalize 0.8 4, Equalize 0.0 8 | Equalize 1.0 4, AutoContrast 0.6 2 | ShearY 0.4 7, SolarizeAdd 0.6 7
 Posterize 0.8 2, Solarize 0.6 10 | Solarize 0.6 8, Equalize 0.6 1 | Color 0.8 6, Rotate 0.4 5
 """
+_CIFAR10 = """
+Invert 0.1 0, ContrastIncreasing 0.2 6 | Rotate 0.7 2, ShiftX 0.3 9 | SharpnessIncreasing 0.8 1, SharpnessIncreasing 0.9 3
+ShearY 0.5 8, ShiftY 0.7 9 | AutoContrast 0.5 0, Equalize 0.9 0 | ShearY 0.2 7, PosterizeRounded 0.3 7
+ColorIncreasing 0.4 3, BrightnessIncreasing 0.6 7 | SharpnessIncreasing 0.3 9, BrightnessIncreasing 0.7 9
+Equalize 0.6 0, Equalize 0.5 0 | ContrastIncreasing 0.6 7, SharpnessIncreasing 0.6 5 | ColorIncreasing 0.7 7, ShiftX 0.5 8
+Equalize 0.3 0, AutoContrast 0.4 0 | ShiftY 0.4 3, SharpnessIncreasing 0.2 6 | BrightnessIncreasing 0.9 6, ColorIncreasing 0.2 8
+SolarizeFraction 0.5 2, Invert 0.0 0 | Equalize 0.2 0, AutoContrast 0.6 0 | Equalize 0.2 0, Equalize 0.6 0
+ColorIncreasing 0.9 9, Equalize 0.6 0 | AutoContrast 0.8 0, SolarizeFraction 0.2 8
+BrightnessIncreasing 0.1 3, ColorIncreasing 0.7 0
+SolarizeFraction 0.4 5, AutoContrast 0.9 0 | ShiftY 0.9 9, ShiftY 0.7 9 | AutoContrast 0.9 0, SolarizeFraction 0.8 3
+Equalize 0.8 0, Invert 0.1 0 | ShiftY 0.7 9, AutoContrast 0.9 0
+"""
 _SEARCHED = {
+    "cifar10": _CIFAR10,
     "original": _ORIGINAL,
     "originalr": _ORIGINAL.replace("PosterizeOriginal", "PosterizeIncreasing"),
     "v0": _V0,

@@ -20,8 +20,18 @@ from data_prep.settings import SettingsError, UserError, differences, dump, load
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import check_length, check_resume, check_settings, finished_result, is_begun, list_checkpoints
-from pretrain.config import PretrainSettings, check_against_ranks
+from pretrain.checkpoints.run import (
+    check_branch,
+    check_length,
+    check_resume,
+    check_settings,
+    checkpoint_at,
+    finished_result,
+    is_begun,
+    list_checkpoints,
+    steps_of,
+)
+from pretrain.config import PretrainSettings, check_against_ranks, parse_length
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
@@ -117,19 +127,23 @@ def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", help="a name that `pretrain models` lists")
-    verb.add_argument("--batch", type=at_least(1), default=4096, help="global batch size (default: 4096)")
+    verb.add_argument("model", help="a name that `pretrain models` lists, or a config of `pretrain train`")
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a config")
+    verb.add_argument("--batch", type=at_least(1), help="global batch size (default: the config's, or 4096)")
+    verb.add_argument(
+        "--samples", type=at_least(1), help="of an epoch of a config (default: as its dataset has, where it is there)"
+    )
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
     verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
-    verb.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="of the passes")
-    verb.add_argument(
-        "--optimizer", choices=("lion", "sgd", "adamw", "lamb"), default="lion", help="by what it keeps for each weight"
-    )
-    verb.add_argument("--classes", type=at_least(1), help="of the head (default: what the model is meant for)")
-    verb.add_argument("--image-size", type=at_least(1), help="in pixels (default: what the model is meant for)")
+    precisions, optimizers = ("fp32", "bf16", "fp16"), ("lion", "sgd", "adamw", "lamb")
+    verb.add_argument("--precision", choices=precisions, help="of the passes (default: the config's, or bf16)")
+    verb.add_argument("--optimizer", choices=optimizers, help="by what it keeps for each weight (default: the config's, or lion)")
+    verb.add_argument("--classes", type=at_least(1), help="of the head (default: the dataset's, or what the model is meant for)")
+    verb.add_argument("--image-size", type=at_least(1), help="in pixels (default: the config's, or what the model is meant for)")
     verb.add_argument("--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)")
     verb.add_argument("--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)")
     verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
+    verb.description = "What each ZeRO stage would cost on a cluster; of a config also the GPU-hours, as a lower bound."
     verb.set_defaults(run=_plan)
 
 
@@ -198,7 +212,13 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
-    found = Checkpoint.open(source, verify=world.local_rank == 0)
+    found, is_branch = Checkpoint.open(source, verify=world.local_rank == 0), checkpoint_at(source) is not None
+    if is_branch:
+        check_branch(source, settings)
+        num_steps = steps_of(settings, data)
+        if num_steps <= found.card.step:
+            asked = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step {found.card.step:,}"
+            raise SettingsError(f"train.duration: {asked}; a branch goes on from there, so give more")
     card = found.card
     models = (card.model, card.image_size), (settings.model, data.image_size)
     there, here = ({"model": spec.model_dump(mode="json"), "image_size": size} for spec, size in models)
@@ -207,6 +227,8 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
     if world.is_first and LAUNCHED_WITH not in os.environ:
         is_same, counts = card.classes == data.classes, f"{len(data.classes):,} classes here, {len(card.classes):,} there"
         head = "with the head, whose classes are the same" if is_same else f"but for the head, whose classes are others ({counts})"
+        if is_branch:
+            head = "the optimizer and the place in the data"
         print(f"{settings.run_dir}: takes the weights of {found.directory}, {head}")
         statistics = (data.channel_statistics, (card.channel_mean, card.channel_std))
         own, learned = (" / ".join(" ".join(f"{value:.3f}" for value in row) for row in each) for each in statistics)
@@ -282,22 +304,41 @@ def _widths(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from pretrain.data.order import epoch_length
     from pretrain.engine.zero_cost import Plan, print_plan
     from pretrain.models.listing import parse_channels
-    from pretrain.models.presets import spec_of
+    from pretrain.models.presets import preset, spec_of
 
-    spec_of(options.model)  # or a word on what is named like it
+    batch, precision, optimizer = options.batch, options.precision, options.optimizer
+    classes, size, samples, duration = options.classes, options.image_size, options.samples, None
+    if options.model.endswith((".yaml", ".yml")):
+        settings = load_settings(PretrainSettings, path=options.model, overrides=options.overrides)
+        batch, precision = batch or settings.train.global_batch_size, precision or settings.engine.precision
+        spec, optimizer, duration = settings.model, optimizer or settings.optimizer.name, settings.train.duration
+        size, last_batch = size or settings.data.image_size, settings.data.last_batch
+        if not (samples and classes and size):
+            try:
+                data = load_training_data(settings.data)
+            except ValueError as error:
+                raise UserError(f"{error} (or give --samples, --classes and --image-size)") from None
+            samples, classes, size = samples or data.num_samples, classes or len(data.classes), size or data.image_size
+        samples = epoch_length(samples, global_batch_size=batch, last_batch=last_batch)
+    else:
+        known, spec = preset(options.model), spec_of(options.model)  # or a word on what is named like it
+        classes, size = classes or known.num_classes, size or known.image_size
     plan = Plan(
-        model=options.model,
-        global_batch_size=options.batch,
+        name=options.model,
+        spec=spec,
+        global_batch_size=batch or 4096,
         num_nodes=parse_channels(options.nodes, field="--nodes"),
         gpus_per_node=options.gpus,
-        precision=options.precision,
-        num_states=NUM_STATES[options.optimizer],
+        precision=precision or "bf16",
+        num_states=NUM_STATES[optimizer or "lion"],
         gbit_per_s=options.gbit,
         teraflops=options.teraflops,
-        num_classes=options.classes,
-        image_size=options.image_size,
+        num_classes=classes,
+        image_size=size,
+        num_steps=parse_length(duration).steps(global_batch_size=batch, num_samples=samples) if duration else None,
     )
     wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
     if wrong:

@@ -24,6 +24,7 @@ PaddingMode = Literal["constant", "reflect"]
 EraseMode = Literal["const", "rand", "pixel"]
 Shuffle = Literal["full", "block", "none"]
 LastBatch = Literal["carry", "drop", "pad"]
+MixWith = Literal["neighbour", "previous"]
 
 Unit = Literal["steps", "epochs", "samples"]
 _FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
@@ -157,7 +158,8 @@ class AugmentSettings(Settings):
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Of a picture being mirrored left to right."""
     auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
-    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r."""
+    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r; and
+    cifar10, AutoAugment's policy for CIFAR as torchvision has it."""
     erase_probability: float = Field(0.0, ge=0, le=1)
     """Random erasing; 0 is off."""
     erase_mode: EraseMode = "pixel"
@@ -165,11 +167,14 @@ class AugmentSettings(Settings):
     erase_count: int = Field(1, ge=1, le=100)
     """At most so many blocks in a picture, sharing the area of one."""
     mixup_alpha: float = Field(0.0, ge=0)
-    """MixUp with lambda ~ Beta(alpha, alpha) between neighbours of a batch; 0 is off."""
+    """MixUp with lambda ~ Beta(alpha, alpha) between pictures of a batch; 0 is off."""
     cutmix_alpha: float = Field(0.0, ge=0)
     """CutMix, likewise."""
+    mix_with: MixWith = "neighbour"
+    """neighbour: the pictures of a pair with each other, with a lambda for each pair; previous: each with the one before it in
+    the global batch, with one lambda for the whole batch, which is the way of FFCV and of paper B's code."""
     mix_probability: float = Field(1.0, ge=0, le=1)
-    """Of a pair of neighbours being mixed at all."""
+    """Of a pair (or batch) being mixed at all."""
     switch_probability: float = Field(0.5, ge=0, le=1)
     """Of CutMix rather than MixUp, where both are on."""
 
@@ -191,7 +196,16 @@ class AugmentSettings(Settings):
     def is_crop_flip_mixup(self) -> bool:
         """Nothing but what can be done in one pass over the pictures."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
-        return not others and self.crop_interpolation in (None, "bilinear", "area") and "CutMix" not in self.mixing
+        is_mixed_so = not self.mixing or (self.mix_with == "neighbour" and "CutMix" not in self.mixing)
+        return not others and self.crop_interpolation in (None, "bilinear", "area") and is_mixed_so
+
+    @property
+    def mixes_pairs(self) -> bool:
+        return bool(self.mixing) and self.mix_with == "neighbour"
+
+    @property
+    def mixes_previous(self) -> bool:
+        return bool(self.mixing) and self.mix_with == "previous"
 
     @property
     def plain_filter(self) -> Filter:
@@ -219,15 +233,19 @@ class AugmentSettings(Settings):
 
 class OptimizerSettings(Settings):
     name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
-    """lion is the one of the papers' MLPs; sgd has Nesterov momentum; lamb is for very large batches."""
+    """lion is the one of the papers' MLPs; lamb is for very large batches."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate after the warm-up, from which the schedule falls."""
     weight_decay: float = Field(1e-3, ge=0)
-    """Decoupled, on matrices only; norms and biases are not decayed."""
+    """Decoupled: the step that it makes is in proportion to the rate, not to the gradient."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What is decayed: matrices only, or norms and biases, too, as in paper B's code."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
     """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw and lamb."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Nesterov momentum, for sgd alone."""
+    """For sgd alone."""
+    nesterov: bool = True
+    """Of sgd's momentum; paper A says so, paper B's code has it not."""
     head_lr_scale: float = Field(1.0, gt=0)
     """Learning rate of the classifier as a multiple of the body's."""
     layer_decay: float = Field(1.0, gt=0, le=1)
@@ -242,18 +260,23 @@ class OptimizerSettings(Settings):
         if self.name != "sgd" and self.momentum != 0.9:
             remedy = "set optimizer.betas, or leave it at 0.9"
             raise ValueError(f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; {remedy}")
+        if not self.nesterov and self.name != "sgd":
+            raise ValueError(f"optimizer.nesterov: false changes nothing with {self.name}; leave it out, or choose sgd")
         return self
 
 
 class ScheduleSettings(Settings):
-    name: Literal["constant", "cosine", "linear"] = "cosine"
-    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line."""
+    name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line; wsd
+    (warm-up, stable, decay) stays, and falls along a line in the last part, the cooldown."""
     warmup: Duration = "0 steps"
     """A straight line up to optimizer.lr, which the step after it is the first to take."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)
-    """Where cosine and linear end."""
+    """Where cosine, linear and wsd end."""
+    cooldown: Duration = "0 steps"
+    """The part of train.duration in which the rate of wsd falls. Runs of several lengths share the stable part: see start_from."""
 
 
 def _number_or_auto(value: object) -> object:
@@ -328,6 +351,9 @@ class CheckpointSettings(Settings):
     """The newest ones stay; training can fall back to the one before if the newest is damaged."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
+    keep_at: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
+    """Checkpoints that are made and stay for ever, where a run of each length would end. At a constant rate (and in the stable part
+    of wsd) they are the last ones of these shorter runs, bit for bit. RUN@50epochs names one wherever a run is named."""
     keep_best: bool | None = None
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
     RUN/checkpoints/best.json. By default wherever there is an evaluation (data.eval_split)."""
@@ -369,24 +395,14 @@ class TrainingSettings(Settings):
             fault = f"{local} does not divide global_batch_size {whole}"
             raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(whole, local)}")
         size, field = (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
-        if self.augment.mixing and size % 2:
+        if self.augment.mixes_pairs and size % 2:
             off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
             raise ValueError(f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set {off}")
         return self
 
     @model_validator(mode="after")
     def _rate_falls(self) -> Self:
-        schedule, lr = self.schedule, self.optimizer.lr
-        first_lr, final_lr = schedule.warmup_from, schedule.final_lr
-        if final_lr > lr:
-            raise ValueError(f"schedule.final_lr: {final_lr} is above optimizer.lr {lr}; {schedule.name} falls, so set it lower")
-        if schedule.name == "constant" and final_lr:
-            remedy = "leave it out, or choose cosine or linear"
-            raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; {remedy}")
-        if first_lr is not None and first_lr > lr:
-            raise ValueError(f"schedule.warmup_from: {first_lr} is above optimizer.lr {lr}; a warm-up rises, so set it lower")
-        if first_lr is not None and parse_length(schedule.warmup).amount == 0:
-            raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
+        check_schedule(self.schedule, self.optimizer.lr)
         return self
 
     @model_validator(mode="after")
@@ -401,7 +417,8 @@ class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
     """A run or a folder of weights of the same model to begin with, in the place of random weights; the head too, where the classes
-    are the same. Read at the beginning alone: a run that goes on does not need it."""
+    are the same. RUN@50epochs goes on from there as RUN itself would, with optimizer and place in the data: a branch with another
+    schedule or length. Read at the beginning alone: a run that goes on does not need it."""
     model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
     """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     engine: EngineSettings = EngineSettings()
@@ -413,6 +430,21 @@ class PretrainSettings(TrainingSettings):
                 "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; change one of them"
             )
         return self
+
+
+def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optimizer.lr") -> None:
+    first_lr, final_lr = schedule.warmup_from, schedule.final_lr
+    if final_lr > lr:
+        raise ValueError(f"schedule.final_lr: {final_lr} is above {field} {lr}; {schedule.name} falls, so set it lower")
+    if schedule.name == "constant" and final_lr:
+        raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose cosine or linear")
+    if (parse_length(schedule.cooldown).amount > 0) != (schedule.name == "wsd"):
+        remedy = "set it, such as '10 epochs'" if schedule.name == "wsd" else "leave it out, or choose wsd"
+        raise ValueError(f"schedule.cooldown: {schedule.cooldown!r} will not do with {schedule.name}; {remedy}")
+    if first_lr is not None and first_lr > lr:
+        raise ValueError(f"schedule.warmup_from: {first_lr} is above {field} {lr}; a warm-up rises, so set it lower")
+    if first_lr is not None and parse_length(schedule.warmup).amount == 0:
+        raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
@@ -427,7 +459,7 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     if share % local:
         fault = f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} ranks)"
         raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(share, local)}")
-    if augment.mixing and local % 2:
+    if augment.mixes_pairs and local % 2:
         raise ValueError(f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even")
     return local
 

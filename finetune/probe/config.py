@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.manifest import Manifest
-from finetune.config import ShortRunSettings
-from pretrain.config import AugmentSettings, ReadingSettings
+from finetune.config import ChannelStats, ShortRunSettings
+from pretrain.config import AugmentSettings, ReadingSettings, ScheduleSettings, check_schedule
 from pretrain.data.datasets import Part
 
 FeatureType = Literal["float32", "float16"]
@@ -61,6 +61,7 @@ class FeatureSettings(ShortRunSettings):
     data: FeatureDataSettings
     pretrained: str | None = Field(None, examples=["runs/mine"])
     """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
+    channel_stats: ChannelStats = "checkpoint"
     feature_batch_size: int = Field(512, ge=1)
     """Pictures of one forward pass, on each rank."""
     feature_dtype: FeatureType = "float32"
@@ -80,6 +81,11 @@ class FeatureSettings(ShortRunSettings):
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
+    features: Literal["auto", "cache", "stream"] = "auto"
+    """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
+    where the cache would take more than `cache_gb`. Both train the same heads."""
+    cache_gb: float = Field(100.0, ge=0)
+    """With auto: the most that new features may take on disk."""
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""
@@ -89,9 +95,15 @@ class ProbeSettings(FeatureSettings):
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS["lion"]["weight_decays"]
     """See `lrs`."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (50,)
-    """Lengths, each with a cosine of its own; for lbfgs the most passes over the features."""
+    """Lengths, each with a schedule of its own; for lbfgs the most passes over the features."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    """Of each cell's learning rate; not for lbfgs, as the next three are not."""
     batch_size: int = Field(256, ge=1)
-    """Of the heads, over all cells; not for lbfgs."""
+    """Of the heads, over all cells."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread over all classes, in training; 0 is off."""
+    gradient_clip_norm: float = Field(0.0, ge=0)
+    """Of each cell's gradient; 0 is off."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Of sgd."""
     nesterov: bool = True
@@ -140,6 +152,11 @@ class ProbeSettings(FeatureSettings):
         if self.optimizer == "lbfgs" and (len(self.lrs) > 1 or len(self.epochs) > 1):
             advice = "leave them out (lrs=null), and name several weight_decays"
             raise ValueError(f"optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; {advice}")
+        for name in ("schedule", "label_smoothing", "gradient_clip_norm"):
+            if self.optimizer == "lbfgs" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: changes nothing with lbfgs, which minimises the cross-entropy itself; leave it out")
+        for lr in self.lrs:
+            check_schedule(self.schedule, lr, field="lrs")
         return self
 
     @model_validator(mode="after")
@@ -150,6 +167,8 @@ class ProbeSettings(FeatureSettings):
             raise ValueError("augment: has no effect without views; set views=10, for example, or leave augment out")
         for way, field in (self.augment.mixing if self.augment else {}).items():
             raise ValueError(f"augment.{field}: {way} will not do here: kept features have one label each; set augment.{field}=0")
+        if self.features == "stream" and self.optimizer == "lbfgs":
+            raise ValueError("features: stream will not do with lbfgs, whose passes are many; use sgd, or leave features out")
         if self.views and self.optimizer == "lbfgs":
             raise ValueError(f"views: {self.views} will not do with lbfgs, which needs one fixed problem; use sgd, or set views=0")
         return self

@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +67,11 @@ FACTS = "features.json"
 VISIBLE_WITHIN_S = 60.0
 """How long another node's file may stay unseen: network file systems remember what was not there."""
 Result = TypeVar("Result")
+
+
+def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
+    remedy = f"leave it out with data_prep subset {dataset} --exclude"
+    return DatasetError(f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}")
 
 
 class ElsewhereError(UserError):
@@ -140,6 +146,18 @@ class FeatureMaker:
             labels_N = torch.from_numpy(reader.labels.astype(np.int64))
             return [_table(place, labels_N) for place in places]
 
+    @cached_property
+    def num_features(self) -> int:
+        size = self.backbone.image_size
+        with torch.no_grad():
+            return self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
+
+    def missing_bytes(self, split: str, views: Sequence[int | None]) -> int:
+        """That `tables` would write."""
+        num_missing = sum(not self.place_of(split, view).exists() for view in views)
+        num_samples = self.manifest.splits[split].num_samples
+        return num_missing * num_samples * self.num_features * np.dtype(self.settings.feature_dtype).itemsize
+
     @property
     def fed(self) -> AugmentSettings:
         """Of views, and with which filter plain pictures are resized."""
@@ -182,8 +200,7 @@ class FeatureMaker:
 
     @torch.no_grad()
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
-        size, world, block = self.backbone.image_size, self.world, self.settings.feature_batch_size
-        num_features = self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
+        world, block, num_features = self.world, self.settings.feature_batch_size, self.num_features
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
         rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
         shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
@@ -252,8 +269,7 @@ class FeatureMaker:
             if batch.num_bad:  # masked, but in its place; padding, which is masked as well, repeats the last sample of the split
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
-                remedy = f"leave it out with data_prep subset {self.settings.data.dataset} --exclude"
-                raise DatasetError(f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}")
+                raise undecodable(shard, key, dataset=self.settings.data.dataset)
             count = int(batch.mask_B.sum())  # padding is at the end
             # once for all views
             there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))

@@ -1,7 +1,7 @@
 """Many linear heads trained at once on the same batches: forward and backward are one matrix product each, for any number of heads.
 
-The gradient of the mean cross-entropy by the logits is (softmax - one hot) / B, so nothing is recorded for autograd. Heads begin
-at zero; the order of an epoch is a function of (seed, epoch).
+The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so nothing is recorded for autograd. Heads begin at
+zero; the order of an epoch is a function of (seed, epoch).
 
 By L-BFGS each head minimises mean cross-entropy + decay / 2 |W|^2 (biases free) with a history of its own, and all share each pass
 over the features, which evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for
@@ -26,7 +26,7 @@ from torch import Tensor
 from data_prep.progress import progress
 from finetune.probe.config import ProbeSettings
 from finetune.probe.rows import Rows
-from pretrain.config import ScheduleSettings
+from pretrain.config import parse_length
 from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
@@ -104,49 +104,72 @@ class Update:
         self.weights_EC.addcmul_(spare_EC, lr_C, value=-1 / (1 - 0.9**self._num_steps))
 
 
-def train_heads(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int) -> Tensor:
-    """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the same as if trained alone."""
+def train_heads(
+    rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int, num_epochs: int | None = None
+) -> Tensor:
+    """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the same as if trained alone.
+    `num_epochs`: that rows are asked for, with other ranks; by default those of the longest candidate."""
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
+    warmup, cooldown = (
+        parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
+        for length in (settings.schedule.warmup, settings.schedule.cooldown)
+    )
     heads_GEK = torch.zeros(len(candidates), rows.width, num_classes, device=device)
     active, weights_EC = list(range(len(candidates))), torch.zeros(rows.width, len(candidates) * num_classes, device=device)
     update = Update(weights_EC, settings, num_features=rows.num_features)
 
     def take_out() -> None:
-        heads_GEK[torch.tensor(active, device=device)] = as_heads(update.weights_EC, num_classes=num_classes)
+        if active:
+            heads_GEK[torch.tensor(active, device=device)] = as_heads(update.weights_EC, num_classes=num_classes)
 
-    with progress("linear heads", total=max(each.epochs for each in candidates), unit="epochs") as line:
+    with progress("linear heads", total=num_epochs or max(each.epochs for each in candidates), unit="epochs") as line:
         for epoch in range(line.total):
             if any(candidates[number].epochs == epoch for number in active):
                 take_out()
                 kept = [place for place, number in enumerate(active) if candidates[number].epochs > epoch]
-                update.keep((torch.arange(num_classes).view(-1, 1) * len(active) + torch.tensor(kept)).flatten())
+                update.keep((torch.arange(num_classes).view(-1, 1) * len(active) + torch.tensor(kept, dtype=torch.long)).flatten())
                 active = [active[place] for place in kept]
             now, first = [candidates[number] for number in active], epoch * num_batches
-            schedules = [Schedule(ScheduleSettings(), each.lr, num_steps=each.epochs * num_batches) for each in now]
+            schedules = [Schedule(settings.schedule, each.lr, each.epochs * num_batches, warmup, cooldown) for each in now]
             lr_TG = torch.tensor([[each.lr(first + n) for each in schedules] for n in range(num_batches)])
             decay_C = torch.tensor([each.weight_decay for each in now], device=device).repeat(num_classes)
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)
             batches = rows.epoch(epoch % max(1, settings.views), order, batch_size=settings.batch_size)
             gradient_EC = torch.empty_like(update.weights_EC)
             for (x_BE, labels_B), lr_G in zip(batches, lr_TG.to(device).unbind(), strict=True):
-                errors_BC = errors_of(x_BE @ update.weights_EC, labels_B, num_classes=num_classes)
+                if not active:
+                    continue
+                errors_BC = errors_of(
+                    x_BE @ update.weights_EC, labels_B, num_classes=num_classes, smoothing=settings.label_smoothing
+                )
                 torch.mm(x_BE.T, errors_BC.div_(len(x_BE)), out=gradient_EC)
+                if settings.gradient_clip_norm:
+                    clip(gradient_EC, norm=settings.gradient_clip_norm, num_classes=num_classes)
                 update.step(gradient_EC, lr_C=lr_G.repeat(num_classes), decay_C=decay_C)
             line.advance()
     take_out()
     return heads_GEK
 
 
-def errors_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:
-    """softmax - one hot, for each candidate: the gradient of the summed cross-entropy."""
+def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
+    """Each candidate's by its own norm, as torch clips."""
+    gradient_EKG = gradient_EC.view(len(gradient_EC), num_classes, -1)
+    gradient_EKG.mul_((norm / (torch.linalg.vector_norm(gradient_EKG, dim=(0, 1)) + 1e-6)).clamp(max=1.0))
+
+
+def errors_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """softmax - target, for each candidate: the gradient of the summed cross-entropy. `smoothing`: the share of the target that all
+    classes have alike."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
     if logits_BKG.shape[2] == 1:  # classes lie side by side then, and torch has faster ways for that
         errors_BC = torch.softmax(logits_BC, dim=1)
         places_B1 = labels_B.unsqueeze(1)
-        return errors_BC.scatter_add_(1, places_B1, errors_BC.new_full((), -1.0).expand_as(places_B1))
-    errors_BKG = torch.softmax(logits_BKG, dim=1)
-    errors_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B] -= 1
-    return errors_BKG.view_as(logits_BC)
+        errors_BC.scatter_add_(1, places_B1, errors_BC.new_full((), smoothing - 1).expand_as(places_B1))
+    else:
+        errors_BKG = torch.softmax(logits_BKG, dim=1)
+        errors_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B] -= 1 - smoothing
+        errors_BC = errors_BKG.view_as(logits_BC)
+    return errors_BC.sub_(smoothing / num_classes) if smoothing else errors_BC
 
 
 def losses_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:

@@ -42,7 +42,8 @@ def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> d
     manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as (device, tracker):
-        backbone = open_backbone(checkpoint, manifest, image_size=settings.data.image_size, device=device)
+        stats, size = settings.channel_stats, settings.data.image_size
+        backbone = open_backbone(checkpoint, manifest, image_size=size, device=device, channel_stats=stats)
         maker = FeatureMaker(settings, manifest, backbone, world, device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.data.train_split, settings.data.test_split))
         num_classes = len(manifest.classes)

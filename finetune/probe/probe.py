@@ -1,6 +1,6 @@
-"""`finetune probe`: a grid of linear heads on features that are computed once.
+"""`finetune probe`: a grid of linear heads on features that are computed once, or streamed (source.py).
 
-1. Features of both splits, and views if there are any, are found or made (features.py).
+1. Features of both splits, and views if there are any, are found or made (features.py), unless they are streamed.
 2. All ranks train their share of the grid on the kept samples and judge it on the held-out ones.
 3. The first rank trains the best candidate once more on all of the training split, judges it on the test split, once, and saves it
    with its backbone as a checkpoint; result.json comes last.
@@ -24,9 +24,10 @@ from data_prep.images.lettering import legible
 from data_prep.manifest import load_manifest
 from data_prep.settings import UserError
 from finetune.probe.config import ProbeSettings
-from finetune.probe.features import FeatureMaker, Table
+from finetune.probe.features import FeatureMaker
 from finetune.probe.heads import Candidate, Score, judge, minimise, train_heads
-from finetune.probe.rows import OnDevice, Rows, Standard
+from finetune.probe.rows import Rows, Standard
+from finetune.probe.source import Cached, Streamed, source_of
 from finetune.session import PatientGroup, open_backbone, register, session
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
@@ -41,16 +42,6 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 _HOLDOUT = 0x686F6C64
 """Part of the key of the held-out share."""
-
-
-class Splits(NamedTuple):
-    """The tables of a probe."""
-
-    train: list[Table]
-    """One for each view; the plain pictures where there are none."""
-    plain: Table
-    """Of the training split, or of `holdout_split`: where held-out samples are taken from."""
-    test: Table
 
 
 class Judged(NamedTuple):
@@ -80,10 +71,11 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
     manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
-        backbone = open_backbone(checkpoint, manifest, image_size=settings.data.image_size, device=device)
+        stats, size = settings.channel_stats, settings.data.image_size
+        backbone = open_backbone(checkpoint, manifest, image_size=size, device=device, channel_stats=stats)
         maker = FeatureMaker(settings, manifest, backbone, world, device, settings.augment, settings.seed)
-        splits, num_classes = tables_of(settings, maker), len(manifest.classes)
-        outcome = choose_and_test(splits, settings=settings, num_classes=num_classes, device=device, world=world)
+        with source_of(settings, maker) as source:
+            outcome = choose_and_test(source, settings=settings, num_classes=len(manifest.classes), world=world)
         if outcome is None:
             return None  # nothing is collective from here on, so nobody waits for the first rank
         report(outcome, settings, tracker)
@@ -95,37 +87,28 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
         return outcome.result
 
 
-def tables_of(settings: ProbeSettings, maker: FeatureMaker) -> Splits:
-    (test,) = maker.tables(settings.data.test_split, [None])
-    (plain,) = maker.tables(settings.holdout_split or settings.data.train_split, [None])
-    if settings.views:
-        return Splits(maker.tables(settings.data.train_split, list(range(settings.views))), plain, test)
-    train = [plain] if settings.holdout_split is None else maker.tables(settings.data.train_split, [None])
-    return Splits(train, plain, test)
-
-
-def choose_and_test(
-    splits: Splits, *, settings: ProbeSettings, num_classes: int, device: torch.device, world: World
-) -> Outcome | None:
-    """On the first rank; collective up to the choice."""
-    train, none = splits.train, Standard.none(splits.test.num_features)
-    standard = Standard.of(train[0]) if settings.standardise else none
-    kept, held = held_out(len(train[0]), settings)
-    place: dict[str, Any] = {"device": device, "on_device": OnDevice(device)}
-    holdout = Rows([splits.plain], standard=standard, chosen_n=held, **place)
-    kept_rows = Rows(train, standard=standard, chosen_n=kept, **place)
-    judged, heads = judged_candidates(kept_rows, holdout, settings=settings, num_classes=num_classes, world=world)
+def choose_and_test(source: Cached | Streamed, *, settings: ProbeSettings, num_classes: int, world: World) -> Outcome | None:
+    """On the first rank; collective up to the choice, with shared rows to the end."""
+    none = Standard.none(source.num_features)
+    standard = source.standard() if settings.standardise else none
+    kept, held = held_out(source.num_train, settings)
+    holdout = source.rows("plain", standard=standard, chosen_n=held)
+    kept_rows = source.rows("train", standard=standard, chosen_n=kept)
+    how: dict[str, Any] = {"settings": settings, "num_classes": num_classes}
+    judged, heads = judged_candidates(kept_rows, holdout, world=world, are_shared=source.are_shared, **how)
     best = best_of(judged)
-    if not world.is_first:
+    if not world.is_first and not source.are_shared:
         return None
     PROGRESS.mark("training the best head once more")
     head, rows = heads.get(best.candidate), kept_rows
-    if head is None or (settings.refit and settings.holdout_split is None):
+    if head is None or source.are_shared or (settings.refit and settings.holdout_split is None):
         if settings.refit:
-            rows = Rows(train, standard=standard, **place)
-        head = heads_of(rows, [best.candidate], settings=settings, num_classes=num_classes)[0]
+            rows = source.rows("train", standard=standard)
+        head = heads_of(rows, [best.candidate], **how)[0]
     classifier = folded(head.weights_EK, standard)
-    result = scores_on_test(classifier, Rows([splits.test], standard=none, **place))
+    result = scores_on_test(classifier, source.rows("test", standard=none))
+    if not world.is_first:
+        return None
     result |= {f"chosen_{name}": value for name, value in best.candidate._asdict().items()}
     result |= {"holdout_top1": best.score.top1, "steps": head.num_steps}
     cells = []
@@ -206,6 +189,8 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "stored_interpolation": manifest.interpolation,
             "stored_size": Part(Path(settings.data.dataset), manifest, settings.data.train_split).stored_size(backbone.image_size),
             "fed_interpolation": maker.fed.plain_filter,
+            "channel_mean": backbone.normalisation.mean,
+            "channel_std": backbone.normalisation.std,
             "content_hash": manifest.content_hash,
             "pixels_hash": manifest.pixels_hash,
             "step": outcome.result["steps"],
@@ -225,10 +210,12 @@ class Head(NamedTuple):
     """That it was trained for; passes over the features, of L-BFGS."""
 
 
-def heads_of(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int) -> list[Head]:
+def heads_of(
+    rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int, num_epochs: int | None = None
+) -> list[Head]:
     """By the optimizer of the settings."""
     if settings.optimizer != "lbfgs":
-        heads_GEK = train_heads(rows, candidates, settings=settings, num_classes=num_classes)
+        heads_GEK = train_heads(rows, candidates, settings=settings, num_classes=num_classes, num_epochs=num_epochs)
         num_batches = -(-rows.num_rows // settings.batch_size)
         return [Head(head, each.epochs * num_batches) for head, each in zip(heads_GEK, candidates, strict=True)]
     heads_GEK, ways = minimise(rows, candidates, tolerance=settings.tolerance, num_classes=num_classes)
@@ -246,18 +233,21 @@ def heads_of(rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSett
 
 
 def judged_candidates(
-    train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World
+    train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World, are_shared: bool = False
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
-    """All candidates with their scores, known to every rank, and the heads of this rank's share."""
+    """All candidates with their scores, known to every rank, and the heads of this rank's share. `are_shared`: see `Streamed`."""
     candidates, group = candidates_of(settings), PatientGroup()
     mine = shares(candidates, world.num_ranks)[world.rank]
+    takes_part = not mine and are_shared
+    num_epochs = max(each.epochs for each in candidates) if are_shared else None
     table = torch.zeros(len(candidates), 2, dtype=torch.float64)
     heads: dict[Candidate, Head] = {}
     PROGRESS.mark("training heads")
-    if mine:
-        own = heads_of(train, [candidates[number] for number in mine], settings=settings, num_classes=num_classes)
+    if mine or takes_part:
+        of_share = [candidates[number] for number in mine] or candidates[:1]
+        own = heads_of(train, of_share, settings=settings, num_classes=num_classes, num_epochs=num_epochs)
         weights = torch.stack([head.weights_EK for head in own])
-        for number, head, score in zip(mine, own, judge(held, weights), strict=True):
+        for number, head, score in zip(mine, own, judge(held, weights), strict=bool(mine)):
             heads[candidates[number]] = head
             table[number] = torch.tensor([score.top1, score.loss], dtype=torch.float64)
     known = group.all_sum(table).tolist()  # ranks without a candidate wait here for all of the training

@@ -6,7 +6,7 @@ B batch, D features, E = D + 1 filled up with zeros to a multiple of 8 (so that 
 those that are chosen.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -35,11 +35,11 @@ class Standard(NamedTuple):
         return Standard(torch.zeros(num_features), torch.ones(num_features))
 
     @staticmethod
-    def of(table: Table) -> "Standard":
-        """One pass over the files, in double precision; a feature that never changes keeps its scale."""
-        count, mean = 0, torch.zeros(table.num_features, dtype=torch.float64)
+    def of(parts: Iterable[Tensor], *, num_features: int) -> "Standard":
+        """One pass over rows, in double precision; a feature that never changes keeps its scale."""
+        count, mean = 0, torch.zeros(num_features, dtype=torch.float64)
         squares = torch.zeros_like(mean)
-        for part in table.chunks(CHUNK):
+        for part in parts:
             values = part.double()
             own, size = values.mean(dim=0), len(values)
             change = own - mean
@@ -92,10 +92,13 @@ class Rows:
         chosen_n: Tensor | None = None,
         on_device: OnDevice | None = None,
     ):
-        self.device, self._tables, self._on_device = device, tables, on_device or OnDevice(device)
-        self.num_features = tables[0].num_features
-        self._chosen_n = torch.arange(len(tables[0])) if chosen_n is None else chosen_n
-        self.labels_n = tables[0].labels_N[self._chosen_n].to(device)
+        self._tables, self._on_device = tables, on_device or OnDevice(device)
+        self._lay_out(tables[0].labels_N, standard, chosen_n, device=device)
+
+    def _lay_out(self, labels_N: Tensor, standard: Standard, chosen_n: Tensor | None, *, device: torch.device) -> None:
+        self.device, self.num_features = device, len(standard.mean_D)
+        self._chosen_n = torch.arange(len(labels_N)) if chosen_n is None else chosen_n
+        self.labels_n = labels_N[self._chosen_n].to(device)
         self.num_rows, self.width = len(self._chosen_n), filled_width(self.num_features)
         self._mean_D, self._scale_D = standard.mean_D.to(device), (1 / standard.std_D).to(device)
         self._buffer_BE = torch.zeros(0, self.width, device=device)

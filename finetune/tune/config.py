@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from data_prep.manifest import load_manifest
 from data_prep.settings import SettingsError, read_yaml
+from finetune.config import ChannelStats
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, is_worthless, list_checkpoints
 from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PretrainSettings, TrainingSettings
@@ -36,6 +37,9 @@ class TuneSettings(TrainingSettings):
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """scratch: the same architecture from random weights, as the baseline that transfer has to beat."""
+    new_head: Literal["zeros", "torch"] = "zeros"
+    """How the classifier of the new classes begins: at zero, or as torch begins a linear layer, as in paper B's code."""
+    channel_stats: ChannelStats = "checkpoint"
     seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
     """Repeat with each of them as train.seed; result.json has the mean and the standard deviation. More can be added later."""
     folds: bool = False

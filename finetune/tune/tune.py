@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -35,12 +35,12 @@ from pretrain.tracking.tracker import Tracker
 class Tuning(Task):
     def __init__(self, settings: TuneSettings, data: TrainingData, checkpoint: Checkpoint, *, group: Path | None = None):
         """`group`: the run directory of what it is a repetition of."""
-        card = checkpoint.card
+        card, of_target = checkpoint.card, settings.channel_stats == "target"
         super().__init__(
             settings.as_training(card),
             data,
             config=settings,
-            normalisation=Normalisation(card.channel_mean, card.channel_std),
+            normalisation=Normalisation(*(data.channel_statistics if of_target else (card.channel_mean, card.channel_std))),
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
@@ -61,6 +61,10 @@ class Tuning(Task):
             return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=settings.train.seed)
         model = load_model(self._checkpoint)
         model.reset_classifier(num_classes)
+        if settings.new_head == "torch":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(settings.train.seed)
+                cast(nn.Linear, model.head).reset_parameters()
         return model
 
     def engine(

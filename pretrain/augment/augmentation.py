@@ -1,7 +1,7 @@
 """Stored uint8 pictures in, normalised float pictures out, on the training device, in batches.
 
 In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing, MixUp or CutMix. All random
-numbers are hashes of (seed, epoch, sample) or of the pair, so the pictures do not depend on rank, worker or resume: in whole
+numbers are hashes of (seed, epoch, sample) or of who is mixed, so the pictures do not depend on rank, worker or resume: in whole
 levels bit for bit, and within the rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment.
 On a CPU the papers' usual recipe (crop, flip, MixUp, normalise) is one pass of compiled loops (`on_cpu.py`).
 B batch, H/W height and width in, O out, C colours.
@@ -28,7 +28,7 @@ from pretrain.augment.crops import (
 )
 from pretrain.augment.draws import Draws, Floats
 from pretrain.augment.erasing import draw_blocks, erase
-from pretrain.augment.mixing import Mixer, partners
+from pretrain.augment.mixing import Mixer
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
@@ -82,7 +82,7 @@ class Augmentation:
 
     def prepare(self, batch: Batch) -> Prepared:
         draws, labels = Draws((self.seed, batch.epochs, batch.samples)), self._move(batch.labels_B)
-        drawn = self._mixer.draw(Draws((self.seed, batch.pairs)), size=self.image_size) if self._mixer else None
+        drawn = self._mixer.draw(Draws((self.seed, batch.mix_keys)), size=self.image_size) if self._mixer else None
         weight = None
         if self._in_one_pass:
             images = batch.images_BHWC
@@ -96,7 +96,8 @@ class Augmentation:
                 pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
             if self._mixer and drawn:
                 pictures, weight = self._mixer.mix(pictures, drawn)
-        return Prepared(pictures.to(self.dtype), labels, labels[partners(labels)] if drawn else None, weight)
+        labels, others = self._mixer.parted(labels) if self._mixer else (labels, None)
+        return Prepared(pictures.to(self.dtype), labels, others, weight)
 
     def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))

@@ -1,7 +1,8 @@
-"""MixUp and CutMix of neighbours: the pictures at positions 2j and 2j + 1 of a batch are mixed with each other. B batch, O size.
+"""MixUp and CutMix: of neighbours, the pictures at positions 2j and 2j + 1 of a batch, with each other; or of each picture with the
+one before it in the global batch, which stands in front of a micro-batch's own. B batch, O size.
 
-Both of a pair have the same weight and the same box, drawn for the pair: mixed at all, then which way, then lambda ~ Beta(alpha,
-alpha). CutMix's box has the share 1 - lambda of the picture around a uniform centre; where the border cuts it, the weight is
+All that share a draw have the same weight and the same box: mixed at all, then which way, then lambda ~ Beta(alpha, alpha).
+CutMix's box has the share 1 - lambda of the picture around a uniform centre; where the border cuts it, the weight is
 that of the box as it is (timm's `correct_lam`).
 """
 
@@ -20,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mix:
-    """One row per picture, the same for both of a pair."""
+    """One row per picture, the same for all that share a draw."""
 
     weight: Floats
     """Share of the picture's own label."""
@@ -38,19 +39,19 @@ class Mixer:
         self.settings, alphas = settings, {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha}
         self._lambda = {way: BetaTable(alphas[way]) for way in settings.mixing}
 
-    def draw(self, pairs: Draws, *, size: int) -> Mix:
+    def draw(self, shared: Draws, *, size: int) -> Mix:
         settings, ways = self.settings, self.settings.mixing
-        mixed = pairs.uniform(Purpose.MIX) < settings.mix_probability
+        mixed = shared.uniform(Purpose.MIX) < settings.mix_probability
         cuts = np.full(len(mixed), "CutMix" in ways)
         if len(ways) > 1:
-            cuts = pairs.uniform(Purpose.SWITCH) < settings.switch_probability
+            cuts = shared.uniform(Purpose.SWITCH) < settings.switch_probability
         weight = np.ones(len(mixed))
         for way, purpose in (("MixUp", Purpose.MIXUP), ("CutMix", Purpose.CUTMIX)):
             if way in ways:
                 here = mixed & (cuts == (way == "CutMix"))
-                weight = np.where(here, self._lambda[way](pairs.uniform(purpose)), weight)
+                weight = np.where(here, self._lambda[way](shared.uniform(purpose)), weight)
         side = np.where(mixed & cuts, np.floor(size * np.sqrt(1 - weight)), 0).astype(np.int64)
-        row, column = pairs.integer(Purpose.CUTMIX_ROW, size), pairs.integer(Purpose.CUTMIX_COLUMN, size)
+        row, column = shared.integer(Purpose.CUTMIX_ROW, size), shared.integer(Purpose.CUTMIX_COLUMN, size)
         top, bottom = np.clip(row - side // 2, 0, size), np.clip(row + (side + 1) // 2, 0, size)
         left, right = np.clip(column - side // 2, 0, size), np.clip(column + (side + 1) // 2, 0, size)
         blend = np.where(cuts, 1.0, weight)
@@ -60,6 +61,7 @@ class Mixer:
     def mix(self, pictures_BCOO: Tensor, drawn: Mix) -> tuple[Tensor, Tensor]:
         """The mixed pictures, and the share of each picture's own label."""
         device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
+        pictures_BCOO, others_BCOO = self.parted(pictures_BCOO)
         shares = {"weight": drawn.weight.astype(np.float32), "blend": drawn.blend.astype(np.float32)}
         box = {name: getattr(drawn, name) for name in ("top", "bottom", "left", "right")}
         sent = send(shares | box, device)
@@ -69,8 +71,10 @@ class Mixer:
             rows_BO = (place_O >= sent["top"].unsqueeze(-1)) & (place_O < sent["bottom"].unsqueeze(-1))
             columns_BO = (place_O >= sent["left"].unsqueeze(-1)) & (place_O < sent["right"].unsqueeze(-1))
             own_B111 = torch.where(rows_BO[:, None, :, None] & columns_BO[:, None, None, :], 0.0, own_B111)
-        return torch.lerp(pictures_BCOO[partners(pictures_BCOO)], pictures_BCOO, own_B111), sent["weight"]
+        return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
-
-def partners(pictures: Tensor) -> Tensor:
-    return torch.arange(len(pictures), device=pictures.device) ^ 1
+    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Pictures (or labels), and those that they are mixed with."""
+        if self.settings.mix_with == "previous":
+            return rows[1:], rows[:-1]
+        return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

@@ -55,7 +55,8 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     operations, strengths, cubic = plan.operations_LB[layer], plan.strengths_LB[layer], plan.cubic_LB[layer]
     moved = np.isin(operations, GEOMETRIC)
     kinds = {operation.name: operations == operation for operation in (*TABLES, *CHANGES)}
-    kinds |= {"fixed": np.isin(operations, FIXED), "linear": moved & ~cubic, "cubic": moved & cubic}
+    kinds |= {"fixed": np.isin(operations, FIXED)}
+    kinds |= {"nearest": moved} if plan.nearest else {"linear": moved & ~cubic, "cubic": moved & cubic}
     arrays: Arrays = {}
     for name, chosen in kinds.items():
         rows = np.flatnonzero(chosen)
@@ -64,7 +65,7 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
         arrays[name], known = rows, strengths[rows].astype(np.float32)
         if name == "fixed":
             known = fixed_tables(operations[rows], strengths[rows])
-        elif name in ("linear", "cubic"):
+        elif name in TAPS:
             known = matrices(operations[rows], strengths[rows], height=height, width=width)
         arrays[f"{name}.known"] = known
     return arrays
@@ -83,7 +84,7 @@ def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tens
         rows = torch.cat([sent[name] for name in tables])
         pictures_BHWC.index_copy_(0, rows, look_up(pictures_BHWC.index_select(0, rows), torch.cat(list(tables.values()))))
     changes: dict[str, Change] = {operation.name: change for operation, change in CHANGES.items()}
-    changes |= {name: partial(move, cubic=name == "cubic", fill_C=fill_C) for name in ("linear", "cubic")}
+    changes |= {name: partial(move, sampling=name, fill_C=fill_C) for name in TAPS}
     for name, change in changes.items():
         if name in sent:
             pictures_BHWC.index_copy_(0, sent[name], result(name, change))
@@ -209,7 +210,9 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
 
 _TOGETHER_ON_CPU = 8
 """Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
-GEOMETRIC = (Operation.ROTATE, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y)
+TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
+"""Which pixels beside the one at its left and upper side a place is made of."""
+GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
@@ -221,19 +224,21 @@ def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
     cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)  # a quarter turn is exact
     x, y = width / 2, height / 2  # about the middle
-    across = (cosine, sine + only(Operation.SHEAR_X), cosine * -x + sine * -y + x + only(Operation.TRANSLATE_X) * width)
-    down = (-sine + only(Operation.SHEAR_Y), cosine, -sine * -x + cosine * -y + y + only(Operation.TRANSLATE_Y) * height)
+    right = only(Operation.TRANSLATE_X) * width + np.trunc(only(Operation.SHIFT_X) * width)
+    lower = only(Operation.TRANSLATE_Y) * height + np.trunc(only(Operation.SHIFT_Y) * height)
+    across = (cosine, sine + only(Operation.SHEAR_X), cosine * -x + sine * -y + x + right)
+    down = (-sine + only(Operation.SHEAR_Y), cosine, -sine * -x + cosine * -y + y + lower)
     return np.stack([*across, *down], axis=1)
 
 
-def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
+def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
     if pictures_nHWC.device.type != "cpu":
-        return _move(pictures_nHWC, matrices_n6, cubic=cubic, fill_C=fill_C)
+        return _move(pictures_nHWC, matrices_n6, sampling=sampling, fill_C=fill_C)
     parts = (slice(first, first + _TOGETHER_ON_CPU) for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU))
-    return torch.cat([_move(pictures_nHWC[part], matrices_n6[part], cubic=cubic, fill_C=fill_C) for part in parts])
+    return torch.cat([_move(pictures_nHWC[part], matrices_n6[part], sampling=sampling, fill_C=fill_C) for part in parts])
 
 
-def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Tensor) -> Tensor:
+def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
     count, height, width, colours = pictures_nHWC.shape
     device = pictures_nHWC.device
     x_W = torch.arange(width, device=device, dtype=torch.float64) + 0.5
@@ -241,15 +246,16 @@ def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, cubic: bool, fill_C: Te
     a, b, c, d, e, f = matrices_n6.double().view(count, 6, 1, 1).unbind(1)
     x_nHW, y_nHW = a * x_W + b * y_H1 + c, d * x_W + e * y_H1 + f
     inside_nHW = (x_nHW >= 0) & (x_nHW < width) & (y_nHW >= 0) & (y_nHW < height)
-    x_nHW, y_nHW = x_nHW - 0.5, y_nHW - 0.5
+    taps = TAPS[sampling]
+    if sampling != "nearest":
+        x_nHW, y_nHW = x_nHW - 0.5, y_nHW - 0.5
     left_nHW, top_nHW = x_nHW.floor(), y_nHW.floor()
     right_of_nHW1 = (x_nHW - left_nHW).unsqueeze(-1)
     below_nHW1 = (y_nHW - top_nHW).unsqueeze(-1)
-    taps = range(-1, 3) if cubic else range(2)
     columns = [(left_nHW + tap).clamp(0, width - 1).int() for tap in taps]
     first = torch.arange(count, device=device, dtype=torch.int32).view(-1, 1, 1) * (height * width)
     flat = pictures_nHWC.reshape(-1, colours)
-    blend: Callable[..., Tensor] = _cubic if cubic else _linear
+    blend = BLENDS[sampling]
     rows = []
     for tap in taps:
         row = first + (top_nHW + tap).clamp(0, height - 1).int() * width
@@ -263,7 +269,14 @@ def _linear(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
     return first + (second - first) * share
 
 
+def _only(value: Tensor, _: Tensor) -> Tensor:
+    return value
+
+
 def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, share: Tensor) -> Tensor:
     """Through v2 (0) and v3 (1): the cubic convolution with a = -1 that PIL's transform uses (its resize has -1/2)."""
     difference = v1 - v2
     return v2 + share * (v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference)))
+
+
+BLENDS: dict[str, Callable[..., Tensor]] = {"nearest": _only, "linear": _linear, "cubic": _cubic}

@@ -1,6 +1,7 @@
 """What a policy does to each picture of a batch, drawn on the host: operations, strengths, kernels. numpy only.
 
-The strengths are timm's functions of the magnitude. A magnitude is normal around the policy's (or uniform below it), then clipped.
+The strengths are timm's functions of the magnitude (of the policy `cifar10`: torchvision's). A magnitude is normal around the
+policy's, or uniform below it, then clipped.
 L layers, B batch.
 """
 
@@ -35,6 +36,8 @@ class Operation(IntEnum):
     SHEAR_Y = 13
     TRANSLATE_X = 14  # share of the side
     TRANSLATE_Y = 15
+    SHIFT_X = 16  # share of the side, cut to whole pixels
+    SHIFT_Y = 17
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Plan:
     strengths_LB: Floats
     cubic_LB: NDArray[np.bool_]
     """Of geometric operations: sampled bicubic, not bilinear."""
+    nearest: bool = False
+    """Instead of either: the nearest pixel."""
 
 
 def draw_plan(policy: Policy, draws: Draws) -> Plan:
@@ -63,7 +68,7 @@ def draw_plan(policy: Policy, draws: Draws) -> Plan:
         operation, strength = _STRENGTHS[name]
         operations_LB[here_LB] = operation
         strengths_LB[here_LB] = strength(level_LB[here_LB], sign_LB[here_LB])
-    return Plan(operations_LB, strengths_LB, draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5)
+    return Plan(operations_LB, strengths_LB, draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5, policy.nearest)
 
 
 def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
@@ -121,6 +126,8 @@ _STRENGTHS: dict[str, tuple[Operation, Strength]] = {
     "PosterizeOriginal": (Operation.POSTERIZE, lambda level, sign: 4 + _bits(level, sign)),
     "Solarize": (Operation.SOLARIZE, _whole(256, 256)),
     "SolarizeIncreasing": (Operation.SOLARIZE, lambda level, sign: 256 - _whole(256, 256)(level, sign)),
+    "PosterizeRounded": (Operation.POSTERIZE, lambda level, _: 8 - np.round(level * 4)),
+    "SolarizeFraction": (Operation.SOLARIZE, lambda level, _: 255 - 255 * level),
     "SolarizeAdd": (Operation.SOLARIZE_ADD, _whole(110, 128)),
     "Brightness": (Operation.BRIGHTNESS, _blend),
     "BrightnessIncreasing": (Operation.BRIGHTNESS, _blend_increasing),
@@ -135,4 +142,6 @@ _STRENGTHS: dict[str, tuple[Operation, Strength]] = {
     "ShearY": (Operation.SHEAR_Y, _signed(0.3)),
     "TranslateXRel": (Operation.TRANSLATE_X, _signed(0.45)),
     "TranslateYRel": (Operation.TRANSLATE_Y, _signed(0.45)),
+    "ShiftX": (Operation.SHIFT_X, _signed(150 / 331)),
+    "ShiftY": (Operation.SHIFT_Y, _signed(150 / 331)),
 }

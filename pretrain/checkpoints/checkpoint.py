@@ -26,7 +26,7 @@ from data_prep.progress import doing
 from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, near_path
 from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoints_dir, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoint_at, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import read_world
 
@@ -43,12 +43,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
-        """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is the newest whole checkpoint.
+        """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is the newest whole checkpoint; or
+        RUN@50epochs, that of an earlier step.
 
         `verify`: the weights are held to their hash, which reads them; one process of a node need do that for a checkpoint that is
         named itself. Of a run every process verifies, so that all fall back alike from one that is damaged.
         """
-        place = Path(place)
+        place = checkpoint_at(str(place)) or Path(place)
         if not (place / MODEL).is_file():
             newest = cls.newest(place, to_read=True)
             if newest is None:
@@ -111,7 +112,7 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
     begun = begun_with(run_dir)
     if pretrained is None or not begun:
         return
-    place = (list_checkpoints(Path(pretrained)) or [Path(pretrained)])[-1]
+    place = checkpoint_at(pretrained) or (list_checkpoints(Path(pretrained)) or [Path(pretrained)])[-1]
     try:
         now = Checkpoint.read(place).mark
     except (CheckpointError, OSError):  # it is gone since, or was never there, as who opens it will say

@@ -210,6 +210,11 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
 class Retention:
     keep_last: int
     keep_every_steps: int | None = None
+    steps: frozenset[int] = frozenset()
+
+    def keeps(self, step: int) -> bool:
+        """For ever."""
+        return step in self.steps or (self.keep_every_steps is not None and step % self.keep_every_steps == 0)
 
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
@@ -226,9 +231,7 @@ def _superfluous(found: list[Path], *, newest: Path, retention: Retention, best:
     """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`: training had gone on there."""
     older = [path for path in found if path.name < newest.name]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
-    kept |= {path for path in older if best is not None and step_of(path) == best.step}
-    if retention.keep_every_steps is not None:
-        kept |= {path for path in older if step_of(path) % retention.keep_every_steps == 0}
+    kept |= {path for path in older if retention.keeps(step_of(path)) or (best is not None and step_of(path) == best.step)}
     return [path for path in found if path not in kept]
 
 

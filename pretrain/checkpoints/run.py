@@ -24,7 +24,7 @@ from typing import Any
 from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, differences, dump, read_yaml, validate, verbs_of
-from pretrain.config import TrainingSettings
+from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
@@ -33,7 +33,8 @@ from pretrain.ranks.starts import started
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 
 MAY_CHANGE = (
-    "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "chunk_mb",
+    "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features", "cache_gb",
+    "chunk_mb",
     "tracking.enabled", "tracking.peak_teraflops",
     "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile",
     "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
@@ -59,6 +60,27 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def checkpoint_at(place: str) -> Path | None:
+    """Of RUN@50epochs or RUN@1200steps the checkpoint of that step, as RUN's own batch and data count it; None of any other place.
+    An error where RUN has not kept it."""
+    name, at, words = place.rpartition("@")
+    if not at or Path(place).exists() or not (Path(name) / CONFIG_FILE).is_file():
+        return None
+    length = parse_length(words)
+    if length.unit == "steps":
+        step = int(length.amount)
+    else:
+        begun = read_yaml(Path(name) / CONFIG_FILE)
+        data = load_training_data(validate(DataSettings, begun["data"]))
+        step = data.steps(words, global_batch_size=begun["train"]["global_batch_size"])
+    found = checkpoints_dir(Path(name)) / f"step-{step:08d}"
+    if not found.is_dir():
+        kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
+        remedy = f"add {words!r} to its checkpoint.keep_at before it gets there"
+        raise SettingsError(f"{place}: {name} has no checkpoint of step {step:,} (it has: {kept}); name one of them, or {remedy}")
+    return found
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
@@ -150,17 +172,28 @@ def forget(run_dir: Path) -> None:
 
 def check_settings(run_dir: Path, settings: Settings) -> bool:
     """Refuses a directory that another config has begun to fill; whether this one has begun it."""
-
-    def is_free(key: str, old: Any, new: Any) -> bool:
-        if key in PLACES and _is_moved(old, new):
-            return True
-        return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
-
     if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):  # a line in the place of all settings of both
         verbs = verbs_of(read_yaml(run_dir / CONFIG_FILE).keys())
         if verbs and settings.of_verb not in ("", *verbs):
             raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
-    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=is_free)
+    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=_is_free)
+
+
+def check_branch(source: str, settings: Settings) -> None:
+    """Of RUN@LENGTH: a branch differs from its run in what a run may change as it goes on, and in its schedule and its records."""
+    begun = validate(type(settings), read_yaml(Path(source.rpartition("@")[0]) / CONFIG_FILE)).model_dump(mode="json")
+    own = ("run_dir", "start_from", "schedule", "tracking")
+    wanted = settings.model_dump(mode="json")
+    changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or _is_free(*change))
+    if changes:
+        remedy = "set them as there, or name the checkpoint's own directory to take its weights alone"
+        raise SettingsError(f"start_from: {source} goes on as its run does, with other settings ({changes}); {remedy}")
+
+
+def _is_free(key: str, old: Any, new: Any) -> bool:
+    if key in PLACES and _is_moved(old, new):
+        return True
+    return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
 
 
 def _is_moved(old: Any, new: Any) -> bool:

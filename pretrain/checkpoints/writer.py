@@ -62,12 +62,13 @@ class Saver:
             return max(1, data.steps(length, global_batch_size=settings.train.global_batch_size))
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
-        self._keep_every = steps(wanted.keep_every) if wanted.keep_every else None
+        keep_every = steps(wanted.keep_every) if wanted.keep_every else None
+        self._retention = Retention(wanted.keep_last, keep_every, frozenset(steps(length) for length in wanted.keep_at))
         self._keep_best = data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
         self._longest_wait_s = settings.engine.timeout_s / 2
         """For the write before: well before the other ranks give up a collective."""
         self._engine, self._world, self._card, self._data_is_right = engine, world, card, data_is_right
-        self.writer = CheckpointWriter(Path(settings.run_dir), Retention(wanted.keep_last, self._keep_every))
+        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention)
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
         self._judged: list[Best] = []
@@ -86,9 +87,8 @@ class Saver:
             self._judged = [*self._bests(), Best(step, top1)]
 
     def is_due(self, step: int) -> bool:
-        kept = self._keep_every is not None and step % self._keep_every == 0
         is_new_best = self.best is not None and self.best.step == step != self.saved_step
-        return step == self._num_steps or kept or step % self._every == 0 or is_new_best
+        return step == self._num_steps or self._retention.keeps(step) or step % self._every == 0 or is_new_best
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
         """Every rank calls it at the same step, at which no update is under way. The last one is never left out. `state.best` is

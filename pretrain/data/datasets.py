@@ -197,6 +197,10 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     warmup = data.steps(schedule.warmup, global_batch_size=batch)
     if warmup >= steps:
         raise ValueError(f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter")
+    cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
+    if warmup + cooldown > steps:
+        parts = f"{cooldown} steps after {warmup} of warm-up" if warmup else f"{cooldown} steps"
+        raise ValueError(f"schedule.cooldown: {schedule.cooldown!r} is {parts}, but the run has {steps}; make it shorter")
     return steps
 
 

@@ -65,6 +65,7 @@ class Reader(Protocol):
 class Request(NamedTuple):
     positions: Ids
     mask: NDArray[np.bool_] | None = None
+    mix_keys: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class Batch:
     labels_B: Tensor
     epochs: Ids
     samples: Ids
-    pairs: Ids
-    """position // 2: the two neighbours of a MixUp pair share it, on every world size."""
+    mix_keys: Ids
+    """Which draw of MixUp each picture has, on every world size: position // 2, which neighbours share, or the number of the global
+    batch, and then the picture before the first stands in front of the others, without a key of its own."""
     mask_B: Tensor | None = None
     """False where evaluation is padded, or a sample cannot be read."""
     num_bad: int = 0
@@ -101,12 +103,14 @@ def training_batches(
     finish: Callable[[Batch], T],
     bad_samples: BadSamples | None = None,
     waits: Waits[T] = Future.result,
+    previous_in: int | None = None,
 ) -> "Batches[T]":
-    """The micro-batches of a rank from `consumed` samples on, without end."""
+    """The micro-batches of a rank from `consumed` samples on, without end; with `previous_in` (the size of a global batch) each
+    has the picture before it in its global batch (before the first: the last) in front of its own, to be mixed with."""
     return Batches(
         reader,
         order,
-        map(Request, plan.sequence(consumed=consumed, rank=rank)),
+        (_with_previous(own, previous_in) if previous_in else Request(own) for own in plan.sequence(consumed=consumed, rank=rank)),
         finish=finish,
         on_bad=(bad_samples or BadSamples(reader)).replace,
         num_threads=num_threads,
@@ -115,6 +119,11 @@ def training_batches(
         look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
         waits=waits,
     )
+
+
+def _with_previous(own: Ids, global_batch_size: int) -> Request:
+    previous = own[0] - 1 if own[0] % global_batch_size else own[0] + global_batch_size - 1
+    return Request(np.concatenate([[previous], own]), mix_keys=own // global_batch_size)
 
 
 def evaluation_batches(
@@ -271,7 +280,7 @@ class _Job(Generic[T]):
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
         # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
-        batches.announce(int(self._request.positions[0]))
+        batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
         with self._lock:
@@ -308,7 +317,7 @@ class _Job(Generic[T]):
             labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
             epochs=epochs,
             samples=places.ids,
-            pairs=self._request.positions // 2,
+            mix_keys=self._request.positions // 2 if self._request.mix_keys is None else self._request.mix_keys,
             mask_B=None if mask is None else torch.from_numpy(mask & readable),
             num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )

@@ -82,7 +82,7 @@ def micro_batch_size(
         return found
     available = available_bytes(device, world)
     fixed = engine_bytes(model, settings=settings, num_ranks=world.num_ranks, on_gpu=on_gpu)
-    step = 2 if settings.augment.mixing else 1  # mixing pairs neighbours
+    step = 2 if settings.augment.mixes_pairs else 1
     parts = [size for size in range(step, share + 1, step) if share % size == 0]
     trial = Trial(model, settings, num_classes=num_classes, image_size=image_size, device=device)
     largest = largest_that_fits(parts, trial.peak_bytes, budget=int(available * USED_SHARE[device.type]) - fixed)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pretrain.models.cost import cost_of
-from pretrain.models.presets import PRESETS, spec_of
+from pretrain.models.cost import Cost, cost_of
+from pretrain.models.spec import AnySpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,10 @@ def bytes_sent(training: Training) -> float:
 class Plan:
     """What is asked for; the batch must split evenly over the ranks of every line."""
 
-    model: str
+    name: str
+    spec: AnySpec
+    num_classes: int
+    image_size: int
     global_batch_size: int
     num_nodes: Sequence[int]
     gpus_per_node: int
@@ -113,8 +116,22 @@ class Plan:
     """Of a node's network, which a ring that spans nodes crosses once."""
     teraflops: float = 300
     """What a GPU is assumed to reach."""
-    num_classes: int | None = None
-    image_size: int | None = None
+    num_steps: int | None = None
+    """Of a whole training."""
+
+    @property
+    def cost(self) -> Cost:
+        return cost_of(self.spec, num_classes=self.num_classes, image_size=self.image_size)
+
+    @property
+    def step_flops(self) -> int:
+        """Forward and backward, of the whole batch."""
+        return 3 * 2 * self.cost.multiply_adds * self.global_batch_size
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """If GPUs did nothing but compute, at `teraflops`: a lower bound, whatever their number."""
+        return None if self.num_steps is None else self.num_steps * self.step_flops / (self.teraflops * 1e12) / 3600
 
 
 @dataclass(frozen=True)
@@ -131,9 +148,7 @@ class Row:
 
 
 def rows(plan: Plan) -> list[Row]:
-    preset = PRESETS[plan.model]
-    size, classes = plan.image_size or preset.image_size, plan.num_classes or preset.num_classes
-    cost, found = cost_of(spec_of(plan.model), num_classes=classes, image_size=size), []
+    cost, found = plan.cost, []
     for num_nodes in plan.num_nodes:
         num_ranks = num_nodes * plan.gpus_per_node
         local = plan.global_batch_size / num_ranks
@@ -144,7 +159,7 @@ def rows(plan: Plan) -> list[Row]:
                 num_nodes=num_nodes,
                 num_ranks=num_ranks,
                 local_batch_size=local,
-                compute_ms=3 * 2 * cost.multiply_adds * local / (plan.teraflops * 1e12) * 1e3,
+                compute_ms=plan.step_flops / num_ranks / (plan.teraflops * 1e12) * 1e3,
                 held_gb=tuple(held(training).on_device / 1e9 for training in trainings),
                 sent_mb=tuple(count / 1e6 for count in sent),
                 network_ms=tuple(count / (plan.gbit_per_s / 8 * 1e9) * 1e3 if num_nodes > 1 else 0.0 for count in sent),
@@ -168,9 +183,14 @@ def print_plan(plan: Plan, console: "Console") -> None:
         cells += [" ".join(f"{value:4.1f}" for value in row.network_ms)] * has_network
         table.add_row(*cells)
     console.print(
-        f"{plan.model}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node", style="bold"
+        f"{plan.name}, batch {plan.global_batch_size:,}, {plan.precision}, {plan.gpus_per_node} GPUs a node", style="bold"
     )
     console.print(table)
+    if plan.gpu_hours is not None:
+        hours = f"{plan.gpu_hours:,.{0 if plan.gpu_hours >= 10 else 2}f}"
+        console.print(
+            f"at least {hours} GPU-hours: {plan.num_steps:,} steps of nothing but compute, at {plan.teraflops:g} TFLOP/s a GPU"
+        )
     network = f" Network: what is sent in a step over {plan.gbit_per_s:g} Gbit/s a node, none of it hidden behind compute."
     console.print(
         f"By ZeRO stage {stages}. Held: by a rank, without activations (stage 2 keeps its gradients in fp32, so it may hold more "

@@ -45,6 +45,7 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
             prefetch=1,
             pin=False,
             finish=augmentation.prepare,
+            previous_in=batch_size if settings.augment.mixes_previous else None,
         ) as batches,
     ):
         try:

@@ -11,6 +11,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, save_result, step_of
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoint_at, checkpoints_dir, claim, save_result, step_of
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
@@ -55,6 +56,8 @@ class Task(ABC):
     parent_dir: Path | None = None
     start: Checkpoint | None = None
     """Whose weights it begins with."""
+    is_branch = False
+    """It goes on from `start`, with its optimizer and its place in the data."""
     remedy = REMEDY
     """Where no micro-batch fits."""
 
@@ -94,7 +97,7 @@ class Pretraining(Task):
         normalisation = Normalisation(*data.channel_statistics)
         super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
         self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
-        self.start = start
+        self.start, self.is_branch = start, start is not None and checkpoint_at(settings.start_from or "") is not None
 
     def join_ranks(self, world: World) -> torch.device:
         device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
@@ -224,7 +227,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     if threads is not None:
         tracker.params({"num_cpu_threads": threads})
     PROGRESS.mark("reading the newest checkpoint")
-    outcome = trainer.fit(restore(trainer))
+    outcome = trainer.fit(restore(trainer, branch_of=task.start if task.is_branch else None))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
@@ -245,10 +248,11 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     return outcome
 
 
-def restore(trainer: Trainer) -> TrainerState:
-    """Every rank reads the newest whole checkpoint itself."""
+def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> TrainerState:
+    """Every rank reads the newest whole checkpoint itself; where there is none yet, that which the run branches from."""
     device = trainer.engine.device
-    newest = agreed_checkpoint(trainer.run_dir, trainer.world, device=device)
+    own = agreed_checkpoint(trainer.run_dir, trainer.world, device=device)
+    newest = own or branch_of
     if newest is None:
         return TrainerState(step=0, samples_consumed=0)
     place = newest.directory
@@ -264,14 +268,14 @@ def restore(trainer: Trainer) -> TrainerState:
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
-        print(f"{trainer.run_dir.name}: going on from {place.name}")
+        print(f"{trainer.run_dir.name}: going on from {place.name if own else place}")
         if before is not None and now is not None and before != now:
             print(
                 f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to "
                 f"{before} for the same bits",
                 file=sys.stderr,
             )
-    return state
+    return state if own else replace(state, best=None, lengths=())  # which are the other run's
 
 
 def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Checkpoint | None:

@@ -113,12 +113,8 @@ class Trainer:
         )
         self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
-        self.schedule = Schedule(
-            settings.schedule,
-            base_lr=settings.optimizer.lr,
-            warmup_steps=self._steps(settings.schedule.warmup),
-            num_steps=self.num_steps,
-        )
+        warmup, cooldown = (self._steps(length) for length in (settings.schedule.warmup, settings.schedule.cooldown))
+        self.schedule = Schedule(settings.schedule, settings.optimizer.lr, self.num_steps, warmup, cooldown)
         self.bad_samples = BadSamples(
             self.reader, log=self.run_dir / "bad_samples" / f"rank-{rank}.jsonl", chosen=data.parts[0].chosen
         )
@@ -223,6 +219,7 @@ class Trainer:
                 pin=on_gpu,
                 finish=finish,
                 bad_samples=self.bad_samples,
+                previous_in=self.plan.global_batch_size if self.settings.augment.mixes_previous else None,
                 # on a GPU a thread of the feed waits for batches, which no signal interrupts
                 waits=Future.result if on_gpu else self.stop.result,
             ),

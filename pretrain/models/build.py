@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
@@ -32,19 +33,29 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        match spec:
-            case MlpSpec():
-                return Mlp(spec, num_classes=num_classes, image_size=image_size)
-            case MixerSpec():
-                return Mixer(spec, num_classes=num_classes, image_size=image_size)
-            case SparseMlpSpec():
-                return SparseMlp(spec, num_classes=num_classes, image_size=image_size)
-            case StructuredMlpSpec():
-                return StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
-            case TimmSpec():
-                from pretrain.models.timm_baselines import TimmModel
+        model = _with_biases(spec, num_classes=num_classes, image_size=image_size)
+    if not getattr(spec, "bias", True):
+        for name, module in model.named_modules():
+            if "bias" in module._parameters and name != "head" and not isinstance(module, nn.LayerNorm | _BatchNorm):
+                module.bias = None
+    return model
 
-                return TimmModel(spec, num_classes=num_classes, image_size=image_size)
+
+def _with_biases(spec: AnySpec, *, num_classes: int, image_size: int) -> ImageModel:
+    size = {"num_classes": num_classes, "image_size": image_size}
+    match spec:
+        case MlpSpec():
+            return Mlp(spec, **size)
+        case MixerSpec():
+            return Mixer(spec, **size)
+        case SparseMlpSpec():
+            return SparseMlp(spec, **size)
+        case StructuredMlpSpec():
+            return StructuredMlp(spec, **size)
+        case TimmSpec():
+            from pretrain.models.timm_baselines import TimmModel
+
+            return TimmModel(spec, **size)
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ integer nearest to the real solution: that is how every pair that the paper prin
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
@@ -51,6 +52,8 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
             body, num_features = _structured(spec, image_size=image_size), spec.num_rows * spec.num_columns
         case TimmSpec(name="resnet152_64"):
             body, num_features = _resnet152(image_size), 2048
+        case TimmSpec(name="resnet18_32"):
+            body, num_features = _resnet18(image_size), 512
         case TimmSpec():
             body, num_features = _vit_b_4(image_size), 768
     return body + _linear(num_features, num_classes)
@@ -79,22 +82,24 @@ def _norm(size: int) -> Cost:
 def _mlp(spec: MlpSpec, *, image_size: int) -> Cost:
     width, hidden = spec.width, spec.hidden_width
     norm = Cost() if spec.norm == "none" else _norm(width)
-    mixing = _linear(width, hidden) + _linear(hidden, width) if spec.bottleneck == "inverted" else _linear(width, width)
-    return _linear(3 * image_size**2, width) + (norm + mixing) * spec.depth
+    linear = partial(_linear, bias=spec.bias)
+    mixing = linear(width, hidden) + linear(hidden, width) if spec.bottleneck == "inverted" else linear(width, width)
+    return linear(3 * image_size**2, width) + (norm + mixing) * spec.depth
 
 
 def _mixer(spec: MixerSpec, *, image_size: int) -> Cost:
     num_patches, tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
     channels = spec.num_channels
     token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=tokens)
-    total = _linear(3 * spec.patch_size**2, channels, rows=num_patches) + _norm(channels) * (1 + 2 * spec.depth)
+    linear = partial(_linear, bias=spec.bias)
+    total = linear(3 * spec.patch_size**2, channels, rows=num_patches) + _norm(channels) * (spec.final_norm + 2 * spec.depth)
     for block in range(spec.depth):
         inputs = tokens if block else num_patches
         if spec.layers_per_mixing == 1:
-            total += _linear(inputs, tokens, rows=channels) + _linear(channels, channels, rows=tokens)
+            total += linear(inputs, tokens, rows=channels) + linear(channels, channels, rows=tokens)
         else:
-            total += _linear(inputs, token_hidden, rows=channels) + _linear(token_hidden, tokens, rows=channels)
-            total += _linear(channels, channel_hidden, rows=tokens) + _linear(channel_hidden, channels, rows=tokens)
+            total += linear(inputs, token_hidden, rows=channels) + linear(token_hidden, tokens, rows=channels)
+            total += linear(channels, channel_hidden, rows=tokens) + linear(channel_hidden, channels, rows=tokens)
     if spec.num_tokens is not None:  # the first block's skip path
         total += _linear(num_patches, tokens, rows=channels, bias=False) + _norm(channels)
     return total
@@ -102,16 +107,21 @@ def _mixer(spec: MixerSpec, *, image_size: int) -> Cost:
 
 def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
     """Of a sparse layer the expected number of connections."""
-    num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
-    total = _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches) + _norm(width) * (spec.depth + 1)
-    if num_patches * spec.num_channels != width:
-        total += _linear(num_patches * spec.num_channels, width)
-    hidden = spec.hidden_width(width)
-    for num_inputs, num_outputs in [(width, width)] if spec.expansion is None else [(width, hidden), (hidden, width)]:
+
+    def sparse(num_inputs: int, num_outputs: int) -> Cost:
         size = num_inputs * num_outputs
         weights = round(spec.density * size) if spec.is_sparse else size
-        total += Cost(weights + num_outputs, weights) * spec.depth
-    return total
+        return Cost(weights + num_outputs * spec.bias, weights)
+
+    num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
+    total = _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias) + _norm(width) * (spec.depth + 1)
+    entries = num_patches * spec.num_channels
+    if entries != width:
+        total += sparse(entries, width) if spec.widen == "sparse" else _linear(entries, width, bias=spec.bias)
+    if spec.expansion is None:
+        return total + sparse(width, width) * spec.depth
+    hidden = spec.hidden_width(width)
+    return total + (sparse(width, hidden) + sparse(hidden, width)) * spec.depth
 
 
 def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
@@ -126,23 +136,35 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
     return total
 
 
+def _convolution(num_inputs: int, num_outputs: int, *, size: int, kernel: int = 1) -> Cost:
+    """With the batch norm that follows it; `size`: of the map that it makes."""
+    return _linear(num_inputs * kernel**2, num_outputs, rows=size**2, bias=False) + _norm(num_outputs)
+
+
 def _resnet152(image_size: int) -> Cost:
     """Bottlenecks of 1 x 1, 3 x 3 (which has the stride), 1 x 1; the first one of a stage has a 1 x 1 skip path."""
-
-    def convolution(num_inputs: int, num_outputs: int, *, kernel: int = 1) -> Cost:
-        """With the batch norm that follows it."""
-        return _linear(num_inputs * kernel**2, num_outputs, rows=size**2, bias=False) + _norm(num_outputs)
-
     size, num_inputs = image_size + 2 * RESNET_STEM_PADDING - 6, 64
-    total = convolution(3, 64, kernel=7)
+    total = _convolution(3, 64, size=size, kernel=7)
     for width, num_blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
         for block in range(num_blocks):
-            total += convolution(num_inputs, width)
+            total += _convolution(num_inputs, width, size=size)
             if block == 0:
                 size = (size - 1) // stride + 1
-                total += convolution(num_inputs, 4 * width)
-            total += convolution(width, width, kernel=3) + convolution(width, 4 * width)
+                total += _convolution(num_inputs, 4 * width, size=size)
+            total += _convolution(width, width, size=size, kernel=3) + _convolution(width, 4 * width, size=size)
             num_inputs = 4 * width
+    return total
+
+
+def _resnet18(size: int) -> Cost:
+    """Two 3 x 3 a block; the first block of a stage but the first has the stride, and a 1 x 1 skip path."""
+    total, num_inputs = _convolution(3, 64, size=size, kernel=3), 64
+    for width in (64, 128, 256, 512):
+        if width != num_inputs:
+            size = (size - 1) // 2 + 1
+            total += _convolution(num_inputs, width, size=size)
+        total += _convolution(num_inputs, width, size=size, kernel=3) + _convolution(width, width, size=size, kernel=3) * 3
+        num_inputs = width
     return total
 
 

@@ -118,7 +118,7 @@ class Mixer(ImageModel):
             )
             for number in range(spec.depth)
         )
-        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps)
+        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps) if spec.final_norm else nn.Identity()
         self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:

@@ -63,26 +63,30 @@ def _mlps() -> dict[str, Preset]:
     for depth, width in [(6, 256), (6, 512), (6, 1024), (12, 256), (12, 512), (12, 768), (12, 1024)]:
         fields = {"kind": "mlp", "depth": depth, "width": width}
         found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "B, table of models")
-    standard = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none"}
-    return found | {"mlp_l6_wi1024": Preset(standard, 64, "B, standard MLP")}
+    paper = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none", "activation": "relu"}
+    public = {"kind": "mlp", "depth": 5, "width": 1024, "bottleneck": "none", "activation_first": True}
+    found["mlp_l6_wi1024"] = Preset(paper, 64, "B, standard MLP: relu(W LN z)")
+    found["mlp_l5_wi1024_public"] = Preset(public, 64, "B's code, standard MLP: W gelu(LN z)")
+    return found
 
 
 def _mixers() -> dict[str, Preset]:
     """Where the paper's own numbers disagree (docs/papers.md has them all):
 
-    Mixer-B-W: its table prints Omega = 2.6e8, its gamma = 4.57 gives 2.90e8 (`expansion=4` would give 2.54e8).
+    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 are those of gamma = 3456/844, its C.3 prints 4.57 (2.90e8): two models.
     Mixer-SS-W: it prints 255M connections; C = 487 gives 276M, and `num_channels=467` would give 255M.
     The sweep over P: C = 3 P^2, S from Omega = 290,217,984 (that of S = 196, C = 768, gamma = 4), first block S x S0.
     S-Mixers: of the width sweep (Omega = 2^18, gamma = 1) and of the depth sweep.
     """
     b_16 = {"kind": "mixer", "patch_size": 16, "num_channels": 768, "token_hidden": 384, "channel_hidden": 3072}
-    b_w = {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.57}
+    b_w = {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.0948}
     ss_8 = {"kind": "mixer", "patch_size": 8, "num_channels": 986, "depth": 2}
     ss_w = {"kind": "mixer", "patch_size": 4, "num_channels": 487, "depth": 2}
     found = {
         "mixer_b_16": Preset(b_16, 224, "A, ImageNet-1k"),
         "mixer_b_4": Preset({"kind": "mixer", "patch_size": 4}, 64, "B, efficiency"),
-        "mixer_b_w": Preset(b_w, 224, "A, ImageNet-1k"),
+        "mixer_b_w": Preset(b_w, 224, "A, Table 1 (ImageNet-1k)"),
+        "mixer_b_w_c3": Preset({**b_w, "expansion": 4.57}, 224, "A, C.3 (ImageNet-1k)"),
         "mixer_ss_8": Preset(ss_8, 32, "A, CIFAR Table 1", 10),
         "mixer_ss_w": Preset(ss_w, 32, "A, CIFAR Table 1", 10),
         "rp_mixer_b_w": Preset({**b_w, "permuted_blocks": "all"}, 224, "A, cost"),
@@ -111,6 +115,7 @@ def _others() -> dict[str, Preset]:
         found[f"sw_mlp_{width}"] = Preset({"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10)
     for form in ("monarch", "kronecker"):
         found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
+    found["resnet18_32"] = Preset({"kind": "timm", "name": "resnet18_32"}, 32, "B, Table 1; its recipe is ours", 10)
     for name in ("resnet152_64", "vit_b_4"):  # without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py)
         found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
     return found

@@ -1,6 +1,6 @@
 """Paper A's SW-MLP: an MLP whose matrices have each connection with probability p, as wide as a Mixer's S C entries.
 
-    stem      per-patch linear to C channels, then one vector of S0 C entries; where m differs, a dense linear to m
+    stem      per-patch linear to C channels, then one vector of S0 C entries; where m differs, a linear to m, dense or sparse
     blocks    x + act((M * W) LN(x)), or with a hidden layer x + (M2 * W2) act((M1 * W1) LN(x)), gamma m wide
     head      norm, linear on all m entries
 
@@ -13,13 +13,15 @@ agrees if q^2 is read as p gamma m, and not as p m (measured, and only so are a 
 Shapes: B batch, S0 patches, C channels, M width, K classes.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
+from pretrain.models.image_model import ImageModel, classifier
 from pretrain.models.layers.linear import Linear
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 from pretrain.models.mixer import patches
-from pretrain.models.mlp import InvertedBlock
+from pretrain.models.mlp import Block, InvertedBlock, StandardBlock
 from pretrain.models.spec import SparseMlpSpec
 
 
@@ -28,25 +30,14 @@ def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int
     return layer(num_inputs, num_outputs=num_outputs, density=spec.density, variance=1 / (spec.density * width))
 
 
-class SparseBlock(nn.Module):
-    """x + act((M * W) LN(x))."""
-
-    def __init__(self, spec: SparseMlpSpec, width: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = _layer(spec, width, width=width, num_outputs=width)
-        self.activation = ACTIVATIONS[spec.activation]()
-        self.dropout = nn.Dropout(spec.dropout)
-
-    def forward(self, x_BM: Tensor) -> Tensor:
-        return x_BM + self.dropout(self.activation(self.linear(self.norm(x_BM))))
-
-
-def _hidden(spec: SparseMlpSpec, width: int) -> InvertedBlock:
-    """x + (M2 * W2) act((M1 * W1) LN(x)), W1: m -> gamma m."""
+def _block(spec: SparseMlpSpec, width: int) -> Block:
+    """x + act((M * W) LN(x)), or x + (M2 * W2) act((M1 * W1) LN(x)) with W1: m -> gamma m."""
+    norm, common = nn.LayerNorm(width), dict[str, Any](activation=spec.activation, dropout=spec.dropout)
+    if spec.expansion is None:
+        return StandardBlock(norm, _layer(spec, width, width=width, num_outputs=width), **common)
     hidden = spec.hidden_width(width)
     expand, contract = (_layer(spec, num, width=width, num_outputs=out) for num, out in ((width, hidden), (hidden, width)))
-    return InvertedBlock(nn.LayerNorm(width), expand, contract, activation=spec.activation, dropout=spec.dropout)
+    return InvertedBlock(norm, expand, contract, outer_activation=spec.outer_activation, **common)
 
 
 class SparseMlp(ImageModel):
@@ -56,9 +47,13 @@ class SparseMlp(ImageModel):
         self.patch_size = spec.patch_size
         num_entries = (image_size // spec.patch_size) ** 2 * spec.num_channels
         self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
-        self.widen = nn.Identity() if width == num_entries else Linear(num_entries, width)
-        block = SparseBlock if spec.expansion is None else _hidden
-        self.blocks = nn.ModuleList(block(spec, width) for _ in range(spec.depth))
+        if width == num_entries:
+            self.widen: nn.Module = nn.Identity()
+        elif spec.widen == "dense":
+            self.widen = Linear(num_entries, width)
+        else:
+            self.widen = _layer(spec, num_entries, width=num_entries, num_outputs=width)
+        self.blocks = nn.ModuleList(_block(spec, width) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(width)
         self.head = classifier(width, num_classes)
 

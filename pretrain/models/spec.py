@@ -12,6 +12,7 @@ from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 _OfLayers = Annotated[Activation, Field(description="Between the layers.")]
+_OfMatrices = Annotated[bool, Field(description="Of every matrix but the classifier's, which always has one.")]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
@@ -32,11 +33,11 @@ Blocks = Annotated[
 
 
 class MlpSpec(Settings):
-    """Paper B: Linear(3 H W, width), `depth` blocks, Linear(width, classes)."""
+    """Paper B: Linear(3 H W, width), `depth` layers (of two matrices where the bottleneck is inverted), Linear(width, classes)."""
 
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
-    """Blocks between the first and the last layer."""
+    """Layers between the first and the last."""
     width: int = Field(1024, ge=1)
     """Entries of the hidden vector."""
     expansion: float = Field(EXPANSION, gt=0)
@@ -46,18 +47,31 @@ class MlpSpec(Settings):
     activation_first: bool = False
     """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)), as the paper prints it."""
     norm: Literal["layer", "batch", "none"] = "layer"
-    """In front of each block: LayerNorm, BatchNorm or nothing."""
+    """Of each layer: LayerNorm, BatchNorm or nothing."""
+    norm_place: Literal["before", "after"] = "before"
+    """before: pre-LN, in front of the layer; after: post-LN, behind the sum with its skip path."""
+    skip_every: int | None = Field(None, ge=0, examples=[2])
+    """Layers that a skip path leads around; 0: there is none. By default 1 where the bottleneck is inverted, 0 where not."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
+    bias: _OfMatrices = True
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "MlpSpec":
         if self.bottleneck == "none":
             check_unread(self.expansion, where="bottleneck none")
+        if self.depth % max(1, self.skip):
+            raise ValueError(f"model.skip_every: {self.skip} does not divide depth {self.depth}; the layers end within a skip path")
+        if self.norm_place == "after" and self.skip > 1:
+            raise ValueError(f"model.norm_place: after will not do with skip_every {self.skip}; set that to 0 or 1")
         if self.activation_first and self.bottleneck == "inverted":
             raise ValueError("model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it")
         return self
+
+    @property
+    def skip(self) -> int:
+        return int(self.bottleneck == "inverted") if self.skip_every is None else self.skip_every
 
     @property
     def label(self) -> str:
@@ -101,6 +115,9 @@ class MixerSpec(Settings):
     """Of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
     """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within 1/sqrt(inputs)."""
+    final_norm: bool = True
+    """A LayerNorm between the last block and the mean over tokens; the paper's main text prints it, its appendix A.2.5 none."""
+    bias: _OfMatrices = True
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "MixerSpec":
@@ -167,6 +184,11 @@ class SparseMlpSpec(Settings):
     """p: each connection exists with this probability."""
     expansion: float | None = Field(None, gt=0, examples=[2.0])
     """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default there is none."""
+    outer_activation: bool = False
+    """Of a hidden layer: x + act((M2 * W2) act((M1 * W1) LN(x))), as the paper has it in (S.17), but not in C.1."""
+    widen: Literal["dense", "sparse"] = "dense"
+    """What makes m entries of S0 C, which the paper does not print. sparse has the blocks' density: at a fixed Omega a dense one
+    has more connections than all the blocks."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is smaller and faster."""
 
@@ -183,6 +205,13 @@ class SparseMlpSpec(Settings):
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
+    bias: _OfMatrices = True
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "SparseMlpSpec":
+        if self.outer_activation and self.expansion is None:
+            raise ValueError("model.outer_activation: true is for a hidden layer; set expansion, or remove it")
+        return self
 
     @property
     def label(self) -> str:
@@ -228,20 +257,21 @@ class StructuredMlpSpec(Settings):
 
 
 class TimmSpec(Settings):
-    """The convolutional net and the transformer that paper B compares with, as timm has them."""
+    """The convolutional nets and the transformer that paper B compares with, as timm has them."""
 
     kind: Literal["timm"]
-    name: Literal["resnet152_64", "vit_b_4"]
-    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4."""
+    name: Literal["resnet152_64", "vit_b_4", "resnet18_32"]
+    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4; resnet18_32: with a stem of 3 x 3
+    without stride and pooling, as is usual for CIFAR (paper B prints no more than its name)."""
 
     @property
     def label(self) -> str:
-        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4"}[self.name]
+        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4", "resnet18_32": "ResNet-18"}[self.name]
 
     def check(self, *, image_size: int) -> None:
         if self.name == "vit_b_4":
             check_patch_size(4, image_size=image_size)
-        elif image_size < 7:
+        elif self.name == "resnet152_64" and image_size < 7:
             raise ValueError(f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or more")
 
 

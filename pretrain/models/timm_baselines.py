@@ -22,6 +22,11 @@ class TimmModel(ImageModel):
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
             body.maxpool = nn.Identity()
+        elif spec.name == "resnet18_32":
+            body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
+            body.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            nn.init.kaiming_normal_(body.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
+            body.maxpool = nn.Identity()
         else:
             body = timm.create_model("vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0)
         super().__init__(num_features=body.num_features, num_classes=num_classes, pixels_per_place=1)

@@ -1,7 +1,7 @@
 """The optimizer of a config, over groups of parameters that it treats alike.
 
-Weight decay is decoupled in all of them, and falls on matrices only, sparse ones included. The betas that a config leaves out are
-those of the optimizer's paper.
+Weight decay is decoupled in all of them, and falls on matrices (sparse ones included) unless all is asked for. The betas that a
+config leaves out are those of the optimizer's paper.
 """
 
 import re
@@ -33,18 +33,18 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
         case "lamb":
             return Lamb(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999))
         case "sgd":
-            return DecoupledSgd(groups, lr=settings.lr, momentum=settings.momentum)
+            return DecoupledSgd(groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """Nesterov's, whose weight decay does not pass through the momentum.
+    """Whose weight decay does not pass through the momentum.
 
-    w -= lr wd w, then torch's own step without decay: m = momentum m + g, w -= lr (g + momentum m).
+    w -= lr wd w, then torch's own step without decay: m = momentum m + g, and Nesterov's w -= lr (g + momentum m) or w -= lr m.
     """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float):
+    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, nesterov: bool):
         groups = [group | {"decoupled_decay": group.pop("weight_decay"), "weight_decay": 0.0} for group in params]
-        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         )
     for name, parameter in model.named_parameters():
         scale = _lr_scale(name, settings, num_layers=num_layers)
-        groups.setdefault((_is_decayed(model, name, parameter), scale), []).append(parameter)
+        groups.setdefault((settings.decay == "all" or _is_of_matrix(model, name, parameter), scale), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0, "is_decayed": decayed, "lr_scale": scale}
         for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
@@ -87,7 +87,7 @@ def _layer(name: str) -> int:
     return int(found[1]) + 1 if found else 0
 
 
-def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+def _is_of_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT its position embeddings)."""
     is_of_matrix = parameter.ndim >= 2 or name.endswith(".values")
     return is_of_matrix and name not in getattr(model, "no_weight_decay", set)()

@@ -12,6 +12,7 @@ class Schedule:
     base_lr: float
     num_steps: int
     warmup_steps: int = 0
+    cooldown_steps: int = 0
 
     def lr(self, step: int) -> float:
         """For the update that takes the model from `step` to `step + 1`."""
@@ -28,5 +29,7 @@ class Schedule:
                 return self.base_lr
             case "cosine":
                 return final_lr + fall * 0.5 * (1 + math.cos(math.pi * done))
+            case "wsd":
+                return self.base_lr - fall * max(0.0, 1 - (self.num_steps - step) / self.cooldown_steps)
             case "linear":
                 return final_lr + fall * (1 - done)

@@ -111,6 +111,22 @@ def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> Non
     assert {probe.datasets for probe in probed.works} == {("data/cifar10",), ("data/cifar100",)}
 
 
+def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -> None:
+    probe = "probe: {config: configs/probe/demo.yaml, each_pretrained: true, checkpoints: [%s], run_dir: 'runs/p-{pretrained}'}"
+    kept = SMALL.replace("epochs]", "epochs, 'checkpoint.keep_at=[1 epochs, 1.5 epochs]']")
+    Path("kept.yaml").write_text(kept + probe % "1 epochs, 1.50 epochs, 2 epochs, 7 steps")
+    pretrained, probed = load_plan("kept.yaml").stages
+    assert load_plan("kept.yaml").after(probed) == [pretrained] and len(probed.works) == 8 * 4
+    assert [work.pretrained for work in probed.works[:2]] == [
+        f"{pretrained.works[0].writes}@{length}" for length in ("1epochs", "1.50epochs")
+    ]
+    assert probed.works[1].writes == "runs/p-narrow-lr-0.0001-7-1.50epochs"
+    Path("kept.yaml").write_text(kept + probe % "1 epochs, 3 epochs")
+    refused = "will keep 1 epochs, 1.5 epochs, 2 epochs, not 3epochs; add it to its checkpoint.keep_at"
+    with pytest.raises(SettingsError, match=refused):
+        load_checked("kept.yaml")
+
+
 def test_array_ranges_parse_back_to_the_set() -> None:
     draw = random.Random(0)
     for chosen in [sorted(draw.sample(range(40), draw.randint(1, 40))) for _ in range(200)]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
+from data_prep.publish import sha256_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import take_weights
 from pretrain.checkpoints.run import finished_result, list_checkpoints
@@ -168,3 +169,35 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
     assert main(["train", str(config), f"run_dir={tmp_path / 'new'}", f"start_from={folder}"]) == 2
     differ = "holds another model (model.width: 32, was 48 there); set model as there, or name another"
     assert capsys.readouterr().err == f"pretrain: start_from: {folder} {differ}\n"
+
+
+def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from_it(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """240 pictures in batches of 14: no epoch is a whole number of steps."""
+    words = (
+        *CONSTANT,
+        "train={global_batch_size: 14, local_batch_size: 14}",
+        "checkpoint={every: 40 steps, keep_last: 1, keep_best: false}",
+    )
+    run, short, whole, branch = (tmp_path / name for name in ("run", "short", "whole", "branch"))
+    finish(start(config, run, *words, "train.duration=3 epochs", "checkpoint.keep_at=[1 epochs, 2 epochs]", ranks=1))
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000018", "step-00000035", "step-00000052"]
+    finish(start(config, short, *words, "train.duration=1 epochs", ranks=1))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert sha256_of(Checkpoint.open(f"{run}@1epochs").directory / name) == sha256_of(list_checkpoints(short)[-1] / name)
+    cooling = (*words[1:], "schedule={name: wsd, warmup: 3 steps, cooldown: 15 steps}", "train.duration=2 epochs")
+    finish(start(config, whole, *cooling, ranks=1))
+    said = finish(start(config, branch, *cooling, f"start_from={run}@1epochs", ranks=1))
+    place = run / "checkpoints" / "step-00000018"
+    assert f"takes the weights of {place}, the optimizer and the place in the data" in said and "another length" not in said
+    mine, theirs = final_state(branch), final_state(whole)
+    assert mine.keys() == theirs.keys() and [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    capsys.readouterr()
+    for source, more, expected in (
+        (f"{run}@1.5epochs", (), f"{run} has no checkpoint of step 26 (it has: 18, 35, 52)"),
+        (f"{run}@1epochs", ("train.seed=1",), "goes on as its run does, with other settings (train.seed: 1, was 0)"),
+        (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
+    ):
+        assert main(["train", str(config), f"run_dir={tmp_path}/new", *cooling, f"start_from={source}", *more]) == 2
+        assert expected in capsys.readouterr().err

@@ -66,6 +66,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
         path(image_size=20),
         path(interpolation="area"),
         path(normalisation=maker_of(settings).backbone.normalisation._replace(std=(1.0, 1.0, 1.0))),
+        path(channel_stats="target"),
         path(feature_dtype="float16"),
         viewed,
         path(view=1),
@@ -151,7 +152,7 @@ def test_a_view_is_what_training_shows_in_that_epoch(folder: Path, other_shapes:
     augmentation: Augmentation = maker.backbone.augmentation(CROPS, seed=3, device=CPU)
     for view, table in enumerate(tables):
         labels = torch.from_numpy(reader.labels[ids])
-        batch = Batch(reader.images(ids), labels, epochs=np.full(3, view), samples=ids, pairs=ids // 2)
+        batch = Batch(reader.images(ids), labels, epochs=np.full(3, view), samples=ids, mix_keys=ids // 2)
         with torch.no_grad():
             expected = maker.backbone.extract(augmentation.prepare(batch).images_BCHW)
         torch.testing.assert_close(table.gather(torch.from_numpy(ids)), expected)

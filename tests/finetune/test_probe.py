@@ -20,7 +20,8 @@ from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
 from finetune.probe.heads import Candidate, Score
-from finetune.probe.probe import Judged, Splits, best_of, candidates_of, choose_and_test, draw_grid, edges, held_out, probe
+from finetune.probe.probe import Judged, best_of, candidates_of, choose_and_test, draw_grid, edges, held_out, probe
+from finetune.probe.source import Cached
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
@@ -37,8 +38,9 @@ def noise(count: int, *, seed: int) -> Table:
     return Table((torch.randn(count, 300, generator=generator),), labels)
 
 
-def verdict_of(splits: Splits, **changes: Any) -> dict[str, Any]:
-    verdict = choose_and_test(splits, settings=probe_settings(**changes), num_classes=CLASSES, device=CPU, world=ALONE)
+def verdict_of(train: Table, test: Table, **changes: Any) -> dict[str, Any]:
+    source = Cached({"train": [train], "plain": [train], "test": [test]}, device=CPU)
+    verdict = choose_and_test(source, settings=probe_settings(**changes), num_classes=CLASSES, world=ALONE)
     assert verdict is not None
     return verdict.result
 
@@ -49,8 +51,8 @@ def test_a_probe_learns_what_is_there_and_nothing_from_noise(optimizer: str) -> 
     settings: dict[str, Any] = {"optimizer": optimizer, "lrs": (1e-2,), "epochs": (20,)}
     if optimizer == "lbfgs":
         settings |= {"lrs": (1.0,), "epochs": (100,)}
-    assert verdict_of(Splits([train], train, test), **settings)["test_top1"] > 0.95
-    found = verdict_of(Splits([sham := noise(400, seed=3)], sham, noise(300, seed=4)), **settings)
+    assert verdict_of(train, test, **settings)["test_top1"] > 0.95
+    found = verdict_of(noise(400, seed=3), noise(300, seed=4), **settings)
     for name, count in (("holdout_top1", 80), ("test_top1", 300)):
         low, high = binom.ppf([1e-4, 1 - 1e-4], count, 1 / CLASSES) / count
         assert low <= found[name] <= high, name
@@ -90,8 +92,8 @@ def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> N
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(101))
     train, test = blobs(200, seed=1, spread=0.3), blobs(100, seed=2, spread=0.3)
     grid = {"lrs": (1e-4, 1e-2, 1.0), "epochs": (4,)}
-    one = verdict_of(Splits([train], train, test), **grid)
-    other = verdict_of(Splits([train], train, Table(test.files, (test.labels_N + 1) % CLASSES)), **grid)
+    one = verdict_of(train, test, **grid)
+    other = verdict_of(train, Table(test.files, (test.labels_N + 1) % CLASSES), **grid)
     assert one["grid"] == other["grid"] and one["chosen_lr"] == other["chosen_lr"]
     assert one["test_top1"] != other["test_top1"] and one["test_top5"] == 1.0
 

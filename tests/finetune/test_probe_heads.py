@@ -15,10 +15,11 @@ from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
 from finetune.probe.heads import Candidate, Update, judge, minimise, order_of, train_heads
 from finetune.probe.probe import candidates_of, folded, heads_of
-from finetune.probe.rows import OnDevice, Standard
+from finetune.probe.rows import OnDevice
+from pretrain.config import ScheduleSettings
 from pretrain.optim.lion import Lion
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import CLASSES, CPU, CROPS, FEATURES, Largest, blobs, probe_settings, rows_of
+from tests.finetune.tiny import CLASSES, CPU, CROPS, FEATURES, Largest, blobs, probe_settings, rows_of, standard_of
 
 
 def standardised(table: Table) -> Tensor:
@@ -36,24 +37,36 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
         [{"params": [head.weight], "weight_decay": candidate.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
     )
     steps = candidate.epochs * math.ceil(count / settings.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    if settings.schedule.name == "cosine":
+        schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    else:
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     for epoch in range(candidate.epochs):
         order = torch.from_numpy(order_of(count, seed=settings.seed, epoch=epoch))
         assert sorted(order.tolist()) == list(range(count))
         for chosen in torch.split(order, settings.batch_size):
             logits = head(values[epoch % len(tables)][chosen])
             optimizer.zero_grad()
-            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen]))
+            smoothing = {"label_smoothing": settings.label_smoothing}
+            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen], **smoothing))
+            if settings.gradient_clip_norm:
+                torch.nn.utils.clip_grad_norm_(head.parameters(), settings.gradient_clip_norm)
             optimizer.step()
             schedule.step()
     return torch.cat([head.weight.detach().T, head.bias.detach()[None]])
 
 
+PUBLIC = {"label_smoothing": 0.3, "schedule": ScheduleSettings(name="constant"), "gradient_clip_norm": 0.2}
+
+
+@pytest.mark.parametrize("recipe", [{}, PUBLIC], ids=["ours", "public"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool) -> None:
+def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool, recipe: dict[str, Any]) -> None:
     tables = [blobs(70, seed=1)]
     tables.append(Table((tables[0].files[0] * 1.5 + 1,), tables[0].labels_N))
-    settings = probe_settings(lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov)
+    settings = probe_settings(
+        lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov, **recipe
+    )
     candidates = candidates_of(settings)
     assert len(candidates) == 8
     heads = train_heads(rows_of(*tables), candidates, settings=settings, num_classes=CLASSES)
@@ -165,6 +178,6 @@ def test_a_head_is_judged_as_by_hand() -> None:
 
 def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
     table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
-    weight_KD, bias_K = folded(head, Standard.of(table))
+    weight_KD, bias_K = folded(head, standard_of(table))
     expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
     torch.testing.assert_close(table.files[0] @ weight_KD.T + bias_K, expected, rtol=1e-3, atol=1e-4)

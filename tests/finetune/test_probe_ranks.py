@@ -18,7 +18,8 @@ import torch
 from data_prep.settings import UserError
 from finetune import session as session_room
 from finetune.probe import features, probe
-from finetune.probe.probe import candidates_of, judged_candidates, shares, tables_of
+from finetune.probe.probe import candidates_of, choose_and_test, judged_candidates, shares
+from finetune.probe.source import source_of
 from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
@@ -26,7 +27,7 @@ from pretrain.ranks.hangs import PROGRESS, Standing
 from pretrain.ranks.heartbeat import Heartbeat, Message, encoded
 from pretrain.ranks.world import World
 from tests import training
-from tests.finetune.tiny import ALONE, CLASSES, PROBE, blobs, feature_settings, maker_of, probe_settings, rows_of, whole
+from tests.finetune.tiny import ALONE, CLASSES, CROPS, PROBE, blobs, feature_settings, maker_of, probe_settings, rows_of, whole
 from tests.forked import begin, environments, wait
 from tests.ranks import run_ranks
 
@@ -115,12 +116,13 @@ def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features.FeatureMaker, "_start", counted)
         settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
-        splits = tables_of(settings, maker_of(settings, world=world))
-    rows, held = rows_of(splits.train[0]), rows_of(splits.test)
+        maker = maker_of(settings, world=world)
+        train, test = maker.tables("train", [None])[0], maker.tables("val", [None])[0]
+    rows, held = rows_of(train), rows_of(test)
     judged, heads = judged_candidates(rows, held, settings=settings, num_classes=5, world=world)
     assert len(heads) == len(range(world.rank, 4, world.num_ranks))
-    table = whole(splits.test)
-    assert torch.equal(table, torch.cat(list(splits.test.chunks(4))))
+    table = whole(test)
+    assert torch.equal(table, torch.cat(list(test.chunks(4))))
     return [computed, table.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
 
 
@@ -135,6 +137,47 @@ def test_three_ranks_make_each_row_once_and_share_the_candidates(folder: Path, o
         np.testing.assert_allclose(scores, one_scores, rtol=1e-4, atol=1e-6)
     computed, table, _ = rank_case(ALONE, *words, str(tmp_path / "three"))
     assert computed == [] and table == said[0][1]  # one rank finds what three have made
+
+
+GRID = {
+    "lrs": (1e-2, 1e-1),
+    "weight_decays": (0.0,),
+    "epochs": (3, 1),
+    "views": 2,
+    "augment": CROPS,
+    "batch_size": 16,
+    "cache_gb": 0,
+}
+
+
+def streamed_case(world: World, folder: str, dataset: str, place: str, features: str) -> list[Any] | None:
+    start_accelerator(world)
+    settings = feature_settings(Path(dataset), Path(place), Path(folder), optimizer="sgd", features=features, **GRID)
+    with source_of(settings, maker_of(settings, world=world)) as source:
+        outcome = choose_and_test(source, settings=settings, num_classes=5, world=world)
+    return outcome and [*(each.tolist() for each in outcome.classifier), outcome.result]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 5])
+def test_streamed_features_train_the_heads_that_kept_ones_train(
+    folder: Path, other_shapes: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """Of four candidates of two lengths on five ranks, one rank has none, and helps the others."""
+    words = (str(folder), str(other_shapes))
+    kept = streamed_case(ALONE, *words, str(tmp_path / "kept"), "cache")
+    place = str(tmp_path / "streamed")
+    said = (
+        [streamed_case(ALONE, *words, place, "auto")]
+        if num_ranks == 1
+        else run_ranks(streamed_case, *words, place, "stream", num_ranks=num_ranks)
+    )
+    assert kept is not None and said[0] is not None and said[1:] == [None] * (num_ranks - 1)
+    assert (tmp_path / "kept" / "features").is_dir() and not (tmp_path / "streamed").exists()
+    for one, other in zip(kept[:2], said[0][:2], strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    assert kept[2].keys() == said[0][2].keys()
+    for name in kept[2].keys() - {"grid"}:
+        assert said[0][2][name] == pytest.approx(kept[2][name], rel=1e-5), name
 
 
 TARGET = "tests.finetune.test_probe_ranks:"

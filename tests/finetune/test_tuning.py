@@ -91,13 +91,20 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(pretrained: Path
     assert (far - body).abs().max() > 1e-2
 
 
-def test_a_dataset_of_another_size_is_fed_at_the_checkpoints(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
-    for name, encoding in (("raw", ["encoding=raw", "image_size=24"]), ("keep", ["encoding=keep"])):
+def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colours(
+    pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    public = ["channel_stats=target", "new_head=torch", "optimizer.lr=1e-12"]
+    for name, encoding, recipe in (("raw", ["encoding=raw", "image_size=24"], []), ("keep", ["encoding=keep"], public)):
         words = ["--out", str(tmp_path / name), f"source.path={other_shapes}-images", "num_workers=1", *encoding]
         assert data_prep(["build", "--source", "folder", *words]) == 0
         config, run_dir = write_tuning(tmp_path, pretrained, tmp_path / name), tmp_path / f"{name}-run"
-        finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps"))
-        card = Checkpoint.open(run_dir).card
+        finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps", *recipe))
+        card, begun, target = Checkpoint.open(run_dir).card, Checkpoint.open(pretrained).card, load_manifest(tmp_path / name)
+        stats, head = (card.channel_mean, card.channel_std), final_state(run_dir)["head.weight"]
+        assert stats == ((target.channel_mean, target.channel_std) if recipe else (begun.channel_mean, begun.channel_std))
+        if recipe:  # uniform within 1 / sqrt(inputs), of which there are 32
+            assert head.abs().max() <= 32**-0.5 and head.std() == pytest.approx((3 * 32) ** -0.5, rel=0.15)
         assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
         assert card.stored_size == (24 if name == "raw" else 16)
 

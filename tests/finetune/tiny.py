@@ -144,7 +144,7 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
     manifest = load_manifest(settings.data.dataset)
-    backbone = replace(open_backbone(opened(settings), manifest, device=CPU), **changes)
+    backbone = replace(open_backbone(opened(settings), manifest, device=CPU, channel_stats=settings.channel_stats), **changes)
     return FeatureMaker(settings, manifest, backbone, world, CPU, settings.augment, settings.seed)
 
 
@@ -157,8 +157,12 @@ def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
     return Table((values + 5,), labels)
 
 
+def standard_of(table: Table) -> Standard:
+    return Standard.of(table.chunks(7), num_features=table.num_features)
+
+
 def rows_of(*tables: Table) -> Rows:
-    return Rows(list(tables), standard=Standard.of(tables[0]), device=CPU)
+    return Rows(list(tables), standard=standard_of(tables[0]), device=CPU)
 
 
 def whole(table: Table) -> Tensor:

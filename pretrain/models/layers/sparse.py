@@ -276,7 +276,8 @@ class SparseLinear(nn.Module):
             return linear(x_BN, self.dense_weight(), self.bias)
         transposed = [self.column_starts, self.rows, self.order]
         y_MB = sparse_product(self.values, self.row_starts, self.columns, transposed, x_BN.T.contiguous())
-        return y_MB.T.contiguous() + self.bias
+        y_BM = y_MB.T.contiguous()
+        return y_BM if self.bias is None else y_BM + self.bias
 
     def _transpose(self) -> None:
         if self.columns.is_meta:

@@ -42,6 +42,38 @@ def test_it_is_the_augmented_batches_in_their_order(reader: ShardReader, threads
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("plan", [BatchPlan(48, 12, 2), BatchPlan(48, 16, 3), BatchPlan(48, 3, 1)], ids=str)
+@pytest.mark.parametrize("way", ["mixup_alpha", "cutmix_alpha"])
+def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any_number_of_ranks(
+    reader: ShardReader, plan: BatchPlan, way: str
+) -> None:
+    settings = AugmentSettings(crop_scale=(0.4, 1.0), mix_with="previous", **{way: 0.8})
+    alone, augment = augmentation(AugmentSettings(crop_scale=(0.4, 1.0))), augmentation(settings)
+    order, weights = Order(reader.num_samples, 4), []
+    ranks = [
+        loaded(reader, order, plan, rank=rank, consumed=96, finish=augment.prepare, previous_in=48)
+        for rank in range(plan.num_ranks)
+    ]
+    for number in range(2, 8):
+        fed = [next(batches) for _ in range(plan.accumulation_steps) for batches in ranks]
+        epochs, samples = order.locate(np.arange(48 * number, 48 * (number + 1)))
+        labels = torch.from_numpy(reader.locate(samples).labels)
+        own = alone.prepare(Batch(reader.images(samples), labels, epochs, samples, samples)).images_BCHW
+        images, found, others, weight = (
+            torch.cat([getattr(each, name) for each in fed]) for name in ("images_BCHW", "labels_B", "other_labels_B", "weight_B")
+        )
+        assert torch.equal(found, labels) and torch.equal(others, labels.roll(1)) and len(set(weight.tolist())) == 1
+        if way == "mixup_alpha":  # as FFCV does it: images[i] and images[i - 1]
+            torch.testing.assert_close(images, weight[0] * own + (1 - weight[0]) * own.roll(1, 0), rtol=0, atol=1e-5)
+        else:
+            is_own, is_other = ((images - each).abs().amax(1) < 1e-5 for each in (own, own.roll(1, 0)))
+            assert (is_own | is_other).all()
+        weights.append(weight[0].item())
+    assert len(set(weights)) == len(weights)
+    for batches in ranks:
+        batches.close()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from timm.data import auto_augment as timm_operations
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy
 
+from pretrain.augment.draws import Purpose
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import Operation, Plan, draw_plan
 from pretrain.auto_augment import parse_policy
@@ -76,7 +78,8 @@ def one_for_all(count: int, operation: Operation, strength: float, *, cubic: boo
 
 
 def test_every_operation_has_its_reference() -> None:
-    assert set(TIMM) == set(STRENGTHS) == set(Operation) - {Operation.NONE}
+    of_torchvision = {Operation.SHIFT_X, Operation.SHIFT_Y}
+    assert set(TIMM) == set(STRENGTHS) == set(Operation) - {Operation.NONE} - of_torchvision
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (9, 17)])
@@ -131,6 +134,29 @@ def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -
         # Where grey was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far: few values, no more.
         assert (found[row] != picture).mean() < 0.02, (row, plan.operations_LB[:, row])
     assert exact > 0.8 * len(stored)
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """All 25 chains, drawn by us and carried out by torchvision, which shifts a picture where we shift the place that is looked at.
+    Its strengths are float32: where a product is a whole number, they may fall on its other side."""
+    stored = np.concatenate([pictures(250, size).numpy(), hard_pictures(size, size)])
+    draws, layers = draws_of(len(stored)), np.arange(2)
+    plan = draw_plan(parse_policy("cifar10"), draws)
+    chains = draws.integer(Purpose.POLICY_STEP, 25)
+    chances, negative = draws.uniform(Purpose.POLICY_APPLIED, layers), draws.uniform(Purpose.POLICY_SIGN, layers) < 0.5
+    assert set(chains.tolist()) == set(range(25))
+    found, theirs = ours(stored, plan), AutoAugment(AutoAugmentPolicy.CIFAR10, fill=list(FILL))
+    exact = 0
+    for row, picture in enumerate(stored):
+        is_shifted = [name.startswith("Translate") for name, *_ in theirs.policies[chains[row]]]
+        drawn = (int(chains[row]), torch.from_numpy(chances[row]), torch.from_numpy((negative[row] == is_shifted).astype(int)))
+        monkeypatch.setattr(AutoAugment, "get_params", staticmethod(lambda _, drawn=drawn: drawn))
+        expected = np.asarray(theirs(Image.fromarray(picture)))
+        apart = np.abs(found[row].astype(int) - expected)
+        exact += bool((apart == 0).all())
+        assert (apart > 3).mean() < 0.02, (row, theirs.policies[chains[row]])  # grey, see above
+    assert exact > 0.7 * len(stored)
 
 
 def test_pictures_without_an_operation_stay() -> None:

@@ -22,12 +22,15 @@ KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes an
     "mlp_b12_wi768": (66_894_568, 66_828_288),
     "mlp_b12_wi1024": (114_358_248, 114_270_208),
     "mlp_l6_wi1024": (19_918_824, 19_898_368),
+    "mlp_l5_wi1024_public": (18_867_176, 18_849_792),
     "mixer_b_16": (59_880_472, 12_601_767_936),
     "mixer_b_4": (63_821_032, 19_337_558_016),
-    "mixer_b_w": (31_064_548, 9_378_482_400),
+    "mixer_b_w_c3": (31_064_548, 9_378_482_400),
+    "mixer_b_w": (27_936_796, 8_412_694_752),
     "mixer_ss_8": (15_779_280, 255_959_684),
     "mixer_ss_w": (3_899_363, 276_278_022),
-    "rp_mixer_b_w": (31_064_548, 9_378_482_400),
+    "rp_mixer_b_w": (27_936_796, 8_412_694_752),
+    "resnet18_32": (11_173_962, 555_422_720),
     "rp_mixer_ss_w": (3_899_363, 276_278_022),
     "mixer_p7": (57_442_324, 9_507_461_964),
     "mixer_p8": (42_099_244, 9_444_099_840),
@@ -66,6 +69,11 @@ def in_colour(form: Literal["monarch", "kronecker"]) -> StructuredMlpSpec:
 VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "batch norm": (MlpSpec(kind="mlp", depth=3, width=10, norm="batch"), 8),
     "no norm, standard": (MlpSpec(kind="mlp", depth=3, width=10, norm="none", bottleneck="none"), 8),
+    "skip every two": (MlpSpec(kind="mlp", depth=4, width=10, skip_every=2, norm_place="before"), 8),
+    "no bias": (MlpSpec(kind="mlp", depth=3, width=10, bias=False), 8),
+    "no bias, Mixer": (mixer(bias=False, num_tokens=7, final_norm=False), 12),
+    "no bias, sparse": (sparse(width=40, density=0.04, bias=False, widen="sparse"), 8),
+    "ResNet-18 at another size": (TimmSpec(kind="timm", name="resnet18_32"), 25),
     "fractional expansion": (MlpSpec(kind="mlp", depth=2, width=10, expansion=2.55), 8),
     "one permuted block": (mixer(depth=3, num_tokens=7, permuted_blocks=(1,)), 12),
     "permuted first block": (mixer(num_tokens=5, permuted_blocks=(0,)), 12),
@@ -76,6 +84,7 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "ResNet at another size": (TimmSpec(kind="timm", name="resnet152_64"), 25),
     "sparse by its density": (sparse(width=40, density=0.04), 8),
     "sparse, hidden layer": (sparse(density=0.3, storage="sparse", expansion=2.0), 8),
+    "masked, widened by a masked layer": (sparse(width=40, density=0.3, storage="masked", widen="sparse", bias=False), 8),
     "masked, hidden layer": (sparse(density=0.3, storage="masked", expansion=2.0), 8),
     "Monarch, in colour": (in_colour("monarch"), 8),
     "Kronecker, in colour": (in_colour("kronecker"), 8),
@@ -233,7 +242,8 @@ def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
     ("name", "tokens", "channels", "connections"),
     [
         ("mixer_b_16", 196, 768, 260_112_384),  # the 2.6e8 of the paper's table: its hidden sizes are 384 and 3072
-        ("mixer_b_w", 256, 588, 290_293_248),  # the table says 2.6e8, its own gamma = 4.57 is 2.9e8
+        ("mixer_b_w", 256, 588, 260_112_384),  # the table's 2.6e8; its width 6.2e5 is gamma m = 616,380
+        ("mixer_b_w_c3", 256, 588, 290_293_248),  # gamma = 4.57
         ("mixer_p16", 196, 768, 290_217_984),  # Omega of the sweep: gamma = 4 for both
         ("mixer_ss_8", 16, 986, 31_615_104),
         ("mixer_ss_w", 64, 487, 34_347_136),

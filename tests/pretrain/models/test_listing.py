@@ -13,8 +13,8 @@ def test_every_model_has_one_whole_line(capsys: pytest.CaptureFixture[str]) -> N
     assert max(len(line.rstrip()) for line in lines) <= 120 and not any("…" in line for line in lines)
     by_name = {line.split()[0]: line.split() for line in lines if line.split()[:1] and line.split()[0] in PRESETS}
     assert by_name.keys() == PRESETS.keys()
-    wide = ["mixer_b_w", "31,064,548", "9.378", "G", "256", "588", "150,528", "290.3", "M", "224"]
-    assert by_name["mixer_b_w"][:10] == wide
+    wide = ["mixer_b_w_c3", "31,064,548", "9.378", "G", "256", "588", "150,528", "290.3", "M", "224"]
+    assert by_name["mixer_b_w_c3"][:10] == wide
     assert by_name["mlp_b12_wi768"][:5] == ["mlp_b12_wi768", "66,894,568", "66.83", "M", "768"]
     assert by_name["resnet152_64"][:5] == ["resnet152_64", "60,192,808", "13.02", "G", "64"]
 

@@ -1,5 +1,6 @@
 """The MLPs of "Scaling MLPs" against a few independent lines: any norm, activation, expansion, depth; batch statistics, dropout."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -36,6 +37,14 @@ KINDS: dict[str, dict[str, object]] = {
     "silu": {"activation": "silu"},
     "standard tanh": {"activation": "tanh", "bottleneck": "none"},
     "linear": {"activation": "identity"},
+    "norm after": {"norm_place": "after"},
+    "standard norm after": {"norm_place": "after", "bottleneck": "none"},
+    "no skip": {"skip_every": 0},
+    "standard with skip": {"skip_every": 1, "bottleneck": "none"},
+    "standard with skip, norm after": {"skip_every": 1, "bottleneck": "none", "norm_place": "after"},
+    "skip every two": {"skip_every": 2, "depth": 6},
+    "standard skip every three, activation first": {"skip_every": 3, "depth": 6, "bottleneck": "none", "activation_first": True},
+    "no bias": {"bias": False},
 }
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
@@ -73,20 +82,28 @@ def normalised(x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, 
 
 
 def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
-    return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+    return x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
 
 
 def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool) -> Tensor:
-    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), block by block: the features, then the logits."""
+    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), layer by layer: the features, then the logits."""
     z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
-    for block in (f"blocks.{number}" for number in range(spec.depth)):
-        normed = normalised(z, state, f"{block}.norm", norm=spec.norm, training=training)
+    skip_every = {"inverted": 1, "none": 0}[spec.bottleneck] if spec.skip_every is None else spec.skip_every
+    for number in range(spec.depth):
+        block = f"blocks.{number // skip_every}.{number % skip_every}" if skip_every > 1 else f"blocks.{number}"
+        if not skip_every or number % skip_every == 0:
+            before = z
+        norm = functools.partial(normalised, state=state, name=f"{block}.norm", norm=spec.norm, training=training)
+        z = norm(z) if spec.norm_place == "before" else z
         if spec.bottleneck == "inverted":
-            z = z + linear(act(linear(normed, state, f"{block}.expand")), state, f"{block}.contract")
+            z = linear(act(linear(z, state, f"{block}.expand")), state, f"{block}.contract")
         elif spec.activation_first:
-            z = linear(act(normed), state, f"{block}.linear")
+            z = linear(act(z), state, f"{block}.linear")
         else:
-            z = act(linear(normed, state, f"{block}.linear"))
+            z = act(linear(z, state, f"{block}.linear"))
+        if skip_every and number % skip_every == skip_every - 1:
+            z = before + z
+        z = norm(z) if spec.norm_place == "after" else z
     return torch.cat([z, linear(z, state, "head")], dim=1)
 
 

@@ -66,7 +66,16 @@ def sparse_layers(model: ImageModel) -> list[torch.nn.Module]:
 
 
 @BOTH
-@pytest.mark.parametrize("fields", [{"expansion": None, "width": 30}, {"expansion": 2.0}], ids=["one", "hidden"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"expansion": None, "width": 30},
+        {"expansion": 2.0},
+        {"expansion": 2.0, "outer_activation": True, "width": 30, "widen": "sparse"},
+        {"expansion": None, "width": 30, "bias": False},
+    ],
+    ids=["one", "hidden", "as printed in S.17", "no bias"],
+)
 def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]) -> None:
     model = tiny(storage=storage, **fields)
     w = {name: weight.detach().normal_() for name, weight in model.named_parameters()}  # biases, too
@@ -74,22 +83,28 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
         if isinstance(layer, SparseLinear):
             layer.values.data.normal_()
     # a weight outside the mask, normal as the others, does nothing
-    matrices = [effective(layer) for layer in sparse_layers(model)]
+    of_layers = (MaskedLinear, SparseLinear)
+    matrices = {name: effective(layer) for name, layer in model.named_modules() if isinstance(layer, of_layers)}
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ matrices.get(name, w.get(f"{name}.weight", x)).T + w.get(f"{name}.bias", 0)
+
     x = images()
     patches = [x[:, :, i : i + 4, j : j + 4].reshape(4, -1) for i in (0, 4) for j in (0, 4)]
-    z = torch.cat([patch @ w["stem.weight"].T + w["stem.bias"] for patch in patches], dim=1)
+    z = torch.cat([linear(patch, "stem") for patch in patches], dim=1)
     if "width" in fields:
-        z = z @ w["widen.weight"].T + w["widen.bias"]
+        z = linear(z, "widen")
     for number in range(2):
         block = f"blocks.{number}"
         inner = layer_norm(z, z.shape[-1:], w[f"{block}.norm.weight"], w[f"{block}.norm.bias"])
         if fields["expansion"] is None:
-            z = z + gelu(inner @ matrices[number].T + w[f"{block}.linear.bias"])
+            z = z + gelu(linear(inner, f"{block}.linear"))
         else:
-            hidden = gelu(inner @ matrices[2 * number].T + w[f"{block}.expand.bias"])
-            z = z + hidden @ matrices[2 * number + 1].T + w[f"{block}.contract.bias"]
+            added = linear(gelu(linear(inner, f"{block}.expand")), f"{block}.contract")
+            z = z + (gelu(added) if "outer_activation" in fields else added)
     z = layer_norm(z, z.shape[-1:], w["norm.weight"], w["norm.bias"])
-    torch.testing.assert_close(model(x), z @ w["head.weight"].T + w["head.bias"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(x), linear(z, "head"), rtol=1e-4, atol=1e-4)
+    assert ("widen" in matrices) == ("widen" in fields) and any(name.endswith("stem.bias") for name in w) == ("bias" not in fields)
 
 
 @pytest.mark.parametrize("expansion", [None, 2.0])

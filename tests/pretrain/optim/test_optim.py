@@ -99,15 +99,18 @@ def one_matrix(*values: float) -> nn.Module:
 GRADIENTS = ([0.3, 0.1], [-0.2, 0.4], [0.0, 1.0])
 
 
-def test_decoupled_sgd_is_nesterov_beside_a_plain_shrinking() -> None:
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_decoupled_sgd_is_plain_or_nesterovs_beside_a_plain_shrinking(nesterov: bool) -> None:
     holder = one_matrix(1.0, -2.0)
-    optimizer = build_optimizer(holder, OptimizerSettings(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    settings = OptimizerSettings(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9, nesterov=nesterov)
+    optimizer = build_optimizer(holder, settings)
     value, momentum = [1.0, -2.0], [0.0, 0.0]
     for gradient in GRADIENTS:
         holder.matrix.grad = torch.tensor([gradient])
         optimizer.step()
         momentum = [0.9 * m + g for m, g in zip(momentum, gradient, strict=True)]
-        value = [v * (1 - 0.1 * 0.5) - 0.1 * (g + 0.9 * m) for v, g, m in zip(value, gradient, momentum, strict=True)]
+        steps = [g + 0.9 * m if nesterov else m for g, m in zip(gradient, momentum, strict=True)]
+        value = [v * (1 - 0.1 * 0.5) - 0.1 * step for v, step in zip(value, steps, strict=True)]
         assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
 
 
@@ -167,6 +170,8 @@ def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
     assert listed[0.1, 10.0] == ["head.weight"] and listed[0.0, 10.0] == ["head.bias"]
     assert listed[0.1, 1.0] == ["blocks.0.contract.weight", "blocks.0.expand.weight", "stem.weight"]
     assert sum(len(found) for found in listed.values()) == len(names)
+    of_all = parameter_groups(model, OptimizerSettings(weight_decay=0.1, decay="all"))
+    assert {group["weight_decay"] for group in of_all} == {0.1} and sum(len(group["params"]) for group in of_all) == len(names)
     optimizer = torch.optim.SGD(groups, lr=1.0)
     set_lr(optimizer, 0.01)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01, 0.1}
@@ -182,6 +187,9 @@ def test_schedules_warm_up_and_fall_to_their_end() -> None:
     assert Schedule(ScheduleSettings(name="linear"), 1.0, num_steps=100).lr(25) == pytest.approx(0.75)
     assert Schedule(ScheduleSettings(name="cosine"), 1.0, num_steps=100).lr(25) == pytest.approx(0.5 + math.sqrt(0.125))
     assert Schedule(ScheduleSettings(name="constant"), 1.0, num_steps=10).lr(0) == 1.0
+    settings = ScheduleSettings(name="wsd", cooldown="4 steps", final_lr=0.2)
+    stable = Schedule(settings, 1.0, num_steps=10, cooldown_steps=4)
+    assert [stable.lr(step) for step in (0, 5, 6, 7, 8, 9, 10)] == pytest.approx([1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_a_warm_up_begins_where_it_is_told_to() -> None:

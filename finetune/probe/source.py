@@ -1,0 +1,181 @@
+"""Where the rows of a probe come from: tables of features that are kept on disk, or a stream.
+
+Of a stream features are made each time rows are asked for, and nothing is kept. All ranks ask for the same rows at the same time.
+Each reads and augments its share of the pictures, sends it through the frozen model, and receives the features of the others: so
+every rank sees each batch whole, as it would from a table, and trains its own share of the grid. The rows of a pass are cut into
+blocks of one forward pass per rank, whatever the size of the heads' batches.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from finetune.probe.config import ProbeSettings
+from finetune.probe.features import FeatureMaker, Table, undecodable
+from finetune.probe.rows import CHUNK, OnDevice, Rows, Standard
+from finetune.split import view_of
+from pretrain.data.datasets import Part
+from pretrain.data.loader import Batches, Request, as_stored
+from pretrain.data.order import Ids
+from pretrain.data.reader import ShardReader, Unreadable, reading
+
+
+class Listed(NamedTuple):
+    """An order of samples that are named one by one."""
+
+    samples: Ids
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        return np.zeros_like(positions), self.samples[positions]
+
+
+class StreamedRows(Rows):
+    def __init__(
+        self,
+        maker: FeatureMaker,
+        reader: ShardReader,
+        views: Sequence[int | None],
+        *,
+        standard: Standard | None = None,
+        chosen_n: Tensor | None = None,
+    ):
+        """`standard`: None takes features as they are."""
+        labels_N = torch.from_numpy(reader.labels.astype(np.int64))
+        self._lay_out(labels_N, standard or Standard.none(maker.num_features), chosen_n, device=maker.device)
+        self._maker, self._reader, self._views = maker, reader, views
+        self._augmentation = maker.backbone.augmentation(maker.fed, seed=maker.seed, device=maker.device)
+
+    def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        blocks = self._blocks(view, torch.cat(list(batches)).numpy())
+        left_BD = torch.empty(0, self.num_features, device=self.device)
+        for size in map(len, batches):
+            while len(left_BD) < size:
+                left_BD = torch.cat([left_BD, next(blocks)])
+            yield left_BD[:size]
+            left_BD = left_BD[size:]
+
+    @torch.no_grad()
+    def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
+        maker, world = self._maker, self._maker.world
+        share = maker.settings.feature_batch_size
+        cuts = [*range(0, len(ids), share * world.num_ranks), len(ids)]
+        requests = (Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks)) for first, end in pairwise(cuts))
+        pin = self.device.type == "cuda"
+        with Batches(
+            self._reader,
+            Listed(ids),
+            requests,
+            finish=as_stored,
+            on_bad=self._refuse,
+            num_threads=world.num_cores,
+            prefetch=2,
+            pin=pin,
+        ) as read:
+            for (first, end), batch in zip(pairwise(cuts), read, strict=True):
+                own_BD = maker.backbone.extract(view_of(batch, self._views[view], self._augmentation)).float()
+                all_BD = own_BD
+                if world.num_ranks > 1:
+                    all_BD = own_BD.new_empty(len(own_BD) * world.num_ranks, own_BD.shape[1])
+                    dist.all_gather_into_tensor(all_BD, own_BD.contiguous())
+                yield all_BD[: end - first]
+
+    def _refuse(self, bad: Sequence[Unreadable], _ids: Ids, _images: Tensor) -> Ids:
+        raise undecodable(bad[0].shard, bad[0].key, dataset=self._maker.settings.data.dataset)
+
+
+def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
+    """Equally many for each rank; the last ones repeat the last row."""
+    size = -(-(end - first) // num_ranks)
+    return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
+
+
+Which = Literal["train", "plain", "test"]
+"""train: what heads learn from, a table for each view; plain: where held-out samples are taken from."""
+
+
+class Wanted(NamedTuple):
+    """A split in some views; None is the plain pictures."""
+
+    split: str
+    views: list[int | None]
+
+
+class Cached:
+    """Rows of tables, which each rank reads as it likes."""
+
+    are_shared = False
+    """Whether all ranks must ask for the same rows at the same time."""
+
+    def __init__(self, tables: Mapping[Which, list[Table]], *, device: torch.device):
+        self._tables, self._place = tables, dict[str, Any](device=device, on_device=OnDevice(device))
+        self.num_train, self.num_features = len(tables["train"][0]), tables["test"][0].num_features
+
+    def standard(self) -> Standard:
+        return Standard.of(self._tables["train"][0].chunks(CHUNK), num_features=self.num_features)
+
+    def rows(self, which: Which, *, standard: Standard, chosen_n: Tensor | None = None) -> Rows:
+        return Rows(self._tables[which], standard=standard, chosen_n=chosen_n, **self._place)
+
+
+class Streamed:
+    """Rows whose features are made as they are asked for."""
+
+    def __init__(self, maker: FeatureMaker, wanted: Mapping[Which, Wanted], readers: Mapping[str, ShardReader]):
+        self._maker, self._wanted, self._readers = maker, wanted, readers
+        self.are_shared, self.num_features = maker.world.num_ranks > 1, maker.num_features
+        self.num_train = readers[wanted["train"].split].num_samples
+
+    def standard(self) -> Standard:
+        rows = self.rows("train", standard=Standard.none(self.num_features))
+        return Standard.of((x_BE[:, : self.num_features].cpu() for x_BE, _ in rows.chunks()), num_features=self.num_features)
+
+    def rows(self, which: Which, *, standard: Standard, chosen_n: Tensor | None = None) -> Rows:
+        split, views = self._wanted[which]
+        return StreamedRows(self._maker, self._readers[split], views, standard=standard, chosen_n=chosen_n)
+
+
+def wanted_of(settings: ProbeSettings) -> dict[Which, Wanted]:
+    data = settings.data
+    return {
+        "test": Wanted(data.test_split, [None]),
+        "plain": Wanted(settings.holdout_split or data.train_split, [None]),
+        "train": Wanted(data.train_split, list(range(settings.views)) if settings.views else [None]),
+    }
+
+
+@contextmanager
+def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
+    wanted = wanted_of(settings)
+    if not streams(settings, maker):
+        tables = {which: maker.tables(*each) for which, each in wanted.items() if which != "train" or each != wanted["plain"]}
+        yield Cached({"train": tables["plain"], **tables}, device=maker.device)
+        return
+    with ExitStack() as opened:
+        readers = {}
+        for split in dict.fromkeys(each.split for each in wanted.values()):
+            part = Part(Path(settings.data.dataset), maker.manifest, split)
+            readers[split] = opened.enter_context(reading([part], settings.data, image_size=maker.backbone.image_size))
+        yield Streamed(maker, wanted, readers)
+
+
+def streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
+    """The same on all ranks; the first prints it."""
+    missing = {(split, view) for split, views in wanted_of(settings).values() for view in views}
+    gigabytes = sum(maker.missing_bytes(split, [view]) for split, view in missing) / 1e9
+    may_stream = settings.optimizer != "lbfgs"
+    chosen = settings.features == "stream" or (settings.features == "auto" and may_stream and gigabytes > settings.cache_gb)
+    chosen = maker.group.any_rank(chosen)
+    if maker.world.is_first:
+        cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"
+        if chosen:
+            print(f"features are streamed: made anew for each batch ({cache})")
+        elif gigabytes:
+            print(f"features are kept: {gigabytes:.2g} GB more in {settings.features_place}")
+    return chosen
