@@ -73,6 +73,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     views = f", {result['num_views']} views each" if result["views"] else ""
     heading = f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,} images{views}{missing}"
     worst = ", ".join(f"{name} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
+    augment = AugmentSettings.model_validate(result["augment"], strict=False) if result.get("augment") else None
     rows = {
         "top-1": f"{result['eval/top1']:.2%}",
         "top-1, ReaL": f"{result['eval/real']:.2%}" if "eval/real" in result else "",
@@ -80,7 +81,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
         "loss": f"{result['eval/loss']:.4f}",
         "ECE": f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier {result['eval/brier']:.4f}",
         "top-1 by views": "  ".join(f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]),
-        "views": f"{AugmentSettings(**result['augment']).recipe}: {result['augment_from']}" if result.get("augment") else "",
+        "views": f"{augment.recipe}: {result['augment_from']}" if augment else "",
         "class top-1": f"mean {result['eval/class_top1']:.2%}; worst: {worst}",
         "most confused": ", ".join(f"{one} as {other} ({count:,})" for one, other, count in result["most_confused"][:3]),
         "speed": f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s",

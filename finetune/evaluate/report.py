@@ -74,8 +74,7 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     views = f"_{settings.views}views" if settings.views else ""
     found = {f"evaluate/top1{views}": result["eval/top1"]}
     register(tracker, evaluation.checkpoint, found, target=f"{target_of(manifest)}-{part.split}")
-    save_result(run_dir, result)
-    return result
+    return save_result(run_dir, result)
 
 
 def _result(

@@ -101,9 +101,11 @@ def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
     return data.steps(settings.train.duration, global_batch_size=settings.train.global_batch_size)
 
 
-def save_result(run_dir: Path, result: dict[str, Any]) -> None:
-    """With the weights that it was made of."""
-    write_json(run_dir / RESULT, result | begun_with(run_dir))
+def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """With the weights that it was made of, as it is then."""
+    whole = result | begun_with(run_dir)
+    write_json(run_dir / RESULT, whole)
+    return whole
 
 
 def begun_with(run_dir: Path) -> dict[str, Any]:

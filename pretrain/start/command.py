@@ -24,14 +24,13 @@ from data_prep.publish import write_atomic
 from data_prep.settings import UserError, differences, in_yaml, near_path, num_cores, parse_yaml, read_yaml
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import check_place
+from pretrain.checkpoints.run import check_place, finished_result
 from pretrain.start import recipe
 from pretrain.start.look import Data, Machine, Pictures
 
 MAX_REJECT_SHARE = 0.1
 """Of a stranger's pictures, each with its reason. The build's own limit is for archives of known content."""
 TIMED_SAMPLES = 2048
-_SPEED = re.compile(r"step [\d,]+/.* ([\d,]+) images/s")
 
 
 def start(options: argparse.Namespace) -> int:
@@ -123,11 +122,10 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
         words += ["schedule.warmup=1 steps", "data.eval_split=null", "data.check=none", "tracking.enabled=false"]
         with open(log, "w") as output:
             code = _run([command[0], verb, str(config), *words, *command[3:]], output)
-        said = log.read_text()
-    speeds = _SPEED.findall(said)
-    if code != 0 or not speeds:
+        said, result = log.read_text(), finished_result(Path(folder) / "run") or {}
+    if code != 0 or "images_per_s" not in result:
         return f"not timed: {(said.strip().splitlines() or ['it said nothing'])[-1]}"
-    per_s, peak_gb = float(speeds[-1].replace(",", "")), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    per_s, peak_gb = result["images_per_s"], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     epochs, every = (int(values[key].split()[0]) for key in ("duration", "every"))
     passes, judgements, what = epochs, max(1, epochs // every), f"{epochs} epochs"
     if command[1] == "probe":  # the features take a third of a tuning's time, and 50 epochs of heads about twice as long
@@ -135,7 +133,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
     load, cores = os.getloadavg()[0], num_cores()
     how = f"{steps // 2} steps {'of a tuning ' * (verb != command[1])}timed here"
     how += f" (busy with others: load {load:.0f} on {cores} cores)" if load > 2 * cores else ""
-    length = in_words((passes * data.num_train + judgements * data.num_judged / 3) / max(per_s, 1))
+    length = in_words((passes * data.num_train + judgements * data.num_judged / 3) / per_s)
     return f"{per_s:,.0f} images/s and {peak_gb:.1f} GB in {how}: about {length} for {what}"
 
 

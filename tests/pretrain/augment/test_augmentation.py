@@ -85,7 +85,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
         top, left = int(blocks.top_nK[place, 0]), int(blocks.left_nK[place, 0])
         height, width = int(blocks.height_nK[place, 0]), int(blocks.width_nK[place, 0])
         expected[row, :, top : top + height, left : left + width] = 0
-    mix = Mixer(settings).draw(Draws((3, batch.pairs)), size=16)
+    mix = Mixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
     weight = torch.from_numpy(mix.weight).float().view(-1, 1, 1, 1)
     partner = torch.arange(40).view(-1, 2).flip(1).flatten()
     torch.testing.assert_close(found, weight * expected + (1 - weight) * expected[partner], rtol=0, atol=1e-5)
