@@ -74,7 +74,7 @@ def test_every_command_of_the_readme_works_there(folder: Path) -> None:
     assert [words[0] for words in commands] == ["cluster/doctor", *["cluster/submit"] * 4]
     for program, *words in commands[1:]:
         assert (folder / words[-1]).is_file()
-        if "scaling_law" in words[-1]:  # as the plan before it, with so many members that they would take seconds
+        if "b_scaling" in words[-1]:  # as the plan before it, with so many members that they would take seconds
             continue
         done = run(folder, program, "--hold", *words)  # the archives need not be there
         assert done.returncode == 0 and done.stderr == "", done.stderr

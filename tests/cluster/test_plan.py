@@ -93,7 +93,7 @@ def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> Non
 
 def test_the_grid_over_c_and_s_keeps_omega_and_turns_to_its_mirror(checkout: Path) -> None:
     shapes = set()
-    for work in load_plan("configs/plan/wide_smixer.yaml").stages[0].works:
+    for work in load_plan("configs/plan/a_fig5_cifar10.yaml").stages[0].works:
         settings = work.settings
         assert isinstance(settings, PretrainSettings) and isinstance(settings.model, MixerSpec)
         channels, tokens = settings.model.num_channels, settings.model.num_tokens or 0
@@ -106,7 +106,7 @@ def test_the_grid_over_c_and_s_keeps_omega_and_turns_to_its_mirror(checkout: Pat
 
 
 def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> None:
-    pretrained, probed = load_plan("configs/plan/scaling_law.yaml").stages
+    pretrained, probed = load_plan("configs/plan/b_scaling.yaml").stages
     assert [probe.pretrained for probe in probed.works] == [work.writes for work in pretrained.works for _ in range(2)]
     assert {probe.datasets for probe in probed.works} == {("data/cifar10",), ("data/cifar100",)}
 
@@ -235,7 +235,7 @@ def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm:
     (slurm / "archives/winter21_whole").mkdir()
     path = written(
         "prepare: {config: configs/data_prep/imagenet21k_64.yaml, overrides: [source.path=archives/winter21_whole]}\n"
-        "pretrain: {config: configs/pretrain/imagenet21k_b12_wi1024.yaml, nodes: 4, seeds: [0, 1], run_dir: 'runs/{seed}'}\n"
+        "pretrain: {config: configs/pretrain/imagenet21k_b12_wi1024_paper.yaml, nodes: 4, seeds: [0, 1], run_dir: 'runs/{seed}'}\n"
         "probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/p-{pretrained}', max_concurrent: 1,\n"
         "        overrides: [dataset=data/imagenet21k-64]}\n"
     )
