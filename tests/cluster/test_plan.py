@@ -19,7 +19,6 @@ from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.submit import main as submit
 from data_prep.settings import SettingsError
 from pretrain.config import PretrainSettings
-from pretrain.models.spec import MixerSpec
 from tests.cluster.checkouts import finish
 from tests.ranks import REPOSITORY
 
@@ -38,11 +37,8 @@ GRAPHS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "pretrain": (1, ("prepare/1",)),
         "probe/1": (1, ("prepare/3", "pretrain")),
         "probe/2": (1, ("prepare/4", "pretrain")),
-        **{f"finetune/{number}": (1, (f"prepare/{data}", "pretrain")) for number, data in enumerate((3, 4, 5, 6), 1)},
-        "finetune/5": (1, ("prepare/2", "pretrain")),
+        "finetune": (5, (*(f"prepare/{number}" for number in range(2, 7)), "pretrain")),
     },
-    "scaling_law.yaml": {"pretrain": (120, ()), "probe": (240, ("pretrain",))},
-    "wide_smixer.yaml": {"pretrain": (84, ())},
 }
 SMALL = """
 pretrain:
@@ -64,7 +60,7 @@ def written(text: str, name: str = "small.yaml") -> str:
     return name
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (REPOSITORY / "configs/plan").glob("*.yaml")))
+@pytest.mark.parametrize("name", GRAPHS)
 def test_a_shipped_plan_resolves_to_its_graph(checkout: Path, name: str) -> None:
     lines = Path(f"configs/plan/{name}").read_text().splitlines()
     assert len(lines) <= 40
@@ -91,24 +87,11 @@ def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> Non
     assert isinstance(settings, PretrainSettings) and (settings.optimizer.lr, settings.train.seed) == (0.001, 8)
 
 
-def test_the_grid_over_c_and_s_keeps_omega_and_turns_to_its_mirror(checkout: Path) -> None:
-    shapes = set()
-    for work in load_plan("configs/plan/a_fig5_cifar10.yaml").stages[0].works:
-        settings = work.settings
-        assert isinstance(settings, PretrainSettings) and isinstance(settings.model, MixerSpec)
-        channels, tokens = settings.model.num_channels, settings.model.num_tokens or 0
-        omega = 2 ** int(Path(work.writes).name[len("omega") :].split("-")[0])
-        assert abs((channels * tokens**2 + channels**2 * tokens) / 2 / omega - 1) < 0.02, work.writes
-        assert (settings.model.permuted_blocks == "all") == ("-rp-" in work.writes)
-        shapes.add((channels, tokens))
-    assert {(16, 173), (32, 113), (48, 83), (16, 504), (32, 346), (64, 226)} < shapes
-    assert shapes == {(tokens, channels) for channels, tokens in shapes}
-
-
 def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> None:
-    pretrained, probed = load_plan("configs/plan/b_scaling.yaml").stages
+    axis = "probe: {config: configs/probe/demo.yaml, each_pretrained: true, grid: {dataset: [data/a, data/b]}, "
+    pretrained, probed = load_plan(written(SMALL + axis + "run_dir: 'runs/{pretrained}-{dataset}'}\n")).stages
     assert [probe.pretrained for probe in probed.works] == [work.writes for work in pretrained.works for _ in range(2)]
-    assert {probe.datasets for probe in probed.works} == {("data/cifar10",), ("data/cifar100",)}
+    assert {probe.datasets for probe in probed.works} == {("data/a",), ("data/b",)}
 
 
 def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -> None:

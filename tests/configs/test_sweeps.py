@@ -267,6 +267,7 @@ def test_models_fit_their_pictures_and_have_the_omega_that_their_names_say(plans
                 continue
             match settings.model:
                 case MixerSpec() as model:
+                    assert (model.permuted_blocks == "all") == ("-rp-" in settings.run_dir), settings.run_dir
                     tokens, channels = model.num_tokens, model.num_channels
                     gamma = 1 if model.layers_per_mixing == 1 else model.expansion
                     assert tokens is not None
