@@ -54,8 +54,16 @@ MEMBERS: dict[str, dict[str, int]] = {
 """Of each stage but `prepare`: points x mixings (normal, RP) x datasets x seeds."""
 FIVE = {0, 1, 2, 3, 4}
 CIFAR = {"data/cifar10", "data/cifar100"}
-FIG5: dict[str, set[Any]] = {"optimizer.lr": {0.02}, "optimizer.nesterov": {True}, "train.global_batch_size": {128}, "train.duration": {"200 epochs"},
-        "schedule.name": {"cosine"}, "engine.precision": {"fp32"}, "model.depth": {8}, "train.seed": {0, 1, 2}}  # fmt: skip
+FIG5: dict[str, set[Any]] = {
+    "optimizer.lr": {0.02},
+    "optimizer.nesterov": {True},
+    "train.global_batch_size": {128},
+    "train.duration": {"200 epochs"},
+    "schedule.name": {"cosine"},
+    "engine.precision": {"fp32"},
+    "model.depth": {8},
+    "train.seed": {0, 1, 2},
+}
 SETTINGS: dict[str, dict[str, set[Any]]] = {
     # A, Fig. 2: L = 3 (and 6 sparse blocks), gamma 2, p = 2^0..2^-10, AdamW 0.01, batch 128, 600 epochs, AutoAugment, 3 seeds
     "a_fig2_cka": {

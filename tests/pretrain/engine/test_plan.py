@@ -28,7 +28,15 @@ def test_every_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_hours_of_a_config_are_its_floating_point_operations(capsys: pytest.CaptureFixture[str]) -> None:
     """B-12/Wi-1024 on winter21: 400 epochs of 11,060,223 pictures, in steps of 16,384, at 6 x 124.74 M operations a picture."""
-    config = ["configs/pretrain/imagenet21k_b12_wi1024.yaml", "--samples", "11060223", "--classes", "10450", "--image-size", "64"]
+    config = [
+        "configs/pretrain/imagenet21k_b12_wi1024_paper.yaml",
+        "--samples",
+        "11060223",
+        "--classes",
+        "10450",
+        "--image-size",
+        "64",
+    ]
     assert pretrain(["plan", *config, "--teraflops", "100"]) == 0
     steps = -(-400 * 11_060_223 // 16_384)
     hours = steps * 16_384 * 6 * (114_270_208 + 1024 * (10_450 - 1000)) / 100e12 / 3600
@@ -42,7 +50,7 @@ def test_the_hours_of_a_config_are_its_floating_point_operations(capsys: pytest.
     [
         (["mlp_b12"], "is not a known model"),
         (
-            ["configs/pretrain/imagenet21k_b12_wi1024.yaml", "data.dataset=nowhere"],
+            ["configs/pretrain/imagenet21k_b12_wi1024_paper.yaml", "data.dataset=nowhere"],
             "(or give --samples, --classes and --image-size)",
         ),
         (["mixer_b_w", "--batch", "1000", "--nodes", "3"], "--batch: 1000 does not split over 3 x 4 GPUs"),
