@@ -207,7 +207,9 @@ def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:
         return None
     if run.task == "evaluate":  # a plain evaluation repeats what its training ended with
         return "tta" if run.params.get("views", "") not in OFF and above and above[0].task == "tune" else None
-    return "scratch" if run.task == "pretrain" else run.task
+    if run.task == "pretrain":
+        return None if run.pretrained else "scratch"  # one that takes other weights is neither
+    return run.task
 
 
 def _model(run: Run, above: Sequence[Run]) -> str:

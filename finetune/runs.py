@@ -95,9 +95,9 @@ class Run:
 
     @property
     def pretrained(self) -> Path | None:
-        """The run or checkpoint that this one started from."""
-        path = self.settings.get("pretrained")
-        return self.path_of(str(path)) if path else None
+        """The run or checkpoint that this one started from; a branch, RUN@50epochs, from RUN."""
+        path = self.settings.get("pretrained") or self.settings.get("start_from")
+        return self.path_of(re.sub(r"@[\d.]+ ?\w+$", "", str(path))) if path else None
 
     def path_of(self, words: str) -> Path:
         """A path of the settings. A relative one is relative to where the command was typed, as far as `run_dir` shows it."""
@@ -133,7 +133,7 @@ class Run:
     @property
     def started_from(self) -> str:
         """In words; "" where nobody knows."""
-        if self.task in ("pretrain", "scratch"):
+        if self.task == "scratch" or (self.task == "pretrain" and self.pretrained is None):
             return "random weights"
         if self.pretrained is None:
             return ""

@@ -20,6 +20,7 @@ PLAIN = {"augment.flip_probability": "0.0", "augment.crop_scale": "None", "augme
 
 TASKS: dict[str, dict[str, Any]] = {
     "pretrain": {},
+    "continued": {"start_from": "runs/body@50 epochs"},
     "tune": {"init": "pretrained"},
     "scratch": {"init": "scratch"},
     "tune_seeds": {"init": "pretrained", "seeds": [0, 1, 2]},
@@ -77,6 +78,9 @@ def test_the_gap_is_ours_less_the_papers_and_unfinished_runs_do_not_count() -> N
     found = cell(fill(TABLES, [BODY, tuned("a", 0.9125)]), ROW, "CIFAR-10")
     assert (found.mean, found.num_repetitions, found.std, found.num_left_out) == (pytest.approx(91.25), 1, None, 0)
     assert found.gap == pytest.approx(-2.35)  # 91.25 - 93.6
+    begun = tuned("b", 0.5, task="continued")  # with other weights: neither from scratch nor tuned
+    assert begun.pretrained == Path("runs/body") and begun.started_from == "body"
+    assert fill(TABLES, [begun]) == fill(TABLES, [])
     tables = fill(TABLES, [BODY, tuned("a", None)])
     assert cell(tables, ROW, "CIFAR-10").mean is None and "not run / 93.6" in markdown(tables)
 
