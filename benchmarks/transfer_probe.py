@@ -114,7 +114,7 @@ class PublicWay:
         manifest, backbone = bench.maker.manifest, bench.maker.backbone
         assert backbone.model is not None
         self.model, self.settings = backbone.model, bench.settings
-        reader = open_split(bench.settings.dataset, manifest, "train")
+        reader = open_split(bench.settings.data.dataset, manifest, "train")
         self.images, self.labels = reader.images(np.arange(reader.num_samples)), torch.from_numpy(reader.labels)
         self.mean, self.std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in backbone.normalisation)
         self.head = torch.nn.Linear(self.model.num_features, len(manifest.classes))
