@@ -32,8 +32,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of, run_of
+from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
 from data_prep.settings import Settings, SettingsError, apply_override, load_settings, nearest, validate
+from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
 
 MAX_MEMBERS = 1000
@@ -160,7 +161,7 @@ class Plan:
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
-        read = {place_of(run_of(path)) for work in stage.works for path in work.reads_from}
+        read = {place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from}
 
         def is_read(place: Path) -> bool:
             """It, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
@@ -256,8 +257,8 @@ def _problems(plan: Plan) -> Iterable[str]:
 
 def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
     """Where it reads RUN@LENGTH of a run of this plan that will not keep it, which shows before anything begins."""
-    run, at, words = (work.pretrained or "").rpartition("@")
-    makers = [each for stage in plan.stages for each in stage.works if place_of(each.writes) == place_of(run)] if at else []
+    run, words = run_and_length(work.pretrained or "")
+    makers = [each for stage in plan.stages for each in stage.works if place_of(each.writes) == place_of(run)] if words else []
     for maker in makers:
         kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
         if parse_length(words).unit != "steps" and parse_length(words) not in map(parse_length, kept):

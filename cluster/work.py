@@ -33,7 +33,7 @@ from data_prep.settings import Settings, SettingsError, UserError, apply_overrid
 from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished
 from pretrain.checkpoints.checkpoint import check_source
-from pretrain.checkpoints.run import CONFIG_FILE, check_settings, checkpoint_at, finished_result, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, check_settings, checkpoint_at, finished_result, list_checkpoints, run_and_length
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 
@@ -140,7 +140,7 @@ class Work:
         settings, source = self.settings, self.pretrained or ""
         if self.is_finished():
             return
-        if finished_result(Path(run_of(source))) is not None:
+        if source and finished_result(Path(run_and_length(source)[0])) is not None:
             checkpoint_at(source)  # which names what that run has kept
         if not isinstance(settings, PretrainSettings):
             return
@@ -151,7 +151,7 @@ class Work:
     @property
     def reads(self) -> list[str]:
         """The paths of what must be there before it starts: a dataset by its manifest."""
-        found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [run_of(self.pretrained or "")]
+        found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [run_and_length(self.pretrained or "")[0]]
         return [path for path in found if path and "://" not in path]
 
     @property
@@ -174,7 +174,7 @@ class Work:
             for dataset in self.datasets
             if f"{dataset}/{MANIFEST_NAME}" in absent
         ]
-        if run_of(self.pretrained or "") in absent:
+        if run_and_length(self.pretrained or "")[0] in absent:
             field = "start_from" if isinstance(settings, PretrainSettings) else "pretrained"
             found.append(f"{field}: {self.pretrained} is not there; pretrain it first")
         return found
@@ -192,12 +192,6 @@ class Work:
         if _last_end(run_dir) == "FAILED":
             return f"failed{where}"
         return f"begun,{where}" if where else "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
-
-
-def run_of(path: str) -> str:
-    """RUN of RUN@50epochs; any other path as it is."""
-    run, at, _ = path.rpartition("@")
-    return run if at and not Path(path).exists() else path
 
 
 def place_of(path: str) -> Path:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoints
+from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoints, run_and_length
 from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 
@@ -97,7 +97,7 @@ class Run:
     def pretrained(self) -> Path | None:
         """The run or checkpoint that this one started from; a branch, RUN@50epochs, from RUN."""
         path = self.settings.get("pretrained") or self.settings.get("start_from")
-        return self.path_of(re.sub(r"@[\d.]+ ?\w+$", "", str(path))) if path else None
+        return self.path_of(run_and_length(str(path))[0]) if path else None
 
     def path_of(self, words: str) -> Path:
         """A path of the settings. A relative one is relative to where the command was typed, as far as `run_dir` shows it."""

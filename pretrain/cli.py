@@ -25,10 +25,10 @@ from pretrain.checkpoints.run import (
     check_length,
     check_resume,
     check_settings,
-    checkpoint_at,
     finished_result,
     is_begun,
     list_checkpoints,
+    run_and_length,
     steps_of,
 )
 from pretrain.config import PretrainSettings, check_against_ranks, parse_length
@@ -212,7 +212,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
-    found, is_branch = Checkpoint.open(source, verify=world.local_rank == 0), checkpoint_at(source) is not None
+    found, is_branch = Checkpoint.open(source, verify=world.local_rank == 0), run_and_length(source)[1] != ""
     if is_branch:
         check_branch(source, settings)
         num_steps = steps_of(settings, data)

@@ -152,11 +152,11 @@ class FeatureMaker:
         with torch.no_grad():
             return self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
 
-    def missing_bytes(self, split: str, views: Sequence[int | None]) -> int:
+    def missing_bytes(self, split: str, view: int | None) -> int:
         """That `tables` would write."""
-        num_missing = sum(not self.place_of(split, view).exists() for view in views)
-        num_samples = self.manifest.splits[split].num_samples
-        return num_missing * num_samples * self.num_features * np.dtype(self.settings.feature_dtype).itemsize
+        if self.place_of(split, view).exists():
+            return 0
+        return self.manifest.splits[split].num_samples * self.num_features * np.dtype(self.settings.feature_dtype).itemsize
 
     @property
     def fed(self) -> AugmentSettings:

@@ -153,7 +153,7 @@ def wanted_of(settings: ProbeSettings) -> dict[Which, Wanted]:
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
     wanted = wanted_of(settings)
-    if not streams(settings, maker):
+    if not _streams(settings, maker, wanted):
         tables = {which: maker.tables(*each) for which, each in wanted.items() if which != "train" or each != wanted["plain"]}
         yield Cached({"train": tables["plain"], **tables}, device=maker.device)
         return
@@ -165,13 +165,12 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
         yield Streamed(maker, wanted, readers)
 
 
-def streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
+def _streams(settings: ProbeSettings, maker: FeatureMaker, wanted: Mapping[Which, Wanted]) -> bool:
     """The same on all ranks; the first prints it."""
-    missing = {(split, view) for split, views in wanted_of(settings).values() for view in views}
-    gigabytes = sum(maker.missing_bytes(split, [view]) for split, view in missing) / 1e9
-    may_stream = settings.optimizer != "lbfgs"
-    chosen = settings.features == "stream" or (settings.features == "auto" and may_stream and gigabytes > settings.cache_gb)
-    chosen = maker.group.any_rank(chosen)
+    tables = {(split, view) for split, views in wanted.values() for view in views}
+    gigabytes = sum(maker.missing_bytes(split, view) for split, view in tables) / 1e9
+    is_too_large = settings.features == "auto" and settings.optimizer != "lbfgs" and gigabytes > settings.cache_gb
+    chosen = maker.group.any_rank(settings.features == "stream" or is_too_large)
     if maker.world.is_first:
         cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"
         if chosen:

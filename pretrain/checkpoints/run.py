@@ -62,11 +62,17 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def run_and_length(place: str) -> tuple[str, str]:
+    """(RUN, 50epochs) of RUN@50epochs; any other place as it is, and nothing."""
+    name, at, words = place.rpartition("@")
+    return (name, words) if at and "/" not in words and not Path(place).exists() else (place, "")
+
+
 def checkpoint_at(place: str) -> Path | None:
     """Of RUN@50epochs or RUN@1200steps the checkpoint of that step, as RUN's own batch and data count it; None of any other place.
     An error where RUN has not kept it."""
-    name, at, words = place.rpartition("@")
-    if not at or Path(place).exists() or not (Path(name) / CONFIG_FILE).is_file():
+    name, words = run_and_length(place)
+    if not words or not (Path(name) / CONFIG_FILE).is_file():
         return None
     length = parse_length(words)
     if length.unit == "steps":
@@ -183,7 +189,7 @@ def check_settings(run_dir: Path, settings: Settings) -> bool:
 
 def check_branch(source: str, settings: Settings) -> None:
     """Of RUN@LENGTH: a branch differs from its run in what a run may change as it goes on, and in its schedule and its records."""
-    begun = validate(type(settings), read_yaml(Path(source.rpartition("@")[0]) / CONFIG_FILE)).model_dump(mode="json")
+    begun = validate(type(settings), read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)).model_dump(mode="json")
     own = ("run_dir", "start_from", "schedule", "tracking")
     wanted = settings.model_dump(mode="json")
     changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or _is_free(*change))

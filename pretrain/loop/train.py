@@ -24,7 +24,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoint_at, checkpoints_dir, claim, save_result, step_of
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, run_and_length, save_result, step_of
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
@@ -97,7 +97,7 @@ class Pretraining(Task):
         normalisation = Normalisation(*data.channel_statistics)
         super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
         self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
-        self.start, self.is_branch = start, start is not None and checkpoint_at(settings.start_from or "") is not None
+        self.start, self.is_branch = start, start is not None and run_and_length(settings.start_from or "")[1] != ""
 
     def join_ranks(self, world: World) -> torch.device:
         device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
