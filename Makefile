@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo study test check soak lint types arrows tests format lock clean-demo
+.PHONY: cluster-test demo findings study test check soak lint types arrows tests format lock clean-demo
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -12,6 +12,11 @@ demo: .venv/.installed
 STUDY := configs/plan/demo.yaml
 study: .venv/.installed
 	$(BIN)/python -m cluster run $(STUDY) $(ARGS)
+
+# What the papers claim, on made data: trains what is not finished of configs/plan/findings.yaml, then prints the table of docs/papers.md.
+findings: .venv/.installed
+	$(BIN)/python -m cluster run configs/plan/findings.yaml
+	$(BIN)/python benchmarks/findings.py
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
