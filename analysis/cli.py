@@ -1,9 +1,13 @@
-"""Command line of the top floor: `analysis report | table | filters | scaling | efficiency`."""
+"""Command line of the top floor. Its verbs check all that they can before they import what takes time."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from analysis.features import command as features
+from analysis.matrices import command as matrices
+from analysis.scaling import command as scaling
+from analysis.sweeps import command as sweeps
 from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out
 from data_prep.progress import doing
@@ -34,17 +38,23 @@ def _add_verbs(verbs: Verbs) -> None:
     table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
     table.add_argument("--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs")
     table.set_defaults(run=_table)
+    points = verbs.add_parser(
+        "points",
+        help="what finished plans have reached, a row for each checkpoint and result, as Parquet",
+        epilog="analysis points configs/plan/b_scaling.yaml --out runs/plans/b_scaling.parquet",
+    )
+    points.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans that were run")
+    points.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="where the points go")
+    points.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
+    points.set_defaults(run=_points)
     filters = verbs.add_parser(
         "filters", help="the first-layer filters of an MLP checkpoint as a picture", epilog="analysis filters runs/mine"
     )
     filters.add_argument("checkpoint", type=Path, help="a run directory, one of its checkpoints, or an imported folder")
     filters.add_argument("--out", type=Path, default=Path("filters.png"), help="the picture")
     filters.set_defaults(run=_filters)
-    scaling = verbs.add_parser(
-        "scaling", help="fit E(C) = a (b + C)^-alpha + E_inf to a CSV of compute,error", epilog="analysis scaling points.csv"
-    )
-    scaling.add_argument("points", type=Path, help="the CSV; its first line is compute,error")
-    scaling.set_defaults(run=_scaling)
+    for room in (sweeps, scaling, features, matrices):
+        room.add_verbs(verbs)
     efficiency = verbs.add_parser(
         "efficiency", help="latency and throughput of paper B's four models at 64 px", epilog="analysis efficiency --quick"
     )
@@ -109,6 +119,25 @@ def _table(options: argparse.Namespace) -> int:
     return OK
 
 
+def _points(options: argparse.Namespace) -> int:
+    from pretrain.checkpoints.run import check_place
+
+    if options.out.suffix != ".parquet":
+        raise ValueError(f"--out: {options.out} does not end in .parquet; name it {options.out.with_suffix('.parquet')}")
+    check_place(options.out.absolute().parent, field="--out")
+    from analysis.output import write_table
+    from analysis.points import collect, table_of
+    from cluster.plan_file import load_plan
+    from data_prep.publish import sha256_of
+    from pretrain.tracking.run_tags import git_commit
+
+    points = collect([load_plan(path) for path in options.plans], partial=options.partial)
+    hashes = {f"sha256 of {path}": sha256_of(Path(path)) for path in options.plans}
+    write_table(table_of(points, metadata={"commit": git_commit(), **hashes}), options.out)
+    print(f"{options.out}: {len(points):,} points of {len({point.run for point in points}):,} runs")
+    return OK
+
+
 def _filters(options: argparse.Namespace) -> int:
     from pretrain.checkpoints.checkpoint import Checkpoint
     from pretrain.checkpoints.run import check_place
@@ -121,14 +150,6 @@ def _filters(options: argparse.Namespace) -> int:
 
     draw(options.checkpoint, options.out)
     print(f"picture: {options.out}")
-    return OK
-
-
-def _scaling(options: argparse.Namespace) -> int:
-    from analysis.scaling import fit, read_points
-
-    law = fit(*read_points(options.points))
-    print(f"E(C) = {law.a:.4g} ({law.b:.4g} + C)^-{law.alpha:.4f} + {law.floor:.4f}")
     return OK
 
 

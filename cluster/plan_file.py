@@ -25,7 +25,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,6 +125,8 @@ class Member:
     work: Work
     own: tuple[str, ...]
     """The overrides in which it differs from the others."""
+    labels: Mapping[str, str]
+    """What run directories call it: its value on each axis."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _members(entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], 
         own = tuple(override for each in choices for override in each.overrides)
         place = () if entry.run_dir is None else (_override("run_dir", _filled(entry.run_dir, labels)),)
         config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
-        yield Member(index, Work(kind, config, (*entry.overrides, *own, *place)), own)
+        yield Member(index, Work(kind, config, (*entry.overrides, *own, *place)), own, labels)
 
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:

@@ -40,23 +40,33 @@ class Cost:
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
+    stem, blocks, num_features = _parts(spec, image_size=image_size)
+    return stem + blocks + _linear(num_features, num_classes)
+
+
+def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
+    """Without stem and head, whose sizes follow from the task alone."""
+    return _parts(spec, image_size=image_size)[1].num_parameters
+
+
+def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
+    """Stem, blocks, and how many features the head gets. Of models of others and structured ones all counts as blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
-            body, num_features = _mlp(spec, image_size=image_size), spec.width
+            return _linear(3 * image_size**2, spec.width, bias=spec.bias), _mlp(spec), spec.width
         case MixerSpec():
-            body, num_features = _mixer(spec, image_size=image_size), spec.num_channels
+            return *_mixer(spec, image_size=image_size), spec.num_channels
         case SparseMlpSpec():
-            body, num_features = _sparse_mlp(spec, image_size=image_size), spec.width_at(image_size=image_size)
+            return *_sparse_mlp(spec, image_size=image_size), spec.width_at(image_size=image_size)
         case StructuredMlpSpec():
-            body, num_features = _structured(spec, image_size=image_size), spec.num_rows * spec.num_columns
+            return Cost(), _structured(spec, image_size=image_size), spec.num_rows * spec.num_columns
         case TimmSpec(name="resnet152_64"):
-            body, num_features = _resnet152(image_size), 2048
+            return Cost(), _resnet152(image_size), 2048
         case TimmSpec(name="resnet18_32"):
-            body, num_features = _resnet18(image_size), 512
+            return Cost(), _resnet18(image_size), 512
         case TimmSpec():
-            body, num_features = _vit_b_4(image_size), 768
-    return body + _linear(num_features, num_classes)
+            return Cost(), _vit_b_4(image_size), 768
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -79,20 +89,20 @@ def _norm(size: int) -> Cost:
     return Cost(num_parameters=2 * size)
 
 
-def _mlp(spec: MlpSpec, *, image_size: int) -> Cost:
+def _mlp(spec: MlpSpec) -> Cost:
     width, hidden = spec.width, spec.hidden_width
     norm = Cost() if spec.norm == "none" else _norm(width)
     linear = partial(_linear, bias=spec.bias)
     mixing = linear(width, hidden) + linear(hidden, width) if spec.bottleneck == "inverted" else linear(width, width)
-    return linear(3 * image_size**2, width) + (norm + mixing) * spec.depth
+    return (norm + mixing) * spec.depth
 
 
-def _mixer(spec: MixerSpec, *, image_size: int) -> Cost:
+def _mixer(spec: MixerSpec, *, image_size: int) -> tuple[Cost, Cost]:
     num_patches, tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
     channels = spec.num_channels
     token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=tokens)
     linear = partial(_linear, bias=spec.bias)
-    total = linear(3 * spec.patch_size**2, channels, rows=num_patches) + _norm(channels) * (spec.final_norm + 2 * spec.depth)
+    total = _norm(channels) * (spec.final_norm + 2 * spec.depth)
     for block in range(spec.depth):
         inputs = tokens if block else num_patches
         if spec.layers_per_mixing == 1:
@@ -102,11 +112,11 @@ def _mixer(spec: MixerSpec, *, image_size: int) -> Cost:
             total += linear(channels, channel_hidden, rows=tokens) + linear(channel_hidden, channels, rows=tokens)
     if spec.num_tokens is not None:  # the first block's skip path
         total += _linear(num_patches, tokens, rows=channels, bias=False) + _norm(channels)
-    return total
+    return linear(3 * spec.patch_size**2, channels, rows=num_patches), total
 
 
-def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
-    """Of a sparse layer the expected number of connections."""
+def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
+    """Of a sparse layer the expected number of connections. What makes m entries of S0 C is of the stem."""
 
     def sparse(num_inputs: int, num_outputs: int) -> Cost:
         size = num_inputs * num_outputs
@@ -114,14 +124,17 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> Cost:
         return Cost(weights + num_outputs * spec.bias, weights)
 
     num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
-    total = _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias) + _norm(width) * (spec.depth + 1)
+    stem, norms = (
+        _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias),
+        _norm(width) * (spec.depth + 1),
+    )
     entries = num_patches * spec.num_channels
     if entries != width:
-        total += sparse(entries, width) if spec.widen == "sparse" else _linear(entries, width, bias=spec.bias)
+        stem += sparse(entries, width) if spec.widen == "sparse" else _linear(entries, width, bias=spec.bias)
     if spec.expansion is None:
-        return total + sparse(width, width) * spec.depth
+        return stem, norms + sparse(width, width) * spec.depth
     hidden = spec.hidden_width(width)
-    return total + (sparse(width, hidden) + sparse(hidden, width)) * spec.depth
+    return stem, norms + (sparse(width, hidden) + sparse(hidden, width)) * spec.depth
 
 
 def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.cli import main
-from analysis.scaling import Law, fit
+from analysis.scaling.laws import Law, fit
 from tests.conftest import Capture
 
 

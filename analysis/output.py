@@ -1,0 +1,91 @@
+"""What a verb of the analyses leaves behind. `--out NAME` names all of it:
+
+NAME.parquet              the numbers, a row each
+NAME.png, NAME.svg        the picture; of several NAME-WHICH.png
+NAME.json                 the facts, the sha256 of all that was read, the commit; written last: where it stands, the rest is whole
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep.manifest import MANIFEST_NAME, load_manifest
+from data_prep.publish import atomic_file, hash_of_json, make_directory, sha256_of, write_json
+from data_prep.settings import UserError
+from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place, list_checkpoints
+from pretrain.tracking.run_tags import git_commit
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg")
+
+
+def add_out(verb: argparse.ArgumentParser, default: str) -> None:
+    verb.add_argument("--out", type=Path, default=Path(default), help="what the files are called, without an ending")
+
+
+def check_out(out: Path) -> None:
+    """Before any work."""
+    if out.suffix in (".png", ".svg", ".pdf", ".json", ".parquet"):
+        raise UserError(f"--out: {out} has an ending; give {out.with_suffix('')}, several files are called so")
+    check_place(out.absolute().parent, field="--out")
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], **metadata: str) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([dict(row) for row in rows]).replace_schema_metadata(metadata)
+
+
+def write_table(table: "pa.Table", path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    make_directory(path.parent)
+    with atomic_file(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def write(
+    out: Path,
+    *,
+    facts: Mapping[str, Any],
+    read: Iterable[Path | str],
+    rows: Sequence[Mapping[str, Any]] = (),
+    figures: Mapping[str, "Figure"] | None = None,
+) -> list[Path]:
+    """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
+    no number (NaN) is null: a reader of JSON refuses it."""
+    from finetune.looks import save
+
+    make_directory(out.absolute().parent)
+    json_path = out.with_name(f"{out.name}.json")
+    json_path.unlink(missing_ok=True)  # until the new ones are whole
+    written = []
+    if rows:
+        written.append(out.with_name(f"{out.name}.parquet"))
+        write_table(table_of(rows), written[-1])
+    for which, figure in (figures or {}).items():
+        for ending in FORMATS:
+            written.append(out.with_name(f"{out.name}{'-' * bool(which)}{which}.{ending}"))
+            save(figure, written[-1])
+    hashes = {str(place): hash_of(Path(place)) for place in read}
+    facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
+    write_json(json_path, {**facts, "read": hashes, "commit": git_commit()})
+    return [*written, json_path]
+
+
+def hash_of(place: Path) -> str:
+    """Of a file; of a dataset, a checkpoint or a run what names its content."""
+    if place.is_file():
+        return sha256_of(place)
+    if (place / MANIFEST_NAME).exists():
+        return load_manifest(place).hash
+    if (place / "model.safetensors").exists():
+        return sha256_of(place / "model.safetensors")
+    newest = list_checkpoints(place)[-1:]
+    parts = [place / name for name in (CONFIG_FILE, RESULT) if (place / name).exists()]
+    return hash_of_json([*map(sha256_of, parts), *map(hash_of, newest)])

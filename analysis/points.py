@@ -1,0 +1,369 @@
+"""Points: what finished plans have reached, one row for each (run, checkpoint, downstream result), for every figure and fit.
+
+A pretraining gives a point for its end and for each length that its checkpoint.keep_at kept; a probe, a k-NN, a tuning and an
+evaluation one each, beside the weights that they looked at. What cannot be known (a pixel baseline has no model) is null. Runs are
+read by finetune.runs alone; no torch here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from analysis.table import AUGMENTATIONS, OFF
+from cluster.plan_file import Plan, Stage
+from data_prep.manifest import DatasetError
+from data_prep.settings import SettingsError, validate
+from finetune.runs import Run, read_run
+from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
+from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, step_of
+from pretrain.config import DataSettings
+from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
+from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
+
+STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
+"""Kinds of work that end with an accuracy."""
+LONGEST_CURVE = 200
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row; the names of the fields are those of the columns."""
+
+    plan: str
+    """The name of its file."""
+    stage: str
+    member: int
+    labels: str
+    """JSON: what its axes call it, {"model.width": "64", "seed": "0"}."""
+    run: str
+    """The directory of the result."""
+    task: str
+    """pretrain, scratch (by `finetune tune`), probe, knn, tune or evaluate."""
+    weights: str | None = None
+    """The run that the weights were pretrained by, itself where it is one; a folder of weights where they were imported."""
+    step: int | None = None
+    """Of these weights in that pretraining, as the next seven."""
+    epochs: float | None = None
+    """T = samples / N: how often each picture was seen."""
+    samples: int | None = None
+    images: int | None = None
+    """N: different ones."""
+    compute: float | None = None
+    """C as paper B counts it: 3 x multiply-adds of one picture x samples."""
+    flop: float | None = None
+    """2 C: a multiply-add is two."""
+    trained_on: str | None = None
+
+    model: str | None = None
+    """Its label, such as B-12/Wi-1024."""
+    kind: str | None = None
+    """mlp, mixer, sw_mlp, structured or timm; a Mixer of one layer a mixing is smixer."""
+    tokens: int | None = None
+    """S"""
+    channels: int | None = None
+    """C"""
+    width: int | None = None
+    """m: S C of a Mixer."""
+    gamma: float | None = None
+    """Hidden width of a block by its width; 1 where nothing is hidden."""
+    hidden_width: float | None = None
+    """gamma m, the greatest width."""
+    omega: float | None = None
+    """Connections of a layer."""
+    density: float | None = None
+    """p of a SW-MLP."""
+    depth: int | None = None
+    patch_size: int | None = None
+    permuted_blocks: int | None = None
+    """How many blocks of a Mixer are randomly permuted."""
+    parameters: int | None = None
+    """P"""
+    block_parameters: int | None = None
+    """P without stem and head."""
+    multiply_adds: int | None = None
+    """Of one picture forward."""
+
+    seed: int | None = None
+    """Of the pretraining."""
+    own_seed: int | None = None
+    """Of what was trained on top of it."""
+    optimizer: str | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    global_batch_size: int | None = None
+    augmented: bool | None = None
+    """Any of crop, flip, auto-augment, erasing and mixing in the pretraining."""
+    own_augmented: bool | None = None
+    """In what was trained on top of it: a probe's views count."""
+    views: int | None = None
+    """Of an evaluation or a probe."""
+
+    target: str | None = None
+    """The dataset that the accuracy is on, its content's hash, its split and how many pictures that has."""
+    target_hash: str | None = None
+    split: str | None = None
+    num_test: int | None = None
+    error: float | None = None
+    """1 - top-1."""
+    error_real: float | None = None
+    """By ReaL labels."""
+    loss: float | None = None
+    train_loss: float | None = None
+    """At the end, the mean over the last tenth of the journal."""
+    images_per_s: float | None = None
+
+    train_epochs: list[float] | None = None
+    """The journal's curves, at most 200 points each: means over equally many steps."""
+    train_losses: list[float] | None = None
+    test_epochs: list[float] | None = None
+    test_losses: list[float] | None = None
+    test_errors: list[float] | None = None
+
+    @property
+    def label_of(self) -> Mapping[str, str]:
+        return json.loads(self.labels)  # type: ignore[no-any-return]
+
+
+_TYPES: dict[Any, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_TYPES[list[float]] = pa.list_(pa.float32())
+SCHEMA = pa.schema(
+    [(each.name, _TYPES[next((kind for kind in get_args(each.type) if kind in _TYPES), each.type)]) for each in fields(Point)]
+)
+
+
+def table_of(points: Sequence[Point], *, metadata: Mapping[str, str]) -> pa.Table:
+    return pa.Table.from_pylist([asdict(point) for point in points], schema=SCHEMA.with_metadata(dict(metadata)))
+
+
+def read_points(paths: Iterable[Path]) -> list[Point]:
+    """Of files that `analysis points` has written; columns of later versions are left out, and of earlier ones null."""
+    import pyarrow.parquet as pq
+
+    known, found = {each.name for each in fields(Point)}, list[Point]()
+    for path in paths:
+        try:
+            rows = pq.read_table(path).to_pylist()
+            found += [Point(**{name: value for name, value in row.items() if name in known}) for row in rows]
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file; `analysis points PLAN --out {path}` writes it") from None
+        except (pa.ArrowException, OSError, TypeError) as problem:
+            words = str(problem).partition("\n")[0]
+            raise ValueError(f"{path}: holds no points ({words}); `analysis points PLAN --out FILE.parquet` writes them") from None
+    return found
+
+
+def collect(plans: Sequence[Plan], *, partial: bool = False) -> list[Point]:
+    """`partial`: of what is finished; else what is not is an error that names it."""
+    found, undone = list[Point](), list[str]()
+    for plan in plans:
+        name = Path(plan.path).stem
+        for stage, points in ((stage, list(_of_stage(stage, plan=name, undone=undone))) for stage in _with_results(plan)):
+            if not points and not undone:
+                raise SettingsError(f"{plan.path}: {stage.name} has no accuracies; its configs need data.eval_split")
+            found += points
+    if undone and not partial:
+        more = f" and {len(undone) - 3} more" if len(undone) > 3 else ""
+        raise SettingsError(f"{', '.join(undone[:3])}{more}: not finished; run the plan to its end, or give --partial")
+    if not found:
+        raise SettingsError(f"{', '.join(plan.path for plan in plans)}: nothing in it is finished; run it first")
+    return found
+
+
+def _with_results(plan: Plan) -> list[Stage]:
+    return [stage for stage in plan.stages if stage.kind in STAGES]
+
+
+def _of_stage(stage: Stage, *, plan: str, undone: list[str]) -> Iterator[Point]:
+    for member in stage.members:
+        if not member.work.is_finished():
+            undone.append(f"{plan}: {stage.title(member)}")
+            continue
+        labels = {axis: label for axis, label in member.labels.items() if axis != "name"}
+        place = {"plan": plan, "stage": stage.name, "member": member.index, "labels": json.dumps(labels)}
+        run = read_run(Path(member.work.writes))
+        repeats = [read_run(run.directory / name) for name in run.result["runs"]] if run.is_group else [run]
+        for repeat in repeats:
+            yield from _of_run(repeat, place)
+
+
+def _of_run(run: Run, stage: Mapping[str, Any]) -> Iterator[Point]:
+    place = {**stage, "run": str(run.directory), "task": run.task}
+    if run.task in ("pretrain", "scratch"):
+        yield from _of_training(run, {**place, "weights": str(run.directory)})
+        return
+    top1 = run.accuracies.get("top-1", next(iter(run.accuracies.values()), None))
+    chain = [run]  # to the run that was pretrained; a tuning in between has weights of it
+    while (source := chain[-1].pretrained) is not None and chain[-1].task not in ("pretrain", "scratch"):
+        above = _run_at(source)
+        if above is None:
+            break
+        chain.append(above)
+    base = chain[-1] if chain[-1].task in ("pretrain", "scratch") else None
+    weights = base.directory if base else source
+    known: dict[str, Any] = {**place, "weights": weights and os.path.relpath(weights)}
+    if base is not None:
+        known |= _of_weights(base, step=int(chain[-2].result.get("weights_step", base.result.get("step", 0))))
+    elif source is not None and (card := _card_in(source)) is not None:  # imported
+        known |= _of_model(card) | {"step": card.step, "trained_on": card.dataset}
+    tuned = next((each for each in chain if each.task == "tune"), run)
+    own_seed = tuned.settings.get("seed", (tuned.settings.get("train") or {}).get("seed"))
+    own = {"own_seed": own_seed, "own_augmented": _is_augmented(tuned), "views": run.settings.get("views")}
+    known |= own | (_curves(run) if run.task == "tune" else {})
+    yield Point(**known, **_of_target(run), **_scores(run, top1=top1, loss=run.result.get("eval/loss")))
+
+
+def _of_training(run: Run, place: Mapping[str, Any]) -> Iterator[Point]:
+    """Its end, and before that the kept checkpoints of which the journal has an evaluation."""
+    curves, last = _curves(run), int(run.result.get("step", 0))
+    kept = [step_of(each) for each in list_checkpoints(run.directory)] if run.settings["checkpoint"].get("keep_at") else []
+    seen = {step: 1 - value for step, value in zip(*run.curve("eval/top1"), strict=True)}
+    losses = dict(zip(*run.curve("eval/loss"), strict=True))
+    for step in [step for step in kept if step in seen and step < last]:
+        scores: dict[str, Any] = {"error": seen[step], "loss": losses.get(step)}
+        yield Point(**place, **_of_weights(run, step=step), **_of_target(run), **scores)
+    scores = _scores(run, top1=run.top1, loss=run.result.get("eval/loss"))
+    yield Point(**place, **_of_weights(run, step=last), **_of_target(run), **scores, **curves)
+
+
+def _scores(run: Run, *, top1: float | None, loss: float | None) -> dict[str, Any]:
+    real = run.accuracies.get("top-1, ReaL labels")
+    return {
+        "error": None if top1 is None else 1 - top1,
+        "error_real": None if real is None else 1 - real,
+        "loss": loss,
+        "images_per_s": run.result.get("images_per_s"),
+    }
+
+
+def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
+    """Of a pretraining at one of its steps."""
+    settings, card = run.settings, _card_in(run.directory, step=step)
+    optimizer, train = settings["optimizer"], settings["train"]
+    found: dict[str, Any] = _of_model(card) if card is not None else {}
+    samples, data = step * train["global_batch_size"], _data_of(run)
+    if data is not None:
+        found |= {"images": data.num_samples, "epochs": samples / data.num_samples, "trained_on": data.name}
+    if "multiply_adds" in found:
+        compute = 3.0 * found["multiply_adds"] * samples
+        found |= {"compute": compute, "flop": 2 * compute}
+    return found | {
+        "step": step,
+        "samples": samples,
+        "seed": train["seed"],
+        "optimizer": optimizer["name"],
+        "lr": optimizer["lr"],
+        "weight_decay": optimizer["weight_decay"],
+        "global_batch_size": train["global_batch_size"],
+        "augmented": _is_augmented(run),
+    }
+
+
+def _of_model(card: ModelCard) -> dict[str, Any]:
+    spec, size = card.model, card.image_size
+    cost = cost_of(spec, num_classes=len(card.classes), image_size=size)
+    width, omega = width_and_connections(spec, image_size=size)
+    found: dict[str, Any] = {
+        "model": spec.label,
+        "kind": spec.kind,
+        "width": width,
+        "omega": omega,
+        "depth": getattr(spec, "depth", None),
+        "patch_size": getattr(spec, "patch_size", None),
+        "parameters": cost.num_parameters,
+        "block_parameters": num_block_parameters(spec, image_size=size),
+        "multiply_adds": cost.multiply_adds,
+    }
+    match spec:
+        case MlpSpec():
+            found["gamma"] = spec.expansion if spec.bottleneck == "inverted" else 1.0
+        case MixerSpec():
+            tokens, one_layer = spec.tokens(image_size=size), spec.layers_per_mixing == 1
+            found |= {"kind": "smixer" if one_layer else "mixer", "tokens": tokens, "channels": spec.num_channels}
+            across = (tokens, spec.num_channels) if one_layer else spec.hidden_sizes(num_tokens=tokens)
+            found["gamma"] = max(across[0] / tokens, across[1] / spec.num_channels)
+            found["permuted_blocks"] = sum(spec.is_permuted(block) for block in range(spec.depth))
+        case SparseMlpSpec():
+            found |= {"density": spec.density, "gamma": spec.expansion or 1.0, "channels": spec.num_channels}
+    if width is not None and "gamma" in found:
+        found["hidden_width"] = found["gamma"] * width
+    return found
+
+
+def _of_target(run: Run) -> dict[str, Any]:
+    manifest = run.manifest
+    known = manifest is not None and run.split in manifest.splits
+    return {
+        "target": run.dataset_name,
+        "target_hash": manifest.content_hash if manifest else None,
+        "split": run.split,
+        "num_test": manifest.splits[run.split].num_samples if manifest and known else None,
+    }
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    """In epochs; {} without a journal."""
+    data, batch = _data_of(run), run.settings["train"]["global_batch_size"]
+    found: dict[str, Any] = {}
+    for name, metric in (("train", "train/loss"), ("test", "eval/loss")):
+        steps, values = run.curve(metric)
+        if steps and data is not None:
+            pieces = min(len(steps), LONGEST_CURVE)
+            found[f"{name}_epochs"] = [float(each.mean()) * batch / data.num_samples for each in np.array_split(steps, pieces)]
+            found[f"{name}_losses"] = [float(each.mean()) for each in np.array_split(values, pieces)]
+    if "train_losses" in found:
+        values = run.curve("train/loss")[1]
+        found["train_loss"] = float(np.mean(values[-max(1, len(values) // 10) :]))
+    if "test_losses" in found:
+        pieces = len(found["test_losses"])
+        found["test_errors"] = [1 - float(each.mean()) for each in np.array_split(run.curve("eval/top1")[1], pieces)]
+    return found
+
+
+def _is_augmented(run: Run) -> bool:
+    if run.task in ("probe", "knn"):
+        return str(run.settings.get("views")) not in OFF
+    augment = run.settings.get("augment") or {}
+    return any(str(augment.get(name, "")) not in OFF for name in AUGMENTATIONS)
+
+
+@lru_cache(maxsize=1024)
+def _run_at(place: Path) -> Run | None:
+    """The run, or the one whose checkpoint that is."""
+    directory = place.parent.parent if place.parent.name == "checkpoints" else place
+    return read_run(directory) if (directory / "config.yaml").is_file() else None
+
+
+@lru_cache(maxsize=1024)
+def _card_in(place: Path, *, step: int | None = None) -> ModelCard | None:
+    """Of a run's step, if that is still there, else of any that is: one run has one model."""
+    named = [checkpoints_dir(place) / f"step-{step:08d}"] if step is not None else []
+    for directory in [*named, *reversed(list_checkpoints(place)), place]:
+        try:
+            return read_card(directory)
+        except CheckpointError:
+            continue
+    return None
+
+
+def _data_of(run: Run) -> TrainingData | None:
+    data = run.settings["data"]
+    also = [{**each, "dataset": str(run.path_of(each["dataset"]))} for each in data.get("also") or ()]
+    return _loaded(json.dumps({**data, "dataset": str(run.dataset), "also": also}))
+
+
+@lru_cache(maxsize=64)
+def _loaded(data: str) -> TrainingData | None:
+    try:
+        return load_training_data(validate(DataSettings, json.loads(data)))
+    except (DatasetError, ValueError, OSError) as problem:
+        print(f"{problem}; without it epochs and curves are not known", file=sys.stderr)
+        return None
