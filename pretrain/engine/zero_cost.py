@@ -134,6 +134,10 @@ class Plan:
         return None if self.num_steps is None else self.num_steps * self.step_flops / (self.teraflops * 1e12) / 3600
 
 
+def in_hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"  # a bound has no more digits
+
+
 @dataclass(frozen=True)
 class Row:
     num_nodes: int
@@ -187,10 +191,8 @@ def print_plan(plan: Plan, console: "Console") -> None:
     )
     console.print(table)
     if plan.gpu_hours is not None:
-        hours = f"{plan.gpu_hours:,.{0 if plan.gpu_hours >= 10 else 2}f}"
-        console.print(
-            f"at least {hours} GPU-hours: {plan.num_steps:,} steps of nothing but compute, at {plan.teraflops:g} TFLOP/s a GPU"
-        )
+        nothing_else = f"{plan.num_steps:,} steps of nothing but compute, at {plan.teraflops:g} TFLOP/s a GPU"
+        console.print(f"at least {in_hours(plan.gpu_hours)} GPU-hours: {nothing_else}")
     network = f" Network: what is sent in a step over {plan.gbit_per_s:g} Gbit/s a node, none of it hidden behind compute."
     console.print(
         f"By ZeRO stage {stages}. Held: by a rank, without activations (stage 2 keeps its gradients in fp32, so it may hold more "

@@ -4,6 +4,7 @@
 configs. What a paper does not print is ours, and stands in the head of the file.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from cluster.work import Work
 from data_prep.settings import flatten, load_settings
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
+from pretrain.engine.zero_cost import in_hours
 from pretrain.loop.train import Pretraining, train
+from pretrain.models.cost import cost_of
 from pretrain.models.spec import MixerSpec, SparseMlpSpec
 from pretrain.ranks.world import read_world
 from tests.forked import begin, environments, new_output, wait
@@ -217,9 +220,13 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
     },
 }
 """Of all pretraining members of a sweep: the values that a setting has, wherever it is there and not null."""
-SIZES = {"data/cifar10": 32, "data/cifar100": 32, "data/stl10": 64, "data/stl10-32": 32, "data/stl10-90": 90, "data/mnist": 28,
-         "data/tinyimagenet": 64, "data/imagenet1k-64": 64, "data/imagenet1k-256": 224, "data/twins": 32}  # fmt: skip
-"""Pixels that a model is fed."""
+IN21K, IN1K = 11_801_680, 1_281_167
+DATASETS = {"cifar10": (50_000, 10, 32), "cifar100": (50_000, 100, 32), "mnist": (60_000, 10, 28), "stl10": (5_000, 10, 64),
+            "stl10-32": (5_000, 10, 32), "stl10-90": (5_000, 10, 90), "tinyimagenet": (100_000, 200, 64), "twins": (960, 16, 32),
+            "imagenet1k-64": (IN1K, 1_000, 64), "imagenet1k-256": (IN1K, 1_000, 224), "imagenet21k-64": (IN21K, 11_230, 64),
+            "imagenet21k-64-n50": (IN21K // 2, 11_230, 64), "imagenet21k-64-n25": (IN21K // 4, 11_230, 64),
+            "imagenet21k-64-n12": (IN21K // 8, 11_230, 64)}  # fmt: skip
+"""Pictures of an epoch, classes, and pixels that a model is fed. ImageNet-21k is fall11 as B processed it."""
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +243,33 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 
 def trained(plan: Plan) -> list[PretrainSettings]:
     return [work.settings for stage in plan.stages for work in stage.works if isinstance(work.settings, PretrainSettings)]
+
+
+def of_dataset(settings: PretrainSettings) -> tuple[int, int, int]:
+    return DATASETS[settings.data.dataset.removeprefix("data/")]
+
+
+def gpu_hours(settings: PretrainSettings) -> float:
+    """Of floating-point operations alone, six for each multiply-add of a forward pass: what `pretrain plan` calls a lower bound."""
+    num_samples, num_classes, image_size = of_dataset(settings)
+    cost = cost_of(settings.model, num_classes=num_classes, image_size=settings.data.image_size or image_size)
+    batch, (epochs, unit) = settings.train.global_batch_size, settings.train.duration.split()
+    assert unit == "epochs"
+    whole = {"drop": num_samples // batch * batch, "carry": num_samples}[settings.data.last_batch]
+    steps = math.ceil(int(epochs) * whole / batch)
+    return 6 * cost.multiply_adds * batch * steps / 300e12 / 3600
+
+
+def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan]) -> None:
+    """And those in the table of docs/papers.md."""
+    page = (REPOSITORY / "docs/papers.md").read_text()
+    for name in MEMBERS:
+        hours = in_hours(sum(map(gpu_hours, trained(plans[name]))))
+        alone = "" if {stage.kind for stage in plans[name].stages} == {"build", "pretrain"} else ", pretraining alone"
+        line = f"# gpu-hours at least {hours}{alone} (pretrain plan, 300 TFLOP/s)"
+        assert line in (FOLDER / f"{name}.yaml").read_text().splitlines(), f"{name}: {line}"
+        row = next(row for row in page.splitlines() if row.startswith("|") and f"`{name}`" in row)
+        assert hours in row.split("|")[3].split(), f"{name}: {hours}"
 
 
 def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> None:
@@ -268,8 +302,7 @@ def test_models_fit_their_pictures_and_have_the_omega_that_their_names_say(plans
     checked = 0
     for name, plan in plans.items():
         for settings in trained(plan):
-            size = settings.data.image_size or SIZES.get(settings.data.dataset, 64)
-            settings.model.check(image_size=size)
+            settings.model.check(image_size=settings.data.image_size or of_dataset(settings)[2])
             wanted = OMEGA.get(name) or next((2**k for k in (18, 20, 21, 27) if f"omega{k}-" in settings.run_dir), None)
             if wanted is None:
                 continue
