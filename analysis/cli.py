@@ -6,6 +6,9 @@ from pathlib import Path
 
 from analysis.features import command as features
 from analysis.matrices import command as matrices
+from analysis.output import add_out
+from analysis.output import check_out as check_names
+from analysis.output import write as write_all
 from analysis.scaling import command as scaling
 from analysis.sweeps import command as sweeps
 from data_prep.explain import Verbs, program
@@ -53,6 +56,13 @@ def _add_verbs(verbs: Verbs) -> None:
     filters.add_argument("checkpoint", type=Path, help="a run directory, one of its checkpoints, or an imported folder")
     filters.add_argument("--out", type=Path, default=Path("filters.png"), help="the picture")
     filters.set_defaults(run=_filters)
+    cost = verbs.add_parser(
+        "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
+    )
+    cost.add_argument("--quick", action="store_true", help="one round of one step each: a minute on 2 cores")
+    cost.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_out(cost, "cost")
+    cost.set_defaults(run=_cost)
     for room in (sweeps, scaling, features, matrices):
         room.add_verbs(verbs)
     efficiency = verbs.add_parser(
@@ -150,6 +160,27 @@ def _filters(options: argparse.Namespace) -> int:
 
     draw(options.checkpoint, options.out)
     print(f"picture: {options.out}")
+    return OK
+
+
+def _cost(options: argparse.Namespace) -> int:
+    check_names(options.out)
+    from rich.console import Console
+
+    with doing("loading torch"):
+        from analysis.cost import COLUMNS, NOTE, cells, facts_of, measure
+        from analysis.efficiency import conditions_for, machine
+    from analysis.table_pages import for_console
+
+    conditions = conditions_for(options.device, dtype="fp32", compiled=False, batch_size=None, quick=options.quick)
+    place = machine(conditions)
+    rounds, steps = (1, 1) if options.quick else (5, 3)
+    rows = measure(device=conditions.device, num_rounds=rounds, num_steps=steps)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(for_console(COLUMNS, [cells(row) for row in rows], title=f"{place}, median of {rounds} rounds of {steps} steps"))
+    console.print(NOTE, style="dim")
+    written = write_all(options.out, facts={"machine": place, "rounds": rounds, "steps": steps}, rows=facts_of(rows), read=())
+    print(f"written: {', '.join(map(str, written))}")
     return OK
 
 

@@ -77,7 +77,7 @@ def test_the_command_prints_and_writes(instant: None, tmp_path: Path, capsys: Ca
     shown, text = capsys.readouterr().out, (tmp_path / "table.md").read_text()
     for found in (shown, text):
         assert "fp32, eager, batch 5, medians of 3 rounds" in found and "commit" in found
-    row = "| ViT-B/4 | 86.06 M | 23.06 G | 7.5 ms | 3 x | 333 | 0.333 x | 23.08 G |  | 222 | 0.0138 x |"
+    row = "| ViT-B/4 | 86.06 M | 23.06 G | 7.5 ms | 3 x | 333 | 0.333 x | 23.08 G | 424 ms | 222 | 0.0138 x |"
     assert row in text.splitlines()
     assert [line.split()[0] for line in shown.splitlines() if line.startswith(("B-", "Res", "ViT", "Mixer"))] == [
         printed.label for printed in PRINTED.values()

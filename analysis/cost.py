@@ -1,0 +1,137 @@
+"""Paper A's Table S.3: what a SW-MLP, an RP-Mixer and an MLP-Mixer of the same widths cost in memory, FLOPs and seconds an epoch.
+
+The small size is measured, by training steps without data loading: S = C = 64, L = 3, gamma = 2, batch 128, float32, as printed. A
+SW-MLP has a block for each mixing (2 L) and the Mixer's Omega. The paper stores it dense with a mask of 4 bytes an entry; how we
+store it (only the connections that exist) is a row of its own. The models take turns within a round, and ratios are medians over
+the rounds, for a shared machine drifts.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from data_prep.progress import progress
+from pretrain.models.build import build_model
+from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
+
+IMAGE_SIZE, NUM_CLASSES, BATCH, EPOCH = 32, 10, 128, 50_000
+_MIXER = {"kind": "mixer", "patch_size": 4, "num_channels": 64, "depth": 3, "expansion": 2.0}
+_SPARSE = {"kind": "sw_mlp", "patch_size": 4, "num_channels": 64, "depth": 6, "expansion": 2.0, "density": 1 / 64}
+COLUMNS = (
+    "model",
+    "memory of the blocks",
+    "FLOPs of them",
+    "s / epoch",
+    "of MLP-Mixer",
+    "paper: memory",
+    "FLOPs",
+    "s / epoch",
+    "of MLP-Mixer",
+)
+NOTE = (
+    "paper: Table S.3, on a V100; its memory of the small Mixers is ten times what their weights have in float32 (docs/papers.md). "
+    "An epoch: 50,000 pictures in batches of 128, forward, backward and SGD in float32, no data loading."
+)
+
+
+class Model(NamedTuple):
+    name: str
+    spec: AnySpec
+    bytes_per_weight: int
+    """With a mask of its own for each weight: 8."""
+    printed: tuple[str, str, float] | None
+
+
+MODELS = (
+    Model("MLP-Mixer", MixerSpec.model_validate(_MIXER), 4, ("3.9 MB", "12.5 M", 6.08)),
+    Model("RP-Mixer", MixerSpec.model_validate(_MIXER | {"permuted_blocks": "all"}), 4, ("3.9 MB", "12.5 M", 6.41)),
+    Model("SW-MLP, stored sparse", SparseMlpSpec.model_validate(_SPARSE | {"storage": "sparse"}), 4, None),
+    Model("SW-MLP, masked", SparseMlpSpec.model_validate(_SPARSE | {"storage": "masked"}), 8, ("3.22 GB", "805 M", 28.2)),
+)
+
+
+class Row(NamedTuple):
+    model: Model
+    num_bytes: int
+    flop: int
+    epoch_s: float
+    times_the_first: float
+
+
+def measure(models: Sequence[Model] = MODELS, *, device: str, num_rounds: int, num_steps: int) -> list[Row]:
+    """The first is the one that ratios are to."""
+    seconds: list[list[float]] = [[] for _ in models]
+    images = torch.randn(BATCH, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.arange(BATCH, device=device) % NUM_CLASSES
+    with progress("training steps", total=(num_rounds + 1) * len(models), unit="models") as line:
+        built = []
+        for each in models:
+            model = build_model(each.spec, num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0).to(device)
+            built.append((model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)))
+            _step_s(*built[-1], images, labels, num_steps=1)  # chooses kernels, makes the optimizer's state
+            line.advance(1)
+        for _ in range(num_rounds):
+            for (model, optimizer), found in zip(built, seconds, strict=True):
+                found.append(_step_s(model, optimizer, images, labels, num_steps=num_steps))
+                line.advance(1)
+    num_per_epoch, rows = -(-EPOCH // BATCH), []
+    for each, found in zip(models, seconds, strict=True):
+        ratio = statistics.median(ours / first for ours, first in zip(found, seconds[0], strict=True))
+        rows.append(Row(each, *_cost(each), num_per_epoch * statistics.median(found), ratio))
+    return rows
+
+
+def _step_s(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor, *, num_steps: int
+) -> float:
+    began_s = time.perf_counter()
+    for _ in range(num_steps):
+        torch.autograd.backward(functional.cross_entropy(model(images), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    if images.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began_s) / num_steps
+
+
+def _cost(model: Model) -> tuple[int, int]:
+    """Bytes and FLOPs of the mixings' matrices alone, as the table counts them."""
+    spec = model.spec
+    if isinstance(spec, MixerSpec):
+        tokens, channels = spec.tokens(image_size=IMAGE_SIZE), spec.num_channels
+        hidden = spec.hidden_sizes(num_tokens=tokens)
+        weights = 2 * spec.depth * (tokens * hidden[0] + channels * hidden[1])
+        adds = 2 * spec.depth * tokens * channels * sum(hidden)
+        return model.bytes_per_weight * weights, 2 * adds
+    assert isinstance(spec, SparseMlpSpec)
+    width = spec.width_at(image_size=IMAGE_SIZE)
+    entries = 2 * spec.depth * width * spec.hidden_width(width)
+    weights = round(spec.density * entries) if spec.is_sparse else entries
+    return model.bytes_per_weight * weights, 2 * weights
+
+
+def facts_of(rows: Sequence[Row]) -> list[dict[str, str | int | float]]:
+    return [
+        {
+            "model": row.model.name,
+            "bytes": row.num_bytes,
+            "flop": row.flop,
+            "epoch_s": row.epoch_s,
+            "times_the_first": row.times_the_first,
+        }
+        for row in rows
+    ]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    memory, flop, epoch_s = row.model.printed or ("", "", None)
+    first_s = MODELS[0].printed
+    assert first_s is not None
+    printed = ("", "") if epoch_s is None else (f"{epoch_s:g} s", f"{epoch_s / first_s[2]:.3g} x")
+    bytes_, unit = (row.num_bytes / 1e9, "GB") if row.num_bytes >= 1e9 else (row.num_bytes / 1e6, "MB")
+    ours = (f"{bytes_:.3g} {unit}", f"{row.flop / 1e6:,.1f} M", f"{row.epoch_s:,.1f} s", f"{row.times_the_first:.3g} x")
+    return (row.model.name, *ours, memory, flop, *printed)
