@@ -1,6 +1,6 @@
 """A job from its start to its end or its next start: what every *.slurm runs on its first node, outside of containers.
 
-    job.py pretrain train | finetune probe | finetune tune CONFIG [key=value ...]     until their run_dir holds result.json
+    job.py pretrain train | finetune probe | finetune tune ... CONFIG [key=value ...] until their run_dir holds result.json
     job.py grid PLAN STAGE                                                           the same for a member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value ...]                      a part of a dataset, or their merge
 
@@ -462,19 +462,21 @@ def run_verb(job: Job, words: list[str]) -> int:
         job.log(f"member {job.task} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
     job.run_dir, job.reads = answer["writes"], answer["reads"]
     if answer["state"] == "finished":
-        job.log(f"{job.run_dir}: finished before; name another run_dir to do it anew")
+        job.log(f"{job.run_dir}: finished before; name another place to do it anew")
         return 0
     if answer["state"] == "blind":
         raise job.bad_here(f"{answer['about']} is not there")
     if answer["state"] == "taken":
         raise End(f"{job.run_dir} is taken by {answer['about']}, which was started first; submit this again when it has ended")
     job.mark = lambda: checksum(Path(job.run_dir))
-    job.settle_ranks()
+    if answer["needs_one_rank"]:
+        job.num_nodes = 1
+    job.settle_ranks(per_node=1 if answer["needs_one_rank"] else None)
     extra = [f"data.stage_dir={job.cache}/data"] if answer["can_stage"] and os.environ.get("STAGE_DATA", "0") != "0" else []
     command = answer["words"]
 
     def is_finished(_code: int) -> bool:
-        if not Path(job.run_dir, "result.json").exists():
+        if not Path(job.run_dir, answer["result"]).exists():
             return False
         # with several seeds it is finished when all of them are
         failed, found = job.run_python("-m", "cluster.work", f"--kept={job.snapshot}", *words)

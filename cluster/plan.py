@@ -1,4 +1,4 @@
-"""A whole plan: prepare -> pretrain -> probe + finetune, each with all its members (the file: plan_file.py).
+"""A whole plan: prepare -> pretrain -> probe + finetune -> evaluate ..., each with all its members (the file: plan_file.py).
 
 `cluster/submit PLAN` queues a job for each stage (`queue`), `wide-mlps run PLAN` does the same on this machine, one
 member after the other. Either leaves out what is finished, so the same command goes on after any interruption. `list` shows how
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 def _commands(work: Work, *, ranks: int) -> list[list[str]]:
     if work.kind == "build":
         return [work.words, ["data_prep", "verify", work.writes]]
-    return [[*work.words, "--ranks", str(ranks)]]
+    return [work.words if work.kind == "export" else [*work.words, "--ranks", str(ranks)]]
 
 
 def _run_work(work: Work, here: Here, *, ranks: int) -> int:

@@ -13,7 +13,10 @@
       run_dir: runs/plans/{name}/{shape}-lr-{optimizer.lr}-seed-{seed}
       max_concurrent: 4
     probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: "runs/plans/{name}/probe-{pretrained}"}
-    finetune: [...]
+    finetune: {config: configs/finetune/demo.yaml, each_pretrained: true, run_dir: "runs/plans/{name}/tune-{pretrained}"}
+    evaluate: {config: configs/evaluate/demo.yaml, each_finetuned: true, run_dir: "runs/plans/{name}/views-{finetuned}"}
+    knn: [...]
+    export: [...]
 
 A section is one entry or a list of them; an entry is the path of a config, or a mapping. An entry with axes is a grid: many runs,
 on SLURM the tasks of one array. Member i is a function of this file alone: the first axis turns slowest, the seeds fastest, and
@@ -45,6 +48,8 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+_EACH: Mapping[str, Kind] = {"pretrained": "pretrain", "finetuned": "tune"}
+"""Axes over the runs of a section."""
 _SEVERAL = BeforeValidator(_several, json_schema_input_type=str | list[str])
 
 
@@ -54,16 +59,20 @@ class Entry(Settings):
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """key.path=value, as on the command line, for all members."""
     each_pretrained: bool = False
-    """For probe and finetune: an axis `pretrained`, every run of the section `pretrain`."""
+    """An axis `pretrained`, every run of the section `pretrain`. `evaluate` also takes the dataset and the split that each was
+    judged on, unless the entry names others."""
+    each_finetuned: bool = False
+    """For knn, evaluate and export: an axis `finetuned`, every run of the section `finetune`, of one with seeds that of each seed;
+    else as each_pretrained."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """With each_pretrained: not the last checkpoint of each run, but these, which its checkpoint.keep_at keeps; {pretrained} in
-    run_dir has the length, too."""
+    """With one of these: not the last checkpoint of each run, but those that its checkpoint.keep_at keeps; {pretrained} in run_dir
+    has the length, too."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...}, ...}."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
-    """Of the training (pretrain, finetune) or the heads (probe)."""
+    """Of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
-    """Where each member's run is: {name} is the file's own name, {AXIS} the member's value there, {seed} its seed."""
+    """Where each member's run (or export) is: {name} is the file's own name, {AXIS} the member's value there, {seed} its seed."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
     """At most so many members at a time, as a SLURM array's %; null: as many as SLURM has room for."""
     nodes: int | None = Field(None, ge=1, examples=[4])
@@ -73,13 +82,21 @@ class Entry(Settings):
 
     @property
     def is_grid(self) -> bool:
-        return len(self.config) > 1 or self.each_pretrained or bool(self.grid) or self.seeds is not None
+        return len(self.config) > 1 or self.is_of_each or bool(self.grid) or self.seeds is not None
+
+    @property
+    def is_of_each(self) -> bool:
+        return self.each_pretrained or self.each_finetuned
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Entry":
-        for name in {"config", "pretrained", "seed", "name"} & self.grid.keys():
+        for name in {"config", "seed", "name", *_EACH} & self.grid.keys():
             raise ValueError(f"grid.{name}: the name is taken; set {name if name == 'config' else 'another one'}")
-        if self.checkpoints and not self.each_pretrained:
+        if self.each_pretrained and self.each_finetuned:
+            raise ValueError(
+                "each_finetuned: true will not do with each_pretrained, which names the checkpoint, too; make two entries"
+            )
+        if self.checkpoints and not self.is_of_each:
             raise ValueError("checkpoints: these are of runs; set each_pretrained, or name pretrained=RUN@50epochs in a grid")
         if self.is_grid and self.run_dir is None:
             raise ValueError("run_dir: null will not do with a grid; name its axes, such as runs/{name}/{seed}")
@@ -109,6 +126,12 @@ class PlanSettings(Settings):
     """Runs of `finetune probe`."""
     finetune: Entries = Field((), examples=["configs/finetune/demo.yaml"])
     """Runs of `finetune tune`."""
+    knn: Entries = Field((), examples=["configs/knn/demo.yaml"])
+    """Runs of `finetune knn`."""
+    evaluate: Entries = Field((), examples=["configs/evaluate/demo.yaml"])
+    """Runs of `finetune evaluate`."""
+    export: Entries = Field((), examples=["configs/export/demo.yaml"])
+    """Exports, by `finetune export`; they wait for what judges the same checkpoint, which their model cards tell of."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +140,8 @@ class Choice:
 
     label: str
     overrides: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
+    """What it sets where the entry does not."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +194,12 @@ class Plan:
             """It, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
             return any(path.is_relative_to(place) for path in read)
 
-        return [other for other in self.stages if any(is_read(place_of(work.writes)) for work in other.works)]
+        def tells_of(other: Stage) -> bool:
+            """An export's model card has what others have found of the same checkpoint."""
+            is_judge = stage.kind == "export" and other.kind != "export"
+            return is_judge and bool({work.pretrained for work in other.works} & {work.pretrained for work in stage.works} - {None})
+
+        return [other for other in self.stages if tells_of(other) or any(is_read(place_of(work.writes)) for work in other.works)]
 
     def missing(self) -> list[str]:
         """What unfinished members read that neither is there nor is written by a stage: a line each."""
@@ -260,8 +290,13 @@ def _problems(plan: Plan) -> Iterable[str]:
 def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
     """Where it reads RUN@LENGTH of a run of this plan that will not keep it, which shows before anything begins."""
     run, words = run_and_length(work.pretrained or "")
-    makers = [each for stage in plan.stages for each in stage.works if place_of(each.writes) == place_of(run)] if words else []
-    for maker in makers:
+    for maker in (each for stage in plan.stages if stage.kind in _EACH.values() for each in stage.works if run):
+        if place_of(run) not in map(place_of, maker.runs):
+            if place_of(run) == place_of(maker.writes):
+                yield f"pretrained: {run} will hold a run for each of its repetitions; name one of them, or set each_finetuned"
+            continue
+        if not words:
+            continue
         kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
         if parse_length(words).unit != "steps" and parse_length(words) not in map(parse_length, kept):
             yield f"pretrained: {run} will keep {', '.join(kept)}, not {words}; add it to its checkpoint.keep_at"
@@ -272,30 +307,24 @@ def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
 
 def _members(entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]) -> Iterable[Member]:
     if kind == "build" and (entry.is_grid or entry.run_dir):
-        raise SettingsError("grid, seeds and run_dir are for pretrain, probe and finetune; give each dataset an entry")
+        raise SettingsError("grid, seeds and run_dir are for runs; give each dataset an entry")
     axes = _axes(entry, kind, before)
     for index, choices in enumerate(itertools.product(*axes.values())):
         labels = {"name": name} | {axis: each.label for axis, each in zip(axes, choices, strict=True)}
         own = tuple(override for each in choices for override in each.overrides)
-        place = () if entry.run_dir is None else (_override("run_dir", _filled(entry.run_dir, labels)),)
+        defaults = tuple(override for each in choices for override in each.defaults)
+        place = () if entry.run_dir is None else (_override(COMMANDS[kind].place, _filled(entry.run_dir, labels)),)
         config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
-        yield Member(index, Work(kind, config, (*entry.overrides, *own, *place)), own, labels)
+        yield Member(index, Work(kind, config, (*defaults, *entry.overrides, *own, *place)), own, labels)
 
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
     axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
-    if entry.each_pretrained:
-        runs = [work.writes for stage in before if stage.kind == "pretrain" for work in stage.works]
-        if kind not in ("probe", "tune") or not runs:
-            raise SettingsError("each_pretrained: true is for probe and finetune beside a section `pretrain`")
-        above = os.path.commonpath([Path(run).parent for run in runs])
-        axes["pretrained"] = [
-            Choice(_label("pretrained", f"{os.path.relpath(run, above or '.')}{at}"), (_override("pretrained", f"{run}{at}"),))
-            for run in runs
-            for at in [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]
-        ]
+    axes |= {axis: _of_each(axis, entry, kind, before) for axis in _EACH if getattr(entry, f"each_{axis}")}
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
+        if not COMMANDS[kind].seed:
+            raise SettingsError(f"seeds: {COMMANDS[kind].section} draws nothing; leave them out")
         axes["seed"] = [Choice(str(seed), (f"{COMMANDS[kind].seed}={seed}",)) for seed in entry.seeds]
     for name, choices in axes.items():
         labels = [choice.label for choice in choices]
@@ -303,6 +332,30 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
             if labels.count(label) > 1:
                 raise SettingsError(f"{name}: two of its values are called {label!r}; write cases with names for them")
     return axes
+
+
+def _of_each(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
+    works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
+    if not COMMANDS[kind].reads_checkpoint or not works:
+        section = COMMANDS[_EACH[axis]].section
+        readers = [
+            each.section for each in list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :] if each.reads_checkpoint
+        ]
+        raise SettingsError(f"each_{axis}: true is for {', '.join(readers)} beside a section {section!r}")
+    for work in works:
+        if not work.runs:
+            raise SettingsError(
+                f"each_{axis}: {work.writes} has a run for each fold, which its dataset counts; name them in a grid"
+            )
+    above, found = os.path.commonpath([Path(run).parent for work in works for run in work.runs]), list[Choice]()
+    for work in works:
+        data = work.settings.data  # type: ignore[attr-defined]
+        judged = (_override("data.dataset", data.dataset), *([_override("data.split", data.eval_split)] if data.eval_split else []))
+        for run in work.runs:
+            for at in [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]:
+                label = _label(axis, f"{os.path.relpath(run, above or '.')}{at}")
+                found.append(Choice(label, (_override("pretrained", f"{run}{at}"),), judged if kind == "evaluate" else ()))
+    return found
 
 
 def _axis(name: str, given: Any) -> list[Choice]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
 from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
-from cluster.work import Kind, Work
+from cluster.work import COMMANDS, Kind, Work
 from data_prep.settings import SettingsError, near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
@@ -67,7 +67,8 @@ def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
     if submission.option("--array", "-a") is not None:
         raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
-    return _of_work(submission, Work(kind, config, tuple(words)), again="finished before; name another run_dir to do it anew")
+    again = f"finished before; name another {COMMANDS[kind].place} to do it anew"
+    return _of_work(submission, Work(kind, config, tuple(words)), again=again)
 
 
 def _data(submission: Submission) -> Order:
@@ -133,9 +134,7 @@ def _grid(submission: Submission) -> Order:
 
 
 _CHECKS: Mapping[str, Callable[[Submission], Order]] = {
-    "pretrain.slurm": partial(_run, kind="pretrain"),
-    "probe.slurm": partial(_run, kind="probe"),
-    "finetune.slurm": partial(_run, kind="tune"),
+    **{Path(command.script).name: partial(_run, kind=kind) for kind, command in COMMANDS.items()},
     "data_prep.slurm": _data,
     "grid.slurm": _grid,
 }

@@ -8,8 +8,9 @@ from the settings that it has now: the same directory with other settings is a m
 
 is what a job asks (cluster/job.py). The answer is JSON: `words` after python -m; `state`: finished, unfinished, with --starting
 also taken (`about`: by which job) or blind (`about`: which path of another file system is not there: a job is sent to many
-nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data. Every file,
-those that a plan names included, is the one that SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
+nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data and
+`needs_one_rank`, and its `result`, the file that is written last. Every file, those that a plan names included, is the one that
+SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
 """
 
 import argparse
@@ -30,14 +31,24 @@ from data_prep.commands import building
 from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
-from finetune.probe.config import ProbeSettings
-from finetune.tune.config import TuneSettings, is_finished
+from finetune.evaluate.config import EvaluateSettings, is_evaluated
+from finetune.export.config import RECORD, ExportSettings, is_exported
+from finetune.probe.config import KnnSettings, ProbeSettings
+from finetune.tune.config import TuneSettings, is_finished, repeats_of
 from pretrain.checkpoints.checkpoint import check_source
-from pretrain.checkpoints.run import CONFIG_FILE, check_settings, checkpoint_at, finished_result, list_checkpoints, run_and_length
+from pretrain.checkpoints.run import (
+    CONFIG_FILE,
+    RESULT,
+    check_settings,
+    checkpoint_at,
+    finished_result,
+    list_checkpoints,
+    run_and_length,
+)
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 
-Kind = Literal["build", "pretrain", "probe", "tune"]
+Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +61,26 @@ class Command:
     """The template that runs it on SLURM."""
     seed: str = ""
     """The setting that `seeds` of a plan file are."""
+    place: str = "run_dir"
+    """The setting that names where it writes."""
+    result: str = RESULT
+    """What it writes there last."""
+
+    @property
+    def reads_checkpoint(self) -> bool:
+        return "pretrained" in self.schema.model_fields
 
 
 COMMANDS: Mapping[Kind, Command] = {
-    "build": Command("prepare", ("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm"),
+    "build": Command(
+        "prepare", ("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm", place="out", result=MANIFEST_NAME
+    ),
     "pretrain": Command("pretrain", ("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm", "train.seed"),
     "probe": Command("probe", ("finetune", "probe"), ProbeSettings, "cluster/probe.slurm", "seed"),
     "tune": Command("finetune", ("finetune", "tune"), TuneSettings, "cluster/finetune.slurm", "train.seed"),
+    "knn": Command("knn", ("finetune", "knn"), KnnSettings, "cluster/knn.slurm"),
+    "evaluate": Command("evaluate", ("finetune", "evaluate"), EvaluateSettings, "cluster/evaluate.slurm", "seed"),
+    "export": Command("export", ("finetune", "export"), ExportSettings, "cluster/export.slurm", place="out", result=RECORD),
 }
 
 
@@ -84,7 +108,10 @@ class Work:
                             "ranks follow from --nodes and RANKS_PER_NODE (cluster/site.env)"
                         )
                     apply_override(tree, override, schema=schema)
-                return validate(schema, tree)
+                settings = validate(schema, tree)
+                if getattr(settings, COMMANDS[self.kind].place) is None:
+                    raise SettingsError("run_dir: missing; a job's place is named beforehand, such as run_dir=runs/mine-views")
+                return settings
             except SettingsError:
                 refuse_of_another_verb(schema, keys, self.config)
                 raise
@@ -98,34 +125,40 @@ class Work:
 
     @property
     def writes(self) -> str:
-        """The dataset or the run directory."""
-        settings = self.settings
-        assert isinstance(settings, BuildSettings | PretrainSettings | ProbeSettings | TuneSettings)
-        return settings.out if isinstance(settings, BuildSettings) else settings.run_dir
+        """The dataset, the run directory or the export."""
+        return str(getattr(self.settings, COMMANDS[self.kind].place))
+
+    @property
+    def runs(self) -> list[str]:
+        """Those that it leaves with checkpoints: of a tuning one for each seed; none where only the dataset knows the folds."""
+        if isinstance(self.settings, TuneSettings):
+            return [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
+        return [self.writes]
 
     @property
     def datasets(self) -> tuple[str, ...]:
         """Those that it reads."""
-        match self.settings:
-            case PretrainSettings(data=data) | TuneSettings(data=data):
-                return (data.dataset, *(other.dataset for other in data.also))
-            case ProbeSettings(data=data):
-                return (data.dataset,)
-        return ()
+        data = getattr(self.settings, "data", None)
+        return () if data is None else (data.dataset, *(other.dataset for other in getattr(data, "also", ())))
 
     @property
     def pretrained(self) -> str | None:
         """The run, or the checkpoint of one, that it starts from."""
         settings = self.settings
-        if isinstance(settings, PretrainSettings) and not list_checkpoints(Path(settings.run_dir)):
-            return settings.start_from
-        return settings.pretrained if isinstance(settings, ProbeSettings | TuneSettings) else None
+        if isinstance(settings, PretrainSettings):
+            return None if list_checkpoints(Path(settings.run_dir)) else settings.start_from
+        return getattr(settings, "pretrained", None)
 
     def is_finished(self) -> bool:
         """Raises `SettingsError` where its place is another's."""
         settings = self.settings
-        if isinstance(settings, BuildSettings):
-            return _is_built(settings)
+        match settings:
+            case BuildSettings():
+                return _is_built(settings)
+            case EvaluateSettings():
+                return is_evaluated(settings)
+            case ExportSettings():
+                return is_exported(settings)
         check_settings(Path(self.writes), settings)
         if isinstance(settings, TuneSettings):
             is_done = is_finished(settings)  # seeds may have been added
@@ -300,7 +333,8 @@ def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
     settings = work.settings
     can_stage = isinstance(settings, PretrainSettings | TuneSettings) and settings.data.stage_dir is None
     found = {"state": state, "about": about, "writes": work.writes, "reads": work.reads}
-    return {**found, "words": work.words, "can_stage": can_stage}
+    more = {"result": COMMANDS[work.kind].result, "needs_one_rank": work.kind == "export"}
+    return {**found, **more, "words": work.words, "can_stage": can_stage}
 
 
 def _file_system(path: Path) -> int:

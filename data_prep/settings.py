@@ -64,12 +64,13 @@ def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[s
 _SIGNS: tuple[tuple[set[str], str], ...] = (
     ({"source"}, "data_prep build"),
     ({"splits"}, "data_prep index"),
-    *(({section}, "cluster/submit") for section in ("prepare", "pretrain", "probe", "finetune")),
+    *(({section}, "cluster/submit") for section in ("prepare", "pretrain", "probe", "finetune", "knn", "evaluate", "export")),
     ({"model", "train"}, "pretrain train"),
     ({"pretrained", "train"}, "finetune tune"),
     ({"pretrained", "neighbours"}, "finetune knn"),
     ({"pretrained", "lrs"}, "finetune probe"),
-    ({"pretrained"}, "finetune probe, finetune knn"),
+    ({"pretrained", "out"}, "finetune export"),
+    ({"pretrained"}, "finetune probe, finetune knn, finetune evaluate"),
 )
 """Keys by which one sees what a config is for; the first row that fits."""
 

@@ -25,6 +25,12 @@ def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace]
     verb.set_defaults(run=run, schema=schema)
 
 
+def split_config(words: list[str]) -> tuple[str | None, list[str]]:
+    """(CONFIG, the other words) of a verb that needs no config: the first word is one where it ends as a YAML file does."""
+    is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
+    return (words[0], words[1:]) if is_config else (None, words)
+
+
 def show(settings: Settings) -> int:
     print(dump(settings), end="")
     return OK

@@ -8,8 +8,8 @@ REPOSITORY = Path(__file__).parent.parent
 BUDGETS = {
     "data_prep": 10_200,
     "pretrain": 14_650,
-    "finetune": 5_150,
-    "cluster": 3_050,  # with its shell
+    "finetune": 5_200,
+    "cluster": 3_170,  # with its shell
     "analysis": 4_500,
     "demo.py": 300,  # with install.sh
     "tests": 30_500,

@@ -16,7 +16,7 @@ from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
-from finetune.verbs import add_common, end_on_signals, launch_ranks, show, warn_once
+from finetune.verbs import add_common, end_on_signals, launch_ranks, show, split_config, warn_once
 from pretrain.cli import OK, leave, world_of
 from pretrain.config import AugmentSettings
 
@@ -30,16 +30,20 @@ def add_verbs(verbs: Verbs) -> None:
         help="scores, pictures and predictions of a checkpoint on a dataset with its classes; views=100 augments at test time",
     )
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    evaluate.epilog = "finetune evaluate pretrained=runs/mine dataset=data/mine views=10"
+    evaluate.add_argument("config", nargs="?", help="a YAML file, such as configs/evaluate/demo.yaml; or settings alone")
+    evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine views=10
+finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-views"""
     add_common(evaluate, _evaluate, schema="finetune.evaluate.config:EvaluateSettings")
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    bare = [word for word in options.overrides if "=" not in word]
+    words = [word for word in (options.config, *options.overrides) if word is not None]
+    config, overrides = split_config(words)
+    bare = [word for word in overrides if "=" not in word]
     if bare:
         meant = f"pretrained={bare[0]} data.dataset={bare[1] if len(bare) > 1 else 'DATASET'}"
         raise SettingsError(f"{bare[0]}: which setting is it? Write finetune evaluate {meant}")
-    settings = load_settings(EvaluateSettings, path=None, overrides=options.overrides)
+    settings = load_settings(EvaluateSettings, path=config, overrides=overrides)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)  # with what views=... chooses
     world = world_of(options)
@@ -49,8 +53,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     warn_once(evaluation.warning(), world)
     warn_once(evaluation.card.other_pixels(evaluation.manifest, dataset=settings.data.dataset), world)
     if stored is None and options.ranks:
-        flags = ["--json"] if options.json else []
-        return launch_ranks("evaluate", flags, options)
+        return launch_ranks("evaluate", [*(["--json"] if options.json else []), *words[: bool(options.config)]], options)
     result = stored if world.is_first else None
     if stored is None:
         options.started = True

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.manifest import DatasetError, Manifest, load_manifest
+from data_prep.manifest import MANIFEST_NAME, DatasetError, Manifest, load_manifest
 from data_prep.publish import hash_of_json, write_json
 from data_prep.settings import SettingsError, read_yaml, validate
 from finetune.config import ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, is_begun
 from pretrain.config import AugmentSettings, ReadingSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
@@ -55,6 +55,7 @@ class JudgedDataSettings(ReadingSettings):
 
 
 class EvaluateSettings(ShortRunSettings):
+    of_verb = "finetune evaluate"
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings
@@ -108,11 +109,11 @@ class Evaluation:
     """Why this augmentation; None without."""
 
     @classmethod
-    def of(cls, settings: EvaluateSettings, *, verify: bool = True) -> "Evaluation":
-        """`verify`: the weights are held to their hash."""
+    def of(cls, settings: EvaluateSettings, *, verify: bool = True, checkpoint: Checkpoint | None = None) -> "Evaluation":
+        """`verify`: the weights are held to their hash, unless a checkpoint is given."""
         manifest = load_manifest(settings.data.dataset)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
-        checkpoint = Checkpoint.open(settings.pretrained, verify=verify)
+        checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
         if not settings.views:
             return cls(settings, manifest, checkpoint)
         augment, source = choose_views(settings.augment, checkpoint.run_dir)
@@ -176,7 +177,7 @@ class Evaluation:
         return finished_result(self.run_dir) if self._is_ours() else None
 
     def _is_ours(self) -> bool:
-        return is_begun(self.run_dir, self.facts, record=IDENTITY, what="an evaluation")
+        return _is_begun(self.run_dir, self.facts)
 
     def begin(self) -> bool:
         """Once the directory is held: nobody else has begun to fill it meanwhile. Whether this evaluation has."""
@@ -205,6 +206,24 @@ class Evaluation:
         where = f"{self.settings.data.dataset}, {self.settings.data.split}"
         fault = "the model was trained on these very pictures: this is no test accuracy"
         return f"{where}: {fault}" if self.settings.data.split in splits else None
+
+
+def is_evaluated(settings: EvaluateSettings) -> bool:
+    """Whether it is finished in its `run_dir`, of the weights that are there now; where these or the pictures are gone since, by
+    its record. Nothing large is read."""
+    assert settings.run_dir is not None
+    run_dir = Path(settings.run_dir)
+    if finished_result(run_dir) is None:
+        return _is_begun(run_dir, {})  # no, or an error: another's
+    check_source(run_dir, settings.pretrained)
+    checkpoint = Checkpoint.found(settings.pretrained)
+    if checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists():
+        return (run_dir / IDENTITY).exists()
+    return Evaluation.of(settings, checkpoint=checkpoint).stored_result() is not None
+
+
+def _is_begun(run_dir: Path, facts: dict[str, Any]) -> bool:
+    return is_begun(run_dir, facts, record=IDENTITY, what="an evaluation")
 
 
 def _content_of(dataset: str) -> str | None:

@@ -6,16 +6,14 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.publish import make_directory
-from data_prep.settings import UserError, load_settings
-from finetune.export.config import RECORD, ExportSettings
-from finetune.verbs import end_on_signals, show
+from data_prep.settings import SettingsError, UserError, load_settings
+from finetune.export.config import ExportSettings
+from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint, fault_of
-from pretrain.checkpoints.run import is_begun
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
 
@@ -24,29 +22,36 @@ NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 def add_verbs(verbs: Verbs) -> None:
     export = verbs.add_parser("export", help="a checkpoint for others: timm and hub folder, ONNX, torch.export")
-    export.add_argument("pretrained", help="a run directory, one of its checkpoints, or an imported folder")
-    export.add_argument("out", help="the directory to write")
+    export.add_argument(
+        "config", metavar="RUN", help="a run directory, one of its checkpoints, or an imported folder; or a YAML file"
+    )
+    export.add_argument("out", nargs="?", help="the directory to write; after a YAML file it is a setting, out=DIR")
     export.add_argument("--formats", help="with commas between (default: timm,onnx,torch); timm is always there")
     export.add_argument("--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise")
     export.add_argument("overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0")
     export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    export.epilog = "finetune export runs/mine exports/mine license=apache-2.0"
+    export.epilog = """finetune export runs/mine exports/mine license=apache-2.0
+finetune export configs/export/demo.yaml pretrained=runs/mine out=exports/mine"""
     export.set_defaults(run=_export, schema="finetune.export.config:ExportSettings")
 
 
 def _export(options: argparse.Namespace) -> int:
-    words = [f"pretrained={json.dumps(options.pretrained)}", f"out={json.dumps(options.out)}"]
+    config, words = split_config([word for word in (options.config, options.out, *options.overrides) if word is not None])
+    if config is None:
+        if len(words) < 2:
+            raise SettingsError(f"out: missing; write finetune export {words[0]} DIRECTORY")
+        words[:2] = [f"pretrained={json.dumps(words[0])}", f"out={json.dumps(words[1])}"]
     if options.formats is not None:
         words.append(f"formats={json.dumps([word.strip() for word in options.formats.split(',')])}")
     if options.with_preprocessing:
         words.append("with_preprocessing=true")
-    settings = load_settings(ExportSettings, path=None, overrides=[*words, *options.overrides])
+    settings = load_settings(ExportSettings, path=config, overrides=words)
     if options.show:
         return show(settings)
     if not read_world().is_first:
         return OK  # of several ranks one is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
-    if _is_exported(out, settings.identity(weights_sha256=source.sha256)):
+    if _is_whole(settings, source):
         print(f"{out}: exported before, and whole; name another directory to do it anew")
         return OK
     _check_libraries(settings)
@@ -60,10 +65,11 @@ def _export(options: argparse.Namespace) -> int:
     return OK
 
 
-def _is_exported(out: Path, identity: dict[str, Any]) -> bool:
+def _is_whole(settings: ExportSettings, source: Checkpoint) -> bool:
     """Whether this very export stands there, whole. An error where something else does."""
-    if not is_begun(out, identity, record=RECORD, key="request", what="an export", field="out", alone=True):
+    if not settings.is_begun(source):
         return False
+    out = Path(settings.out)
     fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
     if fault is not None:
         raise UserError(f"out: {out} holds this export, but {fault} since; name another out")

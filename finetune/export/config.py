@@ -9,17 +9,21 @@ OUT/export.json         what was made of which weights, by which versions, and h
 OUT/sha256.json         of all of these, written last
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from data_prep.settings import Settings
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.run import is_begun
 
 Format = Literal["timm", "onnx", "torch"]
 README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
 
 
 class ExportSettings(Settings):
+    of_verb = "finetune export"
     pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
@@ -53,3 +57,15 @@ class ExportSettings(Settings):
             "with_preprocessing": self.with_preprocessing,
             "license": self.license,
         }
+
+    def is_begun(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether `out` is this export of these weights. An error where something else is."""
+        wanted = {} if checkpoint is None else self.identity(weights_sha256=checkpoint.sha256)
+        return is_begun(Path(self.out), wanted, record=RECORD, key="request", what="an export", field="out", alone=True)
+
+
+def is_exported(settings: ExportSettings) -> bool:
+    """Of the weights that are there now; where these are gone since, by its record. Nothing large is read."""
+    has_record = (Path(settings.out) / RECORD).exists()
+    checkpoint = Checkpoint.found(settings.pretrained) if has_record else None
+    return settings.is_begun(checkpoint) if checkpoint or not has_record else True

@@ -89,6 +89,14 @@ class Checkpoint:
             hashes = {}
         return cls(directory, read_card(directory), hashes)
 
+    @classmethod
+    def found(cls, place: str) -> "Checkpoint | None":
+        """What `place` means, its weights unread; None where it is gone, or not there yet, as who opens it will say."""
+        try:
+            return cls.read(checkpoint_at(place) or (list_checkpoints(Path(place)) or [Path(place)])[-1])
+        except (CheckpointError, OSError):
+            return None
+
     @cached_property
     def sha256(self) -> str:
         """Of the weights: their name everywhere."""
@@ -112,11 +120,8 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
     begun = begun_with(run_dir)
     if pretrained is None or not begun:
         return
-    place = checkpoint_at(pretrained) or (list_checkpoints(Path(pretrained)) or [Path(pretrained)])[-1]
-    try:
-        now = Checkpoint.read(place).mark
-    except (CheckpointError, OSError):  # it is gone since, or was never there, as who opens it will say
-        return
+    source = Checkpoint.found(pretrained)
+    now = begun if source is None else source.mark
     if now["weights_sha256"] != begun["weights_sha256"]:
         steps = f"is at step {now['weights_step']:,} now, but {run_dir} began with its step {begun['weights_step']:,}"
         if now["weights_step"] == begun["weights_step"]:

@@ -53,6 +53,9 @@ pretrain:
   run_dir: runs/{name}/{shape}-lr-{optimizer.lr}-{seed}
   max_concurrent: 3
 """
+TUNED = """
+finetune: {config: configs/finetune/demo.yaml, overrides: [run_dir=runs/t, %s]}
+export: {config: configs/export/demo.yaml, """
 
 
 def written(text: str, name: str = "small.yaml") -> str:
@@ -110,6 +113,39 @@ def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -
         load_checked("kept.yaml")
 
 
+def test_each_tuned_run_is_evaluated_on_its_own_data_and_exported_after_that(checkout: Path) -> None:
+    """Of one with seeds each of theirs; what the entry names itself stands."""
+    data = "{a: {data.dataset: data/a, data.eval_split: test}, b: {data.dataset: data/b}}"
+    Path("tuned.yaml").write_text(
+        "finetune: {config: configs/finetune/demo.yaml, overrides: ['seeds=[3, 4]'], run_dir: 'runs/t-{on}',\n"
+        f"           grid: {{on: {data}}}}}\n"
+        "knn: {config: configs/knn/demo.yaml, each_finetuned: true, run_dir: 'runs/knn-{finetuned}'}\n"
+        "evaluate:\n"
+        "- {config: configs/evaluate/demo.yaml, each_finetuned: true, seeds: [5], run_dir: 'runs/{finetuned}-views'}\n"
+        "- {config: configs/evaluate/demo.yaml, overrides: [split=train], each_finetuned: true, run_dir: 'runs/{finetuned}'}\n"
+        "export: {config: configs/export/demo.yaml, each_finetuned: true, run_dir: 'exports/{finetuned}'}\n"
+    )
+    plan = load_plan("tuned.yaml")
+    tuned, knn, views, train, export = plan.stages
+    runs = [f"runs/t-{on}/seed-{seed}" for on in "ab" for seed in (3, 4)]
+    assert [work.pretrained for work in views.works] == [work.pretrained for work in export.works] == runs
+    assert [work.writes for work in export.works] == [run.replace("runs/", "exports/").replace("/seed", "-seed") for run in runs]
+    judged = [(settings.data.dataset, settings.data.split) for settings in (work.settings for work in (*views.works, *train.works))]
+    splits = [("data/a", "test")] * 2 + [("data/b", "val")] * 2
+    assert judged == [*splits, *((dataset, "train") for dataset, _ in splits)] and {work.settings.seed for work in views.works} == {
+        5
+    }
+    assert {work.datasets for work in knn.works} == {("data/demo-transfer",)}
+    assert plan.after(views) == plan.after(knn) == [tuned] and plan.after(export) == [tuned, knn, views, train]
+    assert export.works[0].words == [
+        "finetune",
+        "export",
+        "configs/export/demo.yaml",
+        f"pretrained={runs[0]}",
+        "out=exports/t-a-seed-3",
+    ]
+
+
 def test_array_ranges_parse_back_to_the_set() -> None:
     draw = random.Random(0)
     for chosen in [sorted(draw.sample(range(40), draw.randint(1, 40))) for _ in range(200)]:
@@ -132,7 +168,18 @@ def test_array_ranges_parse_back_to_the_set() -> None:
         (("[7, 8]", f"[{','.join(map(str, range(251)))}]"), "1,004 members are more than an array of SLURM takes"),
         (("    shape:\n", "    seed:\n"), "grid.seed: the name is taken"),
         (("demo_mlp.yaml", "demo_mpl.yaml"), "no such config file; did you mean configs/pretrain/demo_mlp.yaml?"),
-        (("seeds: [7, 8]", "each_pretrained: true"), "each_pretrained: true is for probe and finetune"),
+        (("seeds: [7, 8]", "each_pretrained: true"), "each_pretrained: true is for probe, finetune, knn,"),
+        ("evaluate: {config: configs/evaluate/demo.yaml, each_finetuned: true, run_dir: x}", "beside a section 'finetune'"),
+        ("finetune: {config: configs/finetune/demo.yaml, each_finetuned: true, run_dir: x}", "true is for knn, evaluate, export"),
+        ("knn: {config: configs/knn/demo.yaml, each_finetuned: true, each_pretrained: true, run_dir: x}", "make two entries"),
+        ("knn: {config: configs/knn/demo.yaml, seeds: [0, 1], run_dir: 'x-{seed}'}", "seeds: knn draws nothing; leave them out"),
+        ("evaluate: {config: configs/evaluate/demo.yaml, overrides: [run_dir=null]}", "run_dir: missing; a job's place is named"),
+        ("export: {config: configs/export/demo.yaml, overrides: [seed=1]}", "configs/export/demo.yaml: seed: unknown key"),
+        ("export: configs/export/demo.yaml", "export: pretrained: runs/demo/tune-mlp is not there"),
+        (TUNED % "folds=true" + "each_finetuned: true, run_dir: x}", "runs/t has a run for each fold"),
+        (TUNED % "'seeds=[3, 4]'" + "overrides: [pretrained=runs/t]}", "runs/t will hold a run for each of its repetitions; name"),
+        (TUNED % "folds=true" + "overrides: [pretrained=runs/t]}", "runs/t will hold a run for each of its repetitions; name"),
+        (TUNED % "'seeds=[3, 4]'" + "each_finetuned: true, checkpoints: [9 epochs], run_dir: x}", "will keep 15 epochs, not"),
         (("  run_dir: runs/{name}/{shape}-lr-{optimizer.lr}-{seed}\n", ""), "run_dir: null will not do with a grid"),
         ("probe: configs/probe/demo.yaml", "probe: data/demo-transfer is no finished dataset"),
         ("probe: configs/probe/demo.yaml", "probe: pretrained: runs/demo/pretrain-mlp is not there"),

@@ -12,7 +12,7 @@ from cluster.work import COMMANDS, Kind, Work
 from data_prep.settings import flatten
 from tests.ranks import REPOSITORY
 
-KINDS: dict[str, Kind] = {"pretrain": "pretrain", "finetune": "tune", "probe": "probe"}
+KINDS: dict[str, Kind] = {"pretrain": "pretrain", "finetune": "tune", "probe": "probe", "evaluate": "evaluate"}
 CODE = "B, public code"
 ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "pretrain/imagenet21k_b12_wi1024_paper": [
@@ -251,6 +251,12 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "channel_stats": "target",
             },
         ),
+    ],
+    "evaluate/cifar10_b12_wi1024_public": [
+        (
+            f"{CODE}, README: 100 test crops, top-1 of their mean softmax",
+            {"views": 100, "include_plain": False, "data.split": "test"},
+        )
     ],
 }
 

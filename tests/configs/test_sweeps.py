@@ -49,7 +49,7 @@ MEMBERS: dict[str, dict[str, int]] = {
     "a_table1_imagenet": {"pretrain": 3 * 3},
     "b_scratch": {"pretrain/1": 5 * 4, "pretrain/2": 4},
     "b_scaling": {"pretrain": 6 * 4, "probe": 24 * 5 * 3},
-    "b_transfer": {"pretrain": 3, "finetune": 3 * 5},
+    "b_transfer": {"pretrain": 3, "finetune": 3 * 5, "evaluate": 3 * 5 * 3},
     "b_probe": {"pretrain": 3, "probe": 3 * 5},
     "b_batch_size": {"pretrain": 4, "probe": 4 * 4},
     "b_ablation": {"pretrain": 11, "probe": 11},
