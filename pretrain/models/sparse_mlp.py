@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pretrain.models.image_model import ImageModel, classifier
 from pretrain.models.layers.linear import Linear
-from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, largest_singular_value
 from pretrain.models.mixer import patches
 from pretrain.models.mlp import Block, InvertedBlock, StandardBlock
 from pretrain.models.spec import SparseMlpSpec
@@ -30,13 +30,22 @@ def _layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int
     return layer(num_inputs, num_outputs=num_outputs, density=spec.density, variance=1 / (spec.density * width))
 
 
+def _block_layer(spec: SparseMlpSpec, num_inputs: int, *, width: int, num_outputs: int) -> MaskedLinear | SparseLinear:
+    layer = _layer(spec, num_inputs, width=width, num_outputs=num_outputs)
+    if spec.init_gain == "spectral" and not layer.bias.is_meta:
+        largest, weights = largest_singular_value(layer.matrix()), layer.values if spec.is_sparse else layer.weight
+        if largest:  # a matrix without connections stays one
+            weights.data *= (num_inputs**0.5 + num_outputs**0.5) / width**0.5 / largest
+    return layer
+
+
 def _block(spec: SparseMlpSpec, width: int) -> Block:
     """x + act((M * W) LN(x)), or x + (M2 * W2) act((M1 * W1) LN(x)) with W1: m -> gamma m."""
     norm, common = nn.LayerNorm(width), dict[str, Any](activation=spec.activation, dropout=spec.dropout)
     if spec.expansion is None:
-        return StandardBlock(norm, _layer(spec, width, width=width, num_outputs=width), **common)
+        return StandardBlock(norm, _block_layer(spec, width, width=width, num_outputs=width), **common)
     hidden = spec.hidden_width(width)
-    expand, contract = (_layer(spec, num, width=width, num_outputs=out) for num, out in ((width, hidden), (hidden, width)))
+    expand, contract = (_block_layer(spec, num, width=width, num_outputs=out) for num, out in ((width, hidden), (hidden, width)))
     return InvertedBlock(norm, expand, contract, outer_activation=spec.outer_activation, **common)
 
 

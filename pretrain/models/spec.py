@@ -189,6 +189,9 @@ class SparseMlpSpec(Settings):
     widen: Literal["dense", "sparse"] = "dense"
     """What makes m entries of S0 C, which the paper does not print. sparse has the blocks' density: at a fixed Omega a dense one
     has more connections than all the blocks."""
+    init_gain: Literal["spectral"] | None = None
+    """spectral: each initial matrix of the blocks times what makes its largest singular value that of a dense one with these
+    variances, 1 + sqrt(gamma). Sparse ones have a larger one, which grows with the width at fixed connections."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is smaller and faster."""
 

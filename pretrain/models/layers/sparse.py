@@ -25,14 +25,20 @@ second derivatives.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.flop_counter import register_flop_formula
 
+if TYPE_CHECKING:  # half a second, which a training without init_gain need not spend
+    from scipy.sparse import csr_matrix
+
 MOST_CONNECTIONS = 2**31 - 1
+SMALL = 32
+"""Sides up to which a dense singular value decomposition costs nothing."""
 DRAWN_TOGETHER = 2**20
 """Connections per draw: what bounds the memory that drawing takes."""
 
@@ -60,6 +66,13 @@ class Connections:
 
     def mask(self) -> Tensor:
         return self.dense(torch.ones_like(self.columns, dtype=torch.bool))
+
+    def matrix(self, values: Tensor) -> "csr_matrix":
+        """SciPy's, in float64."""
+        from scipy.sparse import csr_matrix
+
+        parts = (values.detach().double().cpu().numpy(), self.columns.cpu().numpy(), self.row_starts.cpu().numpy())
+        return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
         """(row starts, columns, order) of the transposed pattern, whose values are values[order]."""
@@ -115,6 +128,17 @@ def _starts(counts: Tensor) -> Tensor:
             "take a smaller density or width"
         )
     return starts.int()
+
+
+def largest_singular_value(matrix: "csr_matrix") -> float:
+    """By Lanczos' steps from one and the same start: nothing dense is made, and two calls give one number."""
+    from scipy.sparse.linalg import svds
+
+    rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
+    kept = matrix[rows][:, columns]
+    if min(kept.shape) <= SMALL:
+        return float(np.linalg.norm(kept.toarray(), 2)) if kept.nnz else 0.0
+    return float(svds(kept, k=1, tol=1e-9, v0=np.ones(min(kept.shape)), return_singular_vectors=False)[0])
 
 
 # ---- the product ------------------------------------------------------------------------------------------------------
@@ -225,6 +249,9 @@ class MaskedLinear(nn.Module):
             self.mask.copy_(connections.mask())
             self.weight.data.copy_(connections.dense(_draw_values(connections, variance=variance)))
 
+    def matrix(self) -> "csr_matrix":
+        return connections_of(self.mask).matrix(self.weight[self.mask])
+
     def forward(self, x_BN: Tensor) -> Tensor:
         return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
 
@@ -267,6 +294,9 @@ class SparseLinear(nn.Module):
     @property
     def connections(self) -> Connections:
         return Connections(self.row_starts, self.columns, self.in_features)
+
+    def matrix(self) -> "csr_matrix":
+        return self.connections.matrix(self.values)
 
     def dense_weight(self) -> Tensor:
         return self.connections.dense(self.values)

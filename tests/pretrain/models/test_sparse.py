@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.sparse import csr_matrix
-from scipy.sparse.linalg import svds
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config import OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections, largest_singular_value
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
 
@@ -29,14 +28,6 @@ BOTH = pytest.mark.parametrize("storage", ["masked", "sparse"])
 def tiny(*, seed: int = 0, image_size: int = 8, **fields: object) -> ImageModel:
     spec = SparseMlpSpec.model_validate({**FIELDS, **fields})
     return build_model(spec, num_classes=3, image_size=image_size, seed=seed)
-
-
-def largest_singular_value(layer: torch.nn.Module) -> float:
-    assert isinstance(layer, SparseLinear)
-    parts = (layer.values.detach().numpy(), layer.columns.numpy(), layer.row_starts.numpy())
-    matrix = csr_matrix(parts, shape=(layer.out_features, layer.in_features))
-    start = np.ones(min(matrix.shape), dtype=np.float32)
-    return float(svds(matrix, k=1, v0=start, return_singular_vectors=False)[0])
 
 
 def images(batch: int = 4) -> Tensor:
@@ -249,13 +240,41 @@ def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> 
     found = []
     for _ in range(4):
         layer = SparseLinear(width, num_outputs=round(gamma * width), density=density, variance=1 / (density * width))
-        found.append(largest_singular_value(layer))
+        found.append(largest_singular_value(layer.matrix()))
     excess = 3 * c**2 * (1 - density) / (density * width)
     measured = sum(found) / len(found)
     assert measured == pytest.approx(math.sqrt(c**2 + excess / math.sqrt(gamma)), rel=0.015)
     assert measured != pytest.approx(c, rel=0.015)
     if gamma != 1:
         assert measured != pytest.approx(math.sqrt(c**2 + excess * math.sqrt(gamma)), rel=0.015)
+
+
+@BOTH
+@pytest.mark.parametrize(("expansion", "expected"), [(None, 2.0), (4.0, 3.0)])
+def test_a_spectral_gain_starts_every_matrix_at_the_largest_singular_value_of_a_dense_one(
+    storage: str, expansion: float | None, expected: float
+) -> None:
+    """1 + sqrt(gamma), of both matrices of a block; stem, pattern and everything else are as without it."""
+    fields: dict[str, object] = {"storage": storage, "density": 0.1, "expansion": expansion, "num_channels": 20}
+    plain, gained = tiny(**fields), tiny(**fields, init_gain="spectral")
+    other = dict(plain.named_parameters())
+    for one, two in zip(sparse_layers(plain), sparse_layers(gained), strict=True):
+        before, after = effective(one).double(), effective(two).double()
+        assert float(torch.linalg.matrix_norm(before, 2)) > 1.01 * expected
+        assert float(torch.linalg.matrix_norm(after, 2)) == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(after, before * (after.norm() / before.norm()), rtol=1e-5, atol=1e-7)
+    changed = {name for name, weight in gained.named_parameters() if not torch.equal(weight, other[name])}
+    assert changed and all(name.startswith("blocks.") and name.endswith((".weight", ".values")) for name in changed)
+    assert not any("norm" in name for name in changed)
+
+
+def test_the_largest_singular_value_of_what_is_mostly_empty() -> None:
+    for nonzero in (0, 3, 400):
+        torch.manual_seed(nonzero)
+        dense = torch.zeros(300, 500, dtype=torch.float64)
+        dense[torch.randint(300, (nonzero,)), torch.randint(500, (nonzero,))] = torch.randn(nonzero, dtype=torch.float64)
+        found = largest_singular_value(csr_matrix(dense.numpy()))
+        assert found == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-9)
 
 
 @BOTH
@@ -307,6 +326,6 @@ def test_at_fixed_omega_the_largest_singular_value_grows_with_width() -> None:
     largest = []
     for width in (128, 256, 512, 1024):
         model = tiny(width=width, density=2**14 / width**2, storage="sparse", depth=3)
-        found = [largest_singular_value(layer) for layer in sparse_layers(model)]
+        found = [largest_singular_value(layer.matrix()) for layer in sparse_layers(model)]
         largest.append(sum(found) / len(found))
     assert largest == sorted(largest) and largest[-1] > 1.1 * largest[0]
