@@ -1,0 +1,113 @@
+"""How alike two sets of features are: the unbiased HSIC1 with linear kernels, and CKA, in float64. Two forms that agree:
+
+minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n pictures; averaged over batches before CKA's ratio is taken, so
+                that it is unbiased (the mean of ratios would not be). Its memory is that of the Grams: layers x n^2 x 8 bytes.
+whole sample    of all N pictures in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers, whatever N is.
+
+HSIC1 does not change where a constant is added to all rows of X; rows are centred roughly, which only keeps digits.
+L layers, N pictures, D entries.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FEWEST = 4
+"""Pictures of a batch: HSIC1 looks at four at a time."""
+
+
+def gram(x_ND: Tensor) -> Tensor:
+    """XX' of any features, a row for each picture, with zeros on its diagonal."""
+    x_ND = x_ND.flatten(1).double()
+    x_ND = x_ND - x_ND.mean(0)
+    return (x_ND @ x_ND.T).fill_diagonal_(0)
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Of several layers on the same pictures."""
+
+    entries_LM: Tensor
+    """M = N N"""
+    rows_LN: Tensor
+    """Their sums."""
+
+    @classmethod
+    def of(cls, grams: Iterable[Tensor]) -> "Grams":
+        grams_LNN = torch.stack(list(grams))
+        return cls(grams_LNN.flatten(1), grams_LNN.sum(2))
+
+    def shuffled(self, order_N: Tensor) -> "Grams":
+        """Of the pictures in another order."""
+        size = self.rows_LN.shape[1]
+        grams_LNN = self.entries_LM.view(-1, size, size)[:, order_N][:, :, order_N]
+        return Grams(grams_LNN.flatten(1), self.rows_LN[:, order_N])
+
+
+def hsic(one: Grams, other: Grams) -> Tensor:
+    """HSIC1 of each layer of one with each of the other."""
+    traces, crossed = one.entries_LM @ other.entries_LM.T, one.rows_LN @ other.rows_LN.T
+    sums = one.rows_LN.sum(1)[:, None] * other.rows_LN.sum(1)
+    return _hsic(one.rows_LN.shape[1], traces, crossed, sums)
+
+
+def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
+    """From tr K~L~, 1'K~L~1 and (1'K~1)(1'L~1)."""
+    return (traces + sums / ((size - 1) * (size - 2)) - 2 * crossed / (size - 2)) / (size * (size - 3))
+
+
+def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Of HSIC1 (..., L, M), and what each layer has with itself (..., L) and (..., M). nan where that is not above 0: there the
+    features of too few pictures are noise, or constant."""
+    both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
+    return torch.where(both > 0, cross / both.sqrt(), torch.nan)
+
+
+class WholeSample:
+    """HSIC1 of two layers over all pictures that are added, of which none is kept."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def add(self, x_ND: Tensor, y_ND: Tensor) -> None:
+        x_ND, y_ND = x_ND.flatten(1).double(), y_ND.flatten(1).double()
+        if not self._size:
+            self._centres = x_ND.mean(0), y_ND.mean(0)
+            self._sums = [x_ND.new_zeros(x_ND.shape[1]), y_ND.new_zeros(y_ND.shape[1])]
+            self._weighted = [torch.zeros_like(each) for each in self._sums]
+            self._product = x_ND.new_zeros(x_ND.shape[1], y_ND.shape[1])
+            self._squares = [x_ND.new_zeros(()) for _ in range(3)]
+        x_ND, y_ND = x_ND - self._centres[0], y_ND - self._centres[1]
+        of_x_N, of_y_N = x_ND.square().sum(1), y_ND.square().sum(1)  # the diagonals of the Grams, which are left out
+        self._size += len(x_ND)
+        self._product.addmm_(x_ND.T, y_ND)
+        for total, more in zip(self._sums, (x_ND.sum(0), y_ND.sum(0)), strict=True):
+            total.add_(more)
+        for total, more in zip(self._weighted, (of_y_N @ x_ND, of_x_N @ y_ND), strict=True):
+            total.add_(more)
+        for total, more in zip(self._squares, (of_x_N.sum(), of_y_N.sum(), of_x_N @ of_y_N), strict=True):
+            total.add_(more)
+
+    def hsic(self) -> Tensor:
+        of_x, of_y, of_both = self._squares
+        (sum_x, sum_y), (weighted_x, weighted_y) = self._sums, self._weighted
+        crossed = sum_x @ self._product @ sum_y - sum_x @ weighted_x - sum_y @ weighted_y + of_both
+        sums = (sum_x @ sum_x - of_x) * (sum_y @ sum_y - of_y)
+        return _hsic(self._size, self._product.square().sum() - of_both, crossed, sums)
+
+
+class WholeCka:
+    """Of two layers over all pictures that are added. Three products: (d^2 + e^2 + d e) x 8 bytes of d and e entries."""
+
+    def __init__(self) -> None:
+        self._pairs = WholeSample(), WholeSample(), WholeSample()
+
+    def add(self, x_ND: Tensor, y_ND: Tensor) -> None:
+        for pair, (one, other) in zip(self._pairs, ((x_ND, y_ND), (x_ND, x_ND), (y_ND, y_ND)), strict=True):
+            pair.add(one, other)
+
+    def value(self) -> float:
+        cross, one, other = (pair.hsic() for pair in self._pairs)
+        return float(cka(cross[None, None], one[None], other[None]))

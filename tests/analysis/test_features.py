@@ -1,0 +1,232 @@
+"""CKA is what its definition says, of the features that stand just before each skip path."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor
+
+from analysis.cli import main
+from analysis.features.hsic import Grams, WholeCka, WholeSample, cka, gram, hsic
+from analysis.features.mixings import Subject
+from data_prep.manifest import load_manifest
+from finetune.session import open_backbone
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.models.image_model import ImageModel
+from pretrain.models.mixer import MixerBlock
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
+from tests.conftest import Capture
+from tests.finetune.tiny import CPU, normalised, write_folder
+
+MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, expansion=2)
+SPARSE = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=4, depth=2, density=0.5, expansion=2, outer_activation=True)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of_one(x: Tensor, y: Tensor) -> float:
+    return float(hsic(Grams.of([gram(x)]), Grams.of([gram(y)])))
+
+
+def whole(x: Tensor, y: Tensor, *, pieces: int) -> float:
+    found = WholeSample()
+    for rows, others in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        found.add(rows, others)
+    return float(found.hsic())
+
+
+def four_at_a_time(x: Tensor, y: Tensor) -> float:
+    """The U-statistic as it is defined: the mean over all ordered choices of four different pictures."""
+    k, m = ((each @ each.T).numpy() for each in (x, y))
+    chosen = itertools.permutations(range(len(x)), 4)
+    return float(np.mean([k[i, j] * (m[i, j] + m[q, r] - 2 * m[i, q]) for i, j, q, r in chosen]))
+
+
+def test_both_forms_are_the_u_statistic_over_four_pictures() -> None:
+    x, y = random(7, 5) + 3, random(7, 3, seed=1) @ random(3, 3, seed=2) - 1
+    expected = four_at_a_time(x, y)
+    assert of_one(x, y) == pytest.approx(expected, rel=1e-12)
+    for pieces in (1, 3):
+        assert whole(x, y, pieces=pieces) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_first_coordinates_of_a_gaussian_have_the_root_of_their_share() -> None:
+    batches = [(x, x[:, :3]) for x in (random(64, 12, seed=seed) for seed in range(200))]
+    sums = torch.tensor([[of_one(x, y), of_one(x, x), of_one(y, y)] for x, y in batches]).mean(0)
+    averaged = float(cka(sums[:1, None], sums[1:2], sums[2:]))
+    found = WholeCka()
+    for x, y in batches:
+        found.add(x, y)
+    assert averaged == pytest.approx((3 / 12) ** 0.5, abs=0.01) and found.value() == pytest.approx(averaged, abs=0.01)
+
+
+def test_rotation_scale_and_origin_change_nothing() -> None:
+    x, y = random(40, 6), random(40, 4, seed=1)
+    x[:, :2] += y[:, :2]
+    turned = 7 * x @ torch.linalg.qr(random(6, 6, seed=2))[0] + 5
+    one, other = (Grams.of([gram(each) for each in (a, y)]) for a in (x, turned))
+    first, second = (cka(found, found.diagonal(), found.diagonal()) for found in (hsic(one, one), hsic(other, other)))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=0)
+    assert 0.1 < first[0, 1] < 0.9
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MIXER,
+        MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, layers_per_mixing=1, permuted_blocks=(1,)),
+        SPARSE,
+        MlpSpec(kind="mlp", depth=3, width=10),
+        MlpSpec(kind="mlp", depth=4, width=10, bottleneck="none", skip_every=2),
+    ],
+    ids=lambda spec: spec.label,
+)
+def test_features_are_what_is_added_to_the_skip_path(spec: AnySpec, tmp_path: Path, shapes: Path) -> None:
+    subject = opened(write_folder(tmp_path, spec=spec), shapes)
+    model = subject.backbone.model
+    assert model is not None
+    images = random(5, 3, 16, 16)
+    _, features = subject.run(images, lambda output: output)
+    assert len(features) == (2 if isinstance(spec, MixerSpec) else 1) * spec.depth
+    x = model.embed(images)
+    for expected, feature in zip(mixed_by_hand(model, x), features, strict=True):
+        torch.testing.assert_close(feature.flatten(1) @ feature.flatten(1).T, expected.flatten(1) @ expected.flatten(1).T)
+
+
+def opened(folder: Path, dataset: Path) -> Subject:
+    backbone = open_backbone(Checkpoint.open(folder), load_manifest(dataset), device=CPU)
+    assert backbone.model is not None
+    backbone.model.double()
+    return Subject.of(str(folder), backbone, device=CPU)
+
+
+def mixed_by_hand(model: ImageModel, x: Tensor) -> list[Tensor]:
+    """Of each mixing, what its output differs by from its skip path; within a path of several layers, their outputs."""
+    found = []
+    with torch.no_grad():
+        for block in model.blocks:
+            if isinstance(block, MixerBlock):
+                after = block(x)
+                nothing = block.channel_mixing.register_forward_hook(lambda _module, _arguments, out: torch.zeros_like(out))
+                between = block(x)
+                nothing.remove()
+                found += [between - x, after - between]
+                x = after
+            elif isinstance(block, torch.nn.Sequential):
+                inner = x
+                for layer in block:
+                    inner = layer(inner)
+                    found.append(inner)
+                x = x + inner
+            else:
+                found.append(block(x) - x)
+                x = block(x)
+    return found
+
+
+def plain_cka(first: list[list[Tensor]], second: list[list[Tensor]]) -> np.ndarray:
+    """Of features by batch and layer, each trace by itself."""
+
+    def one(x: Tensor, y: Tensor) -> float:
+        n = len(x)
+        k, m = (each.flatten(1).double().numpy() @ each.flatten(1).double().numpy().T for each in (x, y))
+        np.fill_diagonal(k, 0)
+        np.fill_diagonal(m, 0)
+        ones = np.ones(n)
+        middle = (ones @ k @ ones) * (ones @ m @ ones) / ((n - 1) * (n - 2))
+        return float((np.trace(k @ m) + middle - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3)))
+
+    def mean(a: list[list[Tensor]], b: list[list[Tensor]], i: int, j: int) -> float:
+        return float(np.mean([one(x[i], y[j]) for x, y in zip(a, b, strict=True)]))
+
+    rows, columns = range(len(first[0])), range(len(second[0]))
+    return np.array(
+        [
+            [mean(first, second, i, j) / np.sqrt(mean(first, first, i, i) * mean(second, second, j, j)) for j in columns]
+            for i in rows
+        ]
+    )
+
+
+def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found(
+    tmp_path: Path, shapes: Path, capsys: Capture
+) -> None:
+    sparser = SPARSE.model_copy(update={"density": 0.25})
+    for name, spec, seed in (("m0", MIXER, 0), ("m1", MIXER, 5), ("s0", SPARSE, 0), ("s1", SPARSE, 5), ("t0", sparser, 0)):
+        write_folder(tmp_path / name, shapes, spec=spec, step=seed)
+    for name in ("m1", "s1"):
+        reseed(tmp_path / name)
+    places = {name: str(tmp_path / name) for name in ("m0", "m1", "s0", "s1", "t0")}
+    pairs = [("m0", "s0"), ("m1", "s1"), ("m0", "t0")]
+    words = [places["m0"], places["s0"], str(shapes), *(w for one, two in pairs[1:] for w in ("--and", places[one], places[two]))]
+    assert main(["cka", *words, "--batch", "24", "--whole", "--device", "cpu", "--out", str(tmp_path / "out" / "cka")]) == 0
+    facts = json.loads((tmp_path / "out" / "cka.json").read_text())
+    assert (facts["num_pictures"], facts["num_batches"]) == (72, 3)
+    assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 24**2 * 8  # two Mixers of 4, three SW-MLPs of 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"cka{end}" for end in (".json", ".parquet", "-heat.png", "-heat.svg", "-density.png", "-density.svg")
+    }
+    rows = pq.read_table(tmp_path / "out" / "cka.parquet").to_pylist()
+    order = np.random.default_rng(0).permutation(72)
+    features = {}
+    for name in places:
+        images, _ = normalised(tmp_path / name, shapes)
+        subject = opened(tmp_path / name, shapes)
+        features[name] = [subject.run(images[ids].double(), lambda x: x)[1] for ids in torch.from_numpy(order).split(24)]
+    for one, other in pairs:
+        found = [row for row in rows if (row["run_a"], row["run_b"]) == (places[one], places[other])]
+        matrix = np.array([row["cka"] for row in found]).reshape(4, 2)
+        np.testing.assert_allclose(matrix, plain_cka(features[one], features[other]), rtol=1e-3)
+        assert [row["on_diagonal"] for row in found] == [True, False, True, False, False, True, False, True]
+        all_at_once = [[torch.cat(layer) for layer in zip(*features[name], strict=True)] for name in (one, other)]
+        for row in (row for row in found if row["on_diagonal"]):
+            place = [int(row["mixing_a"].split()[0]) * 2 - 2 + ("channels" in row["mixing_a"]), int(row["mixing_b"]) - 1]
+            expected = plain_cka([[all_at_once[0][place[0]]]], [[all_at_once[1][place[1]]]])
+            assert row["cka_whole"] == pytest.approx(float(expected[0, 0]), rel=1e-3)
+    sparse, dense = facts["groups"]
+    assert (sparse["density"], dense["density"]) == (0.25, 0.5)
+    means = [plain_cka(features[one], features[other])[[0, 1, 2, 3], [0, 0, 1, 1]].mean() for one, other in pairs]
+    assert dense["diagonal"] == pytest.approx(np.mean(means[:2]), rel=1e-3)
+    assert dense["diagonal_std_over_pairs"] == pytest.approx(np.std(means[:2], ddof=1), rel=1e-2)
+    assert dense["ceiling_a"] == pytest.approx(plain_cka(features["m1"], features["m0"]).diagonal().mean(), rel=1e-3)
+    assert sparse["ceiling_a"] is None and sparse["diagonal_std_over_pairs"] is None
+    low, high = dense["diagonal_interval_over_batches"]
+    assert low <= dense["diagonal"] <= high and abs(dense["floor"]) < 0.15 < dense["diagonal"]
+    assert "ceiling" in capsys.readouterr().out
+
+
+def reseed(folder: Path) -> None:
+    """Other weights, as of another seed."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(9)
+    save_file(
+        {
+            name: each + torch.randn(each.shape, generator=noise) * 0.2 if each.is_floating_point() else each
+            for name, each in weights.items()
+        },
+        folder / "model.safetensors",
+    )
+    for hashes in folder.glob("sha256.json"):
+        hashes.unlink()
+
+
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, shapes: Path, capsys: Capture) -> None:
+    mixer, other = write_folder(tmp_path / "mixer", shapes, spec=MIXER), tmp_path / "monarch"
+    write_folder(other, shapes, spec=StructuredMlpSpec(kind="structured", form="monarch"))
+    for words, message in (
+        ([str(mixer), str(other), str(shapes)], "has no mixings"),
+        ([str(mixer), str(tmp_path / "none"), str(shapes)], "is not there"),
+        ([str(mixer), str(mixer), str(shapes), "--split", "test"], "test"),
+        ([str(mixer), str(mixer), str(shapes), "--out", "x.png"], "has an ending"),
+    ):
+        assert main(["cka", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
