@@ -39,7 +39,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "table", help="what finished runs reached, beside the papers' tables: Markdown and PNG", epilog="analysis table runs"
     )
     table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
-    table.add_argument("--out", type=Path, help="where transfer.md and transfer.png go; by default the folder of the runs")
+    table.add_argument("--out", type=Path, help="where tables.md and tables.png go; by default the folder of the runs")
     table.set_defaults(run=_table)
     points = verbs.add_parser(
         "points",
@@ -117,15 +117,15 @@ def _table(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.runs}: holds no runs; name the folder that they lie in")
     tables, out = fill(TABLES, runs), options.out or options.runs
     make_directory(out)
-    write_atomic(out / "transfer.md", markdown(tables).encode())
-    draw(tables, out / "transfer.png")
+    write_atomic(out / "tables.md", markdown(tables).encode())
+    draw(tables, out / "tables.png")
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in with_runs(tables):
         console.print(console_table(table), "")
     for note in NOTES:
         console.print(note, style="dim")
     finished = sum(bool(run.result) for run in runs)
-    print(f"{out / 'transfer.md'} (all tables), transfer.png: of {finished:,} finished runs among {len(runs):,}")
+    print(f"{out / 'tables.md'} (all tables), tables.png: of {finished:,} finished runs among {len(runs):,}")
     return OK
 
 

@@ -9,25 +9,32 @@ the earlier runs that it leaves out: nothing is chosen by its result.
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from analysis.published import COLUMNS, JUDGED_ON, Method, Row, Table
+from pydantic import TypeAdapter
+
+from analysis.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
 from finetune.runs import Run
-from pretrain.checkpoints.run import MAY_CHANGE
+from pretrain.checkpoints.run import MAY_CHANGE, run_and_length
+from pretrain.models.spec import AnySpec, ModelSpec
 
 REPEATED = ("seed", "train.seed", "data.fold")
 """In what the repetitions of one recipe differ."""
 APART = (
-    *MAY_CHANGE,
+    *(key for key in MAY_CHANGE if key != "train.duration"),
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
 )
 """Not of the recipe: for paths stand the recipe of the run before and the hash of the manifest; ranks change nothing."""
-USUAL = {"model.norm": "layer", "model.activation": "gelu", "model.expansion": "4.0", "model.dropout": "0.0"}
-"""Of paper B's models, whose labels do not contain it."""
-PRETRAINED_ON, PUBLIC_DATA, PUBLIC_LENGTH = "imagenet21k", "imagenet21", "epochs_800"
+PRETRAINED_ON = "imagenet21k"
+PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
+"""In the names of the authors' checkpoints, which are of augmented pictures."""
 OFF = ("", "None", "null", "0", "0.0", "False", "false")
+SPEC = TypeAdapter[AnySpec](ModelSpec)
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
@@ -39,6 +46,7 @@ METHODS: dict[Method, str] = {
     "knn": "k-NN",
     "tta": "fine-tune, TTA",
 }
+REAL_WORDS = "top-1, ReaL labels"
 USUAL_SPLIT = "val"
 """Of a dataset that the papers do not have."""
 
@@ -54,6 +62,9 @@ class Cell:
     num_repetitions: int = 0
     num_left_out: int = 0
     """Finished runs of other recipes, or of a repetition that was run again."""
+    paper_std: float | None = None
+    is_cited: bool = False
+    """The paper has its number from another: no run is meant to be here."""
 
     @property
     def gap(self) -> float | None:
@@ -73,6 +84,7 @@ class Filled(NamedTuple):
     """"" of the table of what no paper has."""
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
+    decimals: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,8 @@ class Entry:
     epochs: int | None
     """Of the training itself; None where it was not given in epochs."""
     pretrained_on: str
-    """"" from scratch; what the weights were trained on just before, then of what those came, ..."""
+    """"" from scratch; what the weights were trained on just before, then of what those came, ..., at last for how long and, if
+    so, that it was without augmentation."""
     is_public: bool
     """Of the authors' 800-epoch weights."""
     recipe: tuple[object, ...]
@@ -109,11 +122,15 @@ class Entry:
         judged = "" if self.split in usual else f", on {self.split}"
         return f"{METHODS[self.method]} {self.model}{augmented}{length}{folds}{start}{judged}"
 
-    def belongs(self, row: Row, column: str) -> bool:
+    def belongs(self, wanted: Wanted) -> bool:
+        if wanted.model is None:
+            return False
         ours = (self.column, self.split, self.is_fold, self.method, self.model, self.augmented, self.is_public)
-        theirs = (column, JUDGED_ON[column], False, row.method, row.model, row.augmented, row.public)
-        start = "" if row.method == "scratch" else PRETRAINED_ON
-        return ours == theirs and self.pretrained_on == start and row.epochs in (None, self.epochs)
+        model = words_of_model(wanted.model)
+        theirs = (wanted.target, JUDGED_ON[wanted.target], False, wanted.method, model, wanted.augmented, wanted.public)
+        start = _start(PRETRAINED_ON, "800 epochs" if wanted.public else "400 epochs", augmented=wanted.augmented)
+        is_from_there = self.pretrained_on == ("" if wanted.method == "scratch" else start)
+        return ours == theirs and is_from_there and wanted.epochs in (None, self.epochs)
 
 
 def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
@@ -125,23 +142,24 @@ def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
     for table in tables:
         lines = []
         for row in table.rows:
-            found = [[each for each in entries if each.belongs(row, column)] for column in table.columns]
+            found = [[each for each in entries if each.belongs(wanted)] for wanted in row.cells]
             others = [each for each in others if not any(each in cell for cell in found)]
-            cells = (cell_of(cell, paper=paper) for cell, paper in zip(found, row.top1, strict=True))
-            lines.append(Line(row.name, tuple(cells)))
-        filled.append(Filled(table.title, table.source, tuple(COLUMNS[each] for each in table.columns), tuple(lines)))
+            lines.append(Line(row.name, tuple(map(cell_of, found, row.cells))))
+        filled.append(Filled(table.title, table.source, table.columns, tuple(lines), table.decimals))
     return [*filled, _ours(others)] if others else filled
 
 
-def cell_of(entries: Sequence[Entry], *, paper: float | None = None) -> Cell:
+def cell_of(entries: Sequence[Entry], wanted: Wanted | None = None) -> Cell:
     """`entries`: the oldest first."""
+    empty = Cell(wanted.top1, paper_std=wanted.std, is_cited=wanted.method is None) if wanted else Cell()
     if not entries:
-        return Cell(paper)
+        return empty
     last = entries[-1].recipe
     found = {entry.repetition: entry.top1 * 100 for entry in entries if entry.recipe == last}  # the last of each
     values = list(found.values())
     std = statistics.stdev(values) if len(values) > 1 else None
-    return Cell(paper, statistics.fmean(values), std, len(values), len(entries) - len(values))
+    num_left_out = len(entries) - len(values)
+    return replace(empty, mean=statistics.fmean(values), std=std, num_repetitions=len(values), num_left_out=num_left_out)
 
 
 def _ours(entries: Sequence[Entry]) -> Filled:
@@ -169,19 +187,19 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
         return []
     training = above[0] if method == "tta" else run
     pretrained_on, is_public = ("", False) if method == "scratch" else _pretraining(run, method, above)
-    augmentations = [training.params.get(f"augment.{name}", "") for name in AUGMENTATIONS]
+    augmented = _is_augmented(training)
     if method in ("probe", "knn"):  # a probe has augmented views or none
-        augmentations = [run.params.get("views", "")]
-    length = re.fullmatch(r"(\d[\d_]*) epochs?", training.params.get("train.duration", "").strip())
+        augmented = run.params.get("views", "") not in OFF
+    length = re.fullmatch(r"(\d+) epochs?", _length(training.params.get("train.duration", "")))
     prefix = "top-1, k = " if method == "knn" else "top-1"
     return [
         Entry(
             method=method,
-            model=_model(run, above) + words.removeprefix("top-1"),
-            column=_column(run),
+            model=_model(run, above) + ("" if words == REAL_WORDS else words.removeprefix("top-1")),
+            column=_column(run) + (REAL if words == REAL_WORDS else ""),
             split=run.split,
             is_fold=_is_fold(training),
-            augmented=any(value not in OFF for value in augmentations),
+            augmented=augmented,
             epochs=int(length[1]) if length else None,
             pretrained_on=pretrained_on,
             is_public=is_public,
@@ -190,7 +208,7 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
             top1=value,
         )
         for words, value in sorted(run.accuracies.items())
-        if words == prefix or (method == "knn" and words.startswith(prefix))
+        if words in (prefix, REAL_WORDS) or (method == "knn" and words.startswith(prefix))
     ]
 
 
@@ -213,10 +231,18 @@ def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:
 
 
 def _model(run: Run, above: Sequence[Run]) -> str:
-    """Its label, and in what an MLP differs from the papers' of that label."""
-    params = next((each.params for each in (run, *above) if each.params.get("model.kind") == "mlp"), {})
-    unusual = [f"{key.removeprefix('model.')} {params[key]}" for key in USUAL if params.get(key, USUAL[key]) != USUAL[key]]
-    return ", ".join([run.model_name, *unusual])
+    for each in (run, *above):
+        with suppress(ValueError):  # it has none of its own, or one of another version
+            return words_of_model(SPEC.validate_python(each.settings.get("model")))
+    return run.model_name
+
+
+@cache
+def words_of_model(spec: AnySpec) -> str:
+    """Its label, and in what it differs from the usual model of that label."""
+    fields = {name: field.default for name, field in type(spec).model_fields.items() if not field.is_required()}
+    hidden = [name for name, default in fields.items() if spec.model_copy(update={name: default}).label == spec.label]
+    return ", ".join([spec.label, *(f"{name} {getattr(spec, name)}" for name in hidden if getattr(spec, name) != fields[name])])
 
 
 def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, bool]:
@@ -224,13 +250,39 @@ def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, b
     was tuned on another dataset first stands beside no number of the papers."""
     is_own = method == "tta" and _column(above[0]) == _column(run)  # the tuning that is judged, not one before it
     between = [_column(each) for each in above[int(is_own) :] if _method(each) != "scratch"]
-    source = next((each for each in above if _method(each) == "scratch"), None)
+    trained = [(each, after) for each, after in zip(above, (run, *above), strict=False) if _method(each) == "scratch"]
     origin = next((each.tags["origin"] for each in (run, *above) if each.tags.get("origin")), "")
+    public = PUBLIC.search(origin)
     is_whole = not (above[-1] if above else run).parent_key  # or a run between may be one that is not here
-    known = PRETRAINED_ON if PUBLIC_DATA in origin else origin or "unknown"
-    start = _column(source) if source is not None else known if is_whole else "unknown"
-    is_public = source is None and start == PRETRAINED_ON and PUBLIC_LENGTH in origin
-    return ", of ".join([*between, start]), is_public
+    if trained:
+        source, after = trained[0]
+        length = _taken_at(after, source) or source.params.get("train.duration", "")
+        start = _start(_column(source), length, augmented=_is_augmented(source))
+    elif public and is_whole:
+        start = _start(PRETRAINED_ON, f"{public[1]} epochs", augmented=True)
+    else:
+        start = origin if origin and is_whole else "unknown"
+    return ", of ".join([*between, start]), not trained and start == _start(PRETRAINED_ON, "800 epochs", augmented=True)
+
+
+def _start(target: str, length: str, *, augmented: bool) -> str:
+    return target + (f" for {_length(length)}" if length else "") + ("" if augmented else " without DA")
+
+
+def _taken_at(run: Run, source: Run) -> str:
+    """How far `source` had come when `run` took its weights; "" at its end."""
+    place, length = run_and_length(str(run.settings.get("pretrained") or run.settings.get("start_from") or ""))
+    step = Path(place).name
+    return length or (step if step.startswith("step-") and step != f"step-{source.result.get('step', 0):08d}" else "")
+
+
+def _length(words: str) -> str:
+    """50epochs and 1_000 epochs as 50 epochs and 1000 epochs, so that they can be compared."""
+    return re.sub(r"^(\d+) ?(epochs?)$", r"\1 \2", words.strip().replace("_", ""))
+
+
+def _is_augmented(run: Run) -> bool:
+    return any(run.params.get(f"augment.{name}", "") not in OFF for name in AUGMENTATIONS)
 
 
 def _column(run: Run) -> str:

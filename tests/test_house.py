@@ -96,7 +96,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "runs/first-tuned/result.json",
         "exports/first-tuned/model.onnx",
         "runs/report.png",
-        "runs/transfer.png",
+        "runs/tables.png",
         "runs/mlflow.db",
     ):
         assert (tmp_path / left).exists(), left
