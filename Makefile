@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo findings study test check soak lint types arrows tests format lock clean-demo
+.PHONY: cluster-test demo demos findings study test check soak lint types arrows tests format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -17,6 +17,19 @@ study: .venv/.installed
 findings: .venv/.installed
 	$(BIN)/python -m cluster run configs/plan/findings.yaml
 	$(BIN)/python benchmarks/findings.py
+
+# The twins of all sweeps of the papers, whole, in some 20 minutes; then what they have reached, for the tests that draw figures from it.
+# What is finished stays; `make clean-demos demos` begins anew.
+TWINS := $(wildcard configs/plan/[ab]_*_demo.yaml)
+demos: .venv/.installed
+	@took= failed=; \
+	for plan in $(TWINS); do \
+	    began=$$(date +%s); $(BIN)/python -m cluster run $$plan; code=$$?; [ $$code -ne 130 ] || exit 130; \
+	    [ $$code -eq 0 ] || failed="$$failed $$plan"; \
+	    took="$$took$$(($$(date +%s) - began)) s  $$plan\n"; \
+	done; \
+	printf "\n$$took"; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+	$(BIN)/python -m analysis points $(TWINS) --out tests/analysis/points/twins.parquet
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
@@ -62,6 +75,9 @@ lock: .venv/.installed
 
 clean-demo:
 	rm -rf runs/demo data/demo-pretrain data/demo-transfer data/demo-pretrain-images data/demo-transfer-images
+
+clean-demos:
+	rm -rf $(TWINS:configs/plan/%.yaml=runs/plans/%) data/twins data/twins-transfer
 
 .venv/.installed: requirements.lock pyproject.toml install.sh
 	sh install.sh

@@ -209,10 +209,11 @@ def recorded(
         title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
         tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
         tracker = Tracker(
-            run_dir if tracking.enabled else None,
+            run_dir,
             params=flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash},
             tags=with_note(tags, title=title, run_dir=run_dir),
             datasets=tuple(dataset_of(part, context) for part, context in used),
+            is_sent=tracking.enabled,
         )
         tracker.artifact(run_dir / CONFIG_FILE)
         try:

@@ -308,10 +308,11 @@ def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_we
     )
     facts = {"num_ranks": world.num_ranks, "num_weights": num_weights, "content_hash": data.content_hash}
     tracker = Tracker(
-        run_dir if tracking.enabled else None,
+        run_dir,
         params=flatten(settings.model_dump(mode="json")) | facts,
         tags=training_tags(settings, data, num_weights=num_weights) | task.tags,
         datasets=datasets_of(data),
+        is_sent=tracking.enabled,
     )
     tracker.artifact(run_dir / CONFIG_FILE)
     if tracking.enabled:

@@ -95,7 +95,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """Without a run directory (other ranks, tracking off) every call is a no-op. Any thread may call."""
+    """Without a run directory (other ranks) every call is a no-op. Any thread may call. With `is_sent` false the journal is all:
+    no deliverer, and no pictures."""
 
     def __init__(
         self,
@@ -105,8 +106,10 @@ class Tracker:
         tags: dict[str, str],
         datasets: tuple[dict[str, str], ...] = (),
         close_timeout_s: float = 20.0,
+        is_sent: bool = True,
     ):
         self._journal: Journal | None = None
+        self._deliverer: subprocess.Popen[bytes] | None = None
         self._lock, self._closing, self._threads = threading.RLock(), threading.Event(), list[threading.Thread]()
         if run_dir is None:
             return
@@ -114,7 +117,8 @@ class Tracker:
         self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
-        self._start_deliverer()
+        if is_sent:
+            self._start_deliverer()
         self._started_s = time.monotonic()
 
     def params(self, values: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> None:
@@ -153,7 +157,7 @@ class Tracker:
     def picture(self, key: str, draw: Callable[[], Image.Image], *, step: int) -> None:
         """Drawn by a thread while training goes on; a picture of this step that the journal has already is left out."""
         with self._lock:
-            if not self._is_new(image_name(key), step):
+            if self._deliverer is None or not self._is_new(image_name(key), step):
                 return
 
         def draw_and_report() -> None:
@@ -185,6 +189,8 @@ class Tracker:
         if not journal.close(timeout_s=DRAWING_S):
             print(f"tracking: {journal.path} could not take its last lines; they are lost", file=sys.stderr)
         deliverer = self._deliverer
+        if deliverer is None:
+            return
         assert deliverer.stdin is not None
         deliverer.stdin.close()
         try:
@@ -207,9 +213,10 @@ class Tracker:
             if self._journal is None:
                 return
             self._journal.append(event)
-            if time.monotonic() - self._started_s >= RESTART_S and self._deliverer.poll() is not None:
+            dead = self._deliverer
+            if dead is not None and time.monotonic() - self._started_s >= RESTART_S and dead.poll() is not None:
                 self._started_s = math.inf  # nobody starts a second one meanwhile
-                self._start(self._deliver_again)
+                self._start(lambda: self._deliver_again(dead))
 
     def _start_deliverer(self) -> None:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
@@ -221,9 +228,8 @@ class Tracker:
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
         )
 
-    def _deliver_again(self) -> None:
+    def _deliver_again(self, dead: subprocess.Popen[bytes]) -> None:
         """In a thread: training does not wait for the disk that a program is read from."""
-        dead = self._deliverer
         if not self._has_reported:
             self._has_reported = True
             how = f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at most once a minute"

@@ -6,11 +6,14 @@ configs. What a paper does not print is ours, and stands in the head of the file
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from analysis.points import collect
 from cluster.plan_file import Plan, load_checked
 from cluster.work import Work
 from data_prep.settings import flatten, load_settings
@@ -342,6 +345,22 @@ def test_the_first_member_of_each_twin_trains_for_two_steps(plans: dict[str, Pla
     process = begin("tests.configs.test_sweeps:train_all", commands, str(REPOSITORY), environment=environment, output=output)
     assert wait([process], timeout_s=900) == [0], output.read_text()[-3000:]
     assert len(firsts) == len(MEMBERS) and all((tmp_path / work.writes / "result.json").is_file() for work in firsts)
+
+
+@pytest.mark.processes
+def test_a_twin_runs_whole_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From nothing to the points of its figure: two widths, at both lengths that they keep, and a probe of each."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(REPOSITORY / "configs")
+    plan = "configs/plan/b_scaling_demo.yaml"
+    command = [sys.executable, "-m", "cluster", "run", plan]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    points = collect([load_checked(plan)])
+    assert [point.task for point in points] == ["pretrain"] * 4 + ["probe"] * 4
+    assert sorted((point.width, point.epochs) for point in points) == sorted([(32, 2), (32, 6), (128, 2), (128, 6)] * 2)
+    for task, (first, *_, last) in (("pretrain", points[:4]), ("probe", points[4:])):  # 32 wide at 2 epochs, 128 wide at 6
+        assert last.error is not None and first.error is not None and last.error < first.error - 0.05, task
 
 
 def _two_steps(work: Work, shapes: Path, runs: Path) -> list[str]:

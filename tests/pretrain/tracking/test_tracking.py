@@ -154,7 +154,21 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     )
 
 
-def test_other_ranks_and_untracked_runs_write_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_not_sent_keeps_its_journal_alone(tmp_path: Path, store: Path) -> None:
+    """`pretrain sync` may send it later."""
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    run = Tracker(run_dir, params={"lr": 0.1}, tags={"task": "pretrain"}, is_sent=False)
+    run.metrics({"loss": 1.0}, step=1)
+    run.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
+    run.close("FINISHED")
+    assert sorted(path.name for path in (run_dir / "tracking").iterdir()) == ["identity.json", "journal.jsonl"]
+    sync(run_dir)
+    (sent,) = runs_in(store)
+    assert (sent.info.status, points(store, sent, "loss")) == ("FINISHED", [(1, 1.0)])
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     silent = Tracker(None, params={}, tags={})
     silent.metrics({"loss": 1.0}, step=1)
     silent.close("FINISHED")
