@@ -120,11 +120,11 @@ def _table(options: argparse.Namespace) -> int:
     write_atomic(out / "tables.md", markdown(tables).encode())
     draw(tables, out / "tables.png")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for table in with_runs(tables):
-        console.print(console_table(table), "")
-    for note in NOTES:
-        console.print(note, style="dim")
     finished = sum(bool(run.result) for run in runs)
+    for table in with_runs(tables) if finished else ():  # else they are pages of "not run"
+        console.print(console_table(table), "")
+    for note in NOTES if finished else ():
+        console.print(note, style="dim")
     print(f"{out / 'tables.md'} (all tables), tables.png: of {finished:,} finished runs among {len(runs):,}")
     return OK
 

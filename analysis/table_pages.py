@@ -27,7 +27,7 @@ NOTES = (
     "themselves: the papers' numbers are of whole splits.",
 )
 COLOURS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
-LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, LONGEST = 0.46, 3.9, 1.55, 0.078, 17
+LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, TITLE_INCHES, LONGEST = 0.46, 3.9, 1.55, 0.078, 0.088, 17
 
 
 def rows_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -99,13 +99,16 @@ def draw(tables: Sequence[Filled], path: Path) -> None:
 def _drawn(tables: Sequence[Filled]) -> Figure:
     longest = max(len(line.name) for table in tables for line in table.lines)
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * longest + 0.3)
-    width = name_inches + CELL_INCHES * max(len(table.columns) for table in tables)
+    own = "what the papers have no row or column for"
+    titles = [f"{table.title}, top-1 in %: {f'beside {table.source}' if table.source else own}" for table in tables]
+    width = max(
+        name_inches + CELL_INCHES * max(len(table.columns) for table in tables), TITLE_INCHES * max(len(each) for each in titles)
+    )
     heights = [LINE_INCHES * (len(table.lines) + 1) for table in tables]
     figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)))
     panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, table in zip(panels, tables, strict=True):
-        source = f"beside {table.source}" if table.source else "what the papers have no row or column for"
-        axes.set_title(f"{table.title}, top-1 in %: {source}", fontsize=11)
+    for axes, table, title in zip(panels, tables, titles, strict=True):
+        axes.set_title(title, fontsize=11)
         axes.set_axis_off()
         used = name_inches + CELL_INCHES * len(table.columns)
         drawn = axes.table(

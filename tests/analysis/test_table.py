@@ -267,6 +267,9 @@ def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monk
     monkeypatch.setenv("COLUMNS", "160")  # or a narrow terminal would break a cell in two
     assert analysis(["table", str(tmp_path)]) == 2
     assert "holds no runs; name the folder that they lie in" in capsys.readouterr().err
+    write_run("begun", {"data": {}})
+    assert analysis(["table", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("tables.md (all tables), tables.png: of 0 finished runs among 1\n")
     data: dict[str, Any] = {"data": {"dataset": "cifar", "eval_split": "test"}, "augment": {"flip_probability": 0.5}}
     start = {"model": "B-12/Wi-1024", "target": "cifar10", "dataset": "cifar"}
     body = start | {"target": "imagenet21k", "dataset": "i21k"}
@@ -284,7 +287,7 @@ def test_the_command_writes_both_files(tmp_path: Path, write_run: WriteRun, monk
     runs = tmp_path / "runs"
     assert analysis(["table", str(runs), "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert "of 3 finished runs among 4" in shown and "91.2 / 93.6 / -2.4" in shown
+    assert "of 3 finished runs among 5" in shown and "91.2 / 93.6 / -2.4" in shown
     assert analysis(["table", str(runs)]) == 0
     assert (runs / "tables.md").read_bytes() == (tmp_path / "out" / "tables.md").read_bytes()
     lines = [line for line in (runs / "tables.md").read_text().splitlines() if line.startswith("| ")]
