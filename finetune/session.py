@@ -21,11 +21,11 @@ from torch import Tensor
 from data_prep.manifest import Filter, Manifest
 from data_prep.settings import Settings, UserError, flatten
 from finetune.config import ChannelStats, ShortRunSettings
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import IN_PLACE, Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
-from pretrain.config import AugmentSettings, TrackingSettings
+from pretrain.config import AugmentSettings, PixelOrder, TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
@@ -142,6 +142,7 @@ class Backbone:
     """None, both, where there is no model."""
     interpolation: Filter = "bilinear"
     """With which pictures of another size are fed, unless settings name another."""
+    pixels: PixelOrder = IN_PLACE
 
     def augmentation(self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device) -> Augmentation:
         return Augmentation(
@@ -151,6 +152,7 @@ class Backbone:
             normalisation=self.normalisation,
             device=device,
             dtype=torch.float32,
+            pixels=self.pixels,
         )
 
 
@@ -170,7 +172,13 @@ def open_backbone(
     if channel_stats == "checkpoint":
         normalisation = Normalisation(card.channel_mean, card.channel_std)
     return Backbone(
-        lambda images: pooled_features(model, images), card.image_size, normalisation, checkpoint, model, card.fed_interpolation
+        lambda images: pooled_features(model, images),
+        card.image_size,
+        normalisation,
+        checkpoint,
+        model,
+        card.fed_interpolation,
+        card,
     )
 
 

@@ -220,8 +220,11 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             asked = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step {found.card.step:,}"
             raise SettingsError(f"train.duration: {asked}; a branch goes on from there, so give more")
     card = found.card
-    models = (card.model, card.image_size), (settings.model, data.image_size)
-    there, here = ({"model": spec.model_dump(mode="json"), "image_size": size} for spec, size in models)
+    models = (card.model, card.image_size, card), (settings.model, data.image_size, settings.data)
+    there, here = (
+        {"model": spec.model_dump(mode="json"), "image_size": size, "data.pixel_permutation": pixels.pixel_permutation}
+        for spec, size, pixels in models
+    )
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
         raise SettingsError(f"start_from: {source} holds another model ({differ} there); set model as there, or name another")
     if world.is_first and LAUNCHED_WITH not in os.environ:

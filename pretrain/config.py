@@ -94,7 +94,24 @@ class ReadingSettings(Settings):
     them."""
 
 
-class DataSettings(ReadingSettings):
+class PixelOrder(Settings):
+    """Of a training, and on the card of what it has made."""
+
+    pixel_permutation: int | None = Field(None, ge=0, examples=[0])
+    """Seed of one random order of the pixels, in which the model sees every picture, in training and whatever is done with the
+    weights later. To an MLP that is the same task; to a Mixer, and to augmentation before which it stands, it is another."""
+    permute: Literal["after", "before"] = "after"
+    """after: augmented pictures; before: augmentation crops and mirrors pictures whose pixels are in that order already, and so
+    knows nothing of what lies beside what."""
+
+    @model_validator(mode="after")
+    def _there_is_an_order(self) -> Self:
+        if self.permute == "before" and self.pixel_permutation is None:
+            raise ValueError("data.permute: before changes nothing without an order; set data.pixel_permutation, such as 0")
+        return self
+
+
+class DataSettings(PixelOrder, ReadingSettings):
     train_split: str = "train"
     """The split to train on."""
     eval_split: str | None = "val"

@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 BUDGETS = {
     "data_prep": 10_200,
-    "pretrain": 14_650,
+    "pretrain": 14_710,
     "finetune": 5_200,
     "cluster": 3_170,  # with its shell
     "analysis": 4_500,

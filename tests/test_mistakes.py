@@ -103,6 +103,7 @@ TABLE = [
     ("crop range upside down", ["augment.crop_scale=[0.9, 0.1]"], "augment.crop_scale: [0.9, 0.1] will not do; write [low, high]"),
     ("crop range too short", ["augment.crop_scale=[0.9]"], "augment.crop_scale.1: missing"),
     ("probability above one", ["augment.flip_probability=1.5"], "augment.flip_probability: 1.5 will not do; it must be less than or equal to 1"),
+    ("augmentation behind no order of pixels", ["data.permute=before"], "data.permute: before changes nothing without an order; set data.pixel_permutation, such as 0"),
     ("betas for sgd", ["optimizer={name: sgd, lr: 0.1, betas: [0.9, 0.9]}"], "optimizer.betas: sgd has none; set optimizer.momentum"),
     ("betas out of range", ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas: [0.9, 1.0] will not do"),
     ("compile at stage 3", ["engine={compile: true, zero_stage: 3}"], "engine.compile: true will not do with engine.zero_stage 3"),

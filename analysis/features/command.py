@@ -50,17 +50,19 @@ def _cka(options: argparse.Namespace) -> int:
         from analysis.features import cka, drawing
         from analysis.features.mixings import device_of
         from analysis.output import write
+        from finetune.looks import looks
     request = cka.Request(pairs, options.dataset, manifest, options.split, options.batch, _count(options), options.whole)
     found = cka.compare(request, device=device_of(options.device))
     groups = cka.groups_of(found, pairs)
     drawing.print_groups(groups)
-    written = write(
-        options.out,
-        facts=cka.facts_of(found, groups, request),
-        read=[options.dataset, *found.subjects],
-        rows=cka.rows_of(found, pairs),
-        figures=drawing.cka_figures(groups),
-    )
+    with looks(*(model for group in groups for model in group.models)):
+        written = write(
+            options.out,
+            facts=cka.facts_of(found, groups, request),
+            read=[options.dataset, *found.subjects],
+            rows=cka.rows_of(found, pairs),
+            figures=drawing.cka_figures(groups),
+        )
     print(*written, sep="\n")
     return 0
 

@@ -11,10 +11,9 @@ from rich.console import Console
 from analysis.features.cka import Group, diagonal
 from analysis.table_pages import for_console
 from data_prep.images.lettering import legible
-from finetune.looks import GREY, looks
+from finetune.looks import COLUMN, GREY, MARKERS, SEQUENTIAL, panels
 
 MOST_PANELS = 6
-PANEL_INCHES = 1.65
 
 
 def print_groups(groups: Sequence[Group]) -> None:
@@ -30,24 +29,19 @@ def print_groups(groups: Sequence[Group]) -> None:
 
 
 def cka_figures(groups: Sequence[Group]) -> dict[str, Figure]:
-    with looks(*(model for group in groups for model in group.models)):
-        figures = {"heat": _heat(groups)}
-        if len({group.density for group in groups if group.density is not None}) > 1:
-            figures["density"] = _over_density(groups)
+    """Within `looks`."""
+    figures = {"heat": _heat(groups)}
+    if len({group.density for group in groups if group.density is not None}) > 1:
+        figures["density"] = _over_density(groups)
     return figures
 
 
 def _heat(groups: Sequence[Group]) -> Figure:
     """At most six, the sparsest and the densest among them."""
     shown = [groups[place] for place in sorted(set(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int).tolist()))]
-    columns = min(len(shown), 3)
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(PANEL_INCHES * columns + 1.1, (PANEL_INCHES + 0.55) * rows + 0.2))
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    for axes, group in zip(panels, shown, strict=False):
-        image = axes.imshow(group.matrix_LM, cmap="viridis", vmin=0, vmax=1, interpolation="nearest", origin="lower")
+    figure, places = panels(len(shown), height=2.4)
+    for axes, group in zip(places, shown, strict=True):
+        image = axes.imshow(group.matrix_LM, cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest", origin="lower")
         for row, column in diagonal(*group.matrix_LM.shape):
             axes.plot(column, row, marker="o", markersize=2.5, color="white", markeredgecolor="black", markeredgewidth=0.4)
         for axis, names in ((axes.xaxis, group.names[1]), (axes.yaxis, group.names[0])):
@@ -59,7 +53,7 @@ def _heat(groups: Sequence[Group]) -> Figure:
         axes.set_xlabel(f"mixings of\n{second}", fontsize=6)
         axes.set_ylabel(f"mixings of\n{first}", fontsize=6)
         axes.set_title(f"mean of the diagonal {group.mean:.2f}", fontsize=7)
-    bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.8, aspect=25, pad=0.02)
+    bar = figure.colorbar(image, ax=places, shrink=0.8, aspect=25, pad=0.02)
     bar.set_label("CKA")
     bar.outline.set_visible(False)
     return figure
@@ -72,8 +66,8 @@ def _short(name: str) -> str:
 
 
 def _over_density(groups: Sequence[Group]) -> Figure:
-    figure = Figure(figsize=(3.3, 2.5))
-    axes = figure.add_subplot(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal", ylim=(0, 1.02))
+    figure = Figure(figsize=(COLUMN, 2.5))
+    axes = figure.add_subplot(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal", ylim=(-0.04, 1.02))
     axes.set_xscale("log", base=2)
     known = [group for group in groups if group.density is not None]
     for number, model in enumerate(dict.fromkeys(group.models[0] for group in known)):
@@ -88,12 +82,21 @@ def _over_density(groups: Sequence[Group]) -> Figure:
             )
         means = [group.mean for group in members]
         label = f"{legible(model)} ({note})"
-        axes.errorbar(densities, means, yerr=np.maximum(errors, 0), marker="o", markersize=3, capsize=2, color=colour, label=label)
+        axes.errorbar(
+            densities,
+            means,
+            yerr=np.maximum(errors, 0),
+            marker=MARKERS[number % len(MARKERS)],
+            capsize=2,
+            color=colour,
+            label=label,
+        )
         ceiling = members[0].ceilings[0]
         if ceiling is not None:
-            axes.axhline(ceiling, color=colour, linestyle="--", linewidth=1, label="ceiling: its other seeds")
+            axes.axhline(ceiling, color=colour, linestyle="--", linewidth=1)
         axes.plot(densities, [group.floor for group in members], color=GREY, linestyle=":", linewidth=1)
-    axes.plot([], [], color=GREY, linestyle=":", linewidth=1, label="floor: shuffled pictures")
+    for style, label in (("--", "ceiling: the Mixer's other seeds"), (":", "floor: shuffled pictures")):
+        axes.plot([], [], color=GREY, linestyle=style, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1"))
     axes.legend(loc="best")
     return figure

@@ -141,6 +141,8 @@ class Evaluation:
         settings = self.settings
         facts: dict[str, Any] = {"split": settings.data.split, "precision": settings.precision, "views": settings.views}
         facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
+        if self.card.pixel_permutation is not None:  # neither is this
+            facts["pixel_permutation"], facts["permute"] = self.card.pixel_permutation, self.card.permute
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")

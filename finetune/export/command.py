@@ -51,6 +51,11 @@ def _export(options: argparse.Namespace) -> int:
     if not read_world().is_first:
         return OK  # of several ranks one is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
+    if source.card.pixel_permutation is not None:
+        why = (
+            f"sees pixels in an order of its own (data.pixel_permutation {source.card.pixel_permutation}), which others do not have"
+        )
+        raise UserError(f"pretrained: {settings.pretrained} {why}; export a run without it")
     if _is_whole(settings, source):
         print(f"{out}: exported before, and whole; name another directory to do it anew")
         return OK

@@ -63,6 +63,7 @@ class Predictor:
             normalisation=Normalisation(card.channel_mean, card.channel_std),
             device=device,
             dtype=torch.float32,
+            pixels=card,
         )
         return cls(checkpoint, load_model(checkpoint).to(device).eval(), augmentation)
 

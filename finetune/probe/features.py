@@ -52,7 +52,7 @@ from finetune.session import Backbone, PatientGroup
 from finetune.split import batches_of, view_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
-from pretrain.config import AugmentSettings
+from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader, reading
@@ -171,7 +171,8 @@ class FeatureMaker:
 
     def _key(self, split: str, view: int | None) -> dict[str, Any]:
         backbone, is_augmented = self.backbone, view is not None
-        return {
+        order = backbone.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
+        return order | {
             "version": VERSION,
             "weights_sha256": backbone.checkpoint.sha256 if backbone.checkpoint else "pixels",
             "pixels_hash": self.manifest.pixels_hash,

@@ -18,7 +18,7 @@ from data_prep.settings import SettingsError, read_yaml
 from finetune.config import ChannelStats
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, is_worthless, list_checkpoints
-from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PretrainSettings, TrainingSettings
+from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PixelOrder, PretrainSettings, TrainingSettings
 from pretrain.data.datasets import Part, num_folds
 
 SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")
@@ -64,8 +64,16 @@ class TuneSettings(TrainingSettings):
         size = self.data.image_size or card.image_size
         if size != card.image_size:
             raise ValueError(f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size}; leave it out")
+        order = card.model_dump(include={*PixelOrder.model_fields})
+        own = self.data.model_dump(include={*PixelOrder.model_fields} & self.data.model_fields_set)
+        if own != {name: order[name] for name in own}:
+            name = next(name for name in own if own[name] != order[name])
+            raise ValueError(f"data.{name}: {own[name]}, but {self.pretrained} was trained with {order[name]}; leave it out")
         same = {name: getattr(self, name) for name in TrainingSettings.model_fields}
-        same |= {"data": self.data.model_copy(update={"image_size": size}), "augment": self.augment.fed_as(card.fed_interpolation)}
+        same |= {
+            "data": self.data.model_copy(update={"image_size": size, **order}),
+            "augment": self.augment.fed_as(card.fed_interpolation),
+        }
         return PretrainSettings(**same, model=card.model, engine=EngineSettings(zero_stage=0, **self.engine.model_dump()))
 
 

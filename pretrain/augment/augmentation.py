@@ -7,7 +7,7 @@ On a CPU the papers' usual recipe (crop, flip, MixUp, normalise) is one pass of 
 B batch, H/W height and width in, O out, C colours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,14 +26,22 @@ from pretrain.augment.crops import (
     resample_levels,
     whole_boxes,
 )
-from pretrain.augment.draws import Draws, Floats
+from pretrain.augment.draws import Draws, Floats, Purpose
 from pretrain.augment.erasing import draw_blocks, erase
 from pretrain.augment.mixing import Mixer
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
-from pretrain.config import AugmentSettings
+from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.data.loader import Batch, BufferPool
+from pretrain.data.order import hash64
+
+IN_PLACE = PixelOrder()
+
+
+def pixel_order(seed: int, *, size: int) -> Tensor:
+    """From which place of a square picture each pixel comes."""
+    return torch.from_numpy(np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable"))
 
 
 class Normalisation(NamedTuple):
@@ -66,9 +74,13 @@ class Augmentation:
         normalisation: Normalisation,
         device: torch.device,
         dtype: torch.dtype,
+        pixels: PixelOrder = IN_PLACE,
     ):
         self.settings, self.seed, self.image_size, self.device, self.dtype = settings, seed, image_size, device, dtype
         self.normalisation = normalisation
+        self._is_permuted_first, self._order_P = pixels.permute == "before", None
+        if pixels.pixel_permutation is not None:
+            self._order_P = pixel_order(pixels.pixel_permutation, size=image_size).to(device)
         self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
         self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(1, 3, 1, 1)
         mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
@@ -81,6 +93,28 @@ class Augmentation:
         self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
 
     def prepare(self, batch: Batch) -> Prepared:
+        if self._order_P is not None and self._is_permuted_first:
+            return self._augmented(replace(batch, images_BHWC=self._permuted_levels(batch.images_BHWC, self._order_P)))
+        return self._in_order(self._augmented(batch))
+
+    def plain(self, batch: Batch) -> Prepared:
+        return self._in_order(self._plain(batch))
+
+    def _in_order(self, prepared: Prepared) -> Prepared:
+        if self._order_P is None:
+            return prepared
+        images = prepared.images_BCHW
+        return replace(prepared, images_BCHW=images.flatten(2).index_select(2, self._order_P).view_as(images))
+
+    def _permuted_levels(self, images_BHWC: Tensor, order_P: Tensor) -> Tensor:
+        """Of pictures in the size that the model is fed."""
+        images, (count, stored) = self._move(images_BHWC), images_BHWC.shape[:2]
+        if stored != self.image_size:
+            cubic = np.ones(count, bool) if self.settings.plain_filter == "bicubic" else None
+            images = resample_levels(images, whole_boxes(count, stored), size=self.image_size, cubic=cubic, area=self._area)
+        return images.flatten(1, 2).index_select(1, order_P).view_as(images)
+
+    def _augmented(self, batch: Batch) -> Prepared:
         draws, labels = Draws((self.seed, batch.epochs, batch.samples)), self._move(batch.labels_B)
         drawn = self._mixer.draw(Draws((self.seed, batch.mix_keys)), size=self.image_size) if self._mixer else None
         weight = None
@@ -114,7 +148,7 @@ class Augmentation:
             out=self._buffers.empty(len(images_BHWC), 3, size, size, dtype=self.dtype),
         )
 
-    def plain(self, batch: Batch) -> Prepared:
+    def _plain(self, batch: Batch) -> Prepared:
         count, stored = len(batch.images_BHWC), batch.images_BHWC.shape[1]
         boxes, is_cubic = whole_boxes(count, stored), self.settings.plain_filter == "bicubic"
         if self._on_cpu and not is_cubic:

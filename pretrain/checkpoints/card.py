@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from data_prep.manifest import CropPolicy, Filter, Manifest
-from data_prep.settings import Settings, UserError
+from data_prep.settings import UserError
+from pretrain.config import PixelOrder
 from pretrain.models.spec import MixerSpec, ModelSpec
 
 CONFIG = "config.json"
@@ -17,7 +18,7 @@ class CheckpointError(UserError):
     """A checkpoint that is missing or damaged; the text names it and the remedy."""
 
 
-class ModelCard(Settings):
+class ModelCard(PixelOrder):
     """What weights need in order to be used, and where they come from; config.json holds it, and timm's words for it beside it."""
 
     model: ModelSpec

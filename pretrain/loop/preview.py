@@ -31,6 +31,7 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
         normalisation=normalisation,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        pixels=settings.data,
     )
     start = epoch * data.epoch_size(global_batch_size=batch_size)
     with (

@@ -336,5 +336,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         fed_interpolation=task.settings.augment.plain_filter,
         content_hash=data.content_hash,
         pixels_hash=data.pixels_hash,
+        pixel_permutation=task.settings.data.pixel_permutation,
+        permute=task.settings.data.permute,
         run_key=run_key,
     )

@@ -102,6 +102,7 @@ class Trainer:
             normalisation=Normalisation(self.card.channel_mean, self.card.channel_std),
             device=device,
             dtype=self.engine.input_dtype,
+            pixels=self.card,
         )
         self.saver = Saver(
             settings,

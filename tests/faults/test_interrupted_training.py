@@ -160,6 +160,7 @@ def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Pat
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     model = "model={kind: mixer, patch_size: 8, num_channels: 6, depth: 2, permuted_blocks: [1], dropout: 0.2}"
     words = [model, "train.duration=8 steps", "checkpoint={every: 4 steps, keep_last: 9}"]
+    words += ["data.pixel_permutation=3", "data.permute=before"]
     finish(start(config, run_dir, *words))
     shutil.copytree(run_dir, whole)
     early, late = list_checkpoints(run_dir)
@@ -167,6 +168,8 @@ def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Pat
     (run_dir / "result.json").unlink()
     permutation = "blocks.1.before_tokens.index"
     assert load_file(early / "model.safetensors")[permutation].dtype == torch.int32
+    card = Checkpoint.open(early).card
+    assert (card.pixel_permutation, card.permute) == (3, "before")
     assert "going on from step-00000004" in finish(start(config, run_dir, *words))
     assert_same_bits(run_dir, whole)
 

@@ -1,15 +1,17 @@
 """The whole chain: independent of rank, batch and resume, in timm's order, in the type that the model takes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torchvision.transforms.v2 import functional as reference
 
-from pretrain.augment.augmentation import Normalisation
+from pretrain.augment.augmentation import Normalisation, pixel_order
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
 from pretrain.augment.mixing import Mixer
-from pretrain.config import AugmentSettings
+from pretrain.config import AugmentSettings, PixelOrder
 from tests.pretrain.augment.pictures import batch_of, draws_of, make, pictures
 
 PAPER_A = AugmentSettings(
@@ -110,6 +112,22 @@ def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
     made = make(settings, normalisation=COLOURS, device=device, dtype=torch.bfloat16)
     prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
     assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
+
+
+@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, AugmentSettings()], ids=["paper A", "padding", "floats", "flips"])
+def test_pixels_in_an_order_of_their_own_after_augmentation_or_before(settings: AugmentSettings) -> None:
+    order = pixel_order(7, size=16)
+    assert order.sort().values.tolist() == list(range(256)) and not torch.equal(order, pixel_order(8, size=16))
+    batch = batch_of(pictures(24, 16), np.arange(24))
+    stored = batch.images_BHWC.reshape(24, 256, 3)[:, order].reshape(24, 16, 16, 3)
+    after, before = (make(settings, pixels=PixelOrder(pixel_permutation=7, permute=place)) for place in ("after", "before"))
+    usual = make(settings)
+    expected = usual.prepare(batch).images_BCHW.flatten(2)[:, :, order].reshape(24, 3, 16, 16)
+    assert torch.equal(after.prepare(batch).images_BCHW, expected)
+    expected = usual.prepare(replace(batch, images_BHWC=stored)).images_BCHW
+    assert torch.equal(before.prepare(batch).images_BCHW, expected)
+    expected = usual.plain(replace(batch, images_BHWC=stored)).images_BCHW
+    assert torch.equal(after.plain(batch).images_BCHW, expected) and torch.equal(before.plain(batch).images_BCHW, expected)
 
 
 def test_stored_pictures_are_never_changed() -> None:
