@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
-from analysis.features.mixings import Subject, stored_batches
+from analysis.features.mixings import Subject, open_subjects, stored_batches
 from data_prep.manifest import Manifest
 from data_prep.progress import progress
 from data_prep.settings import UserError
-from finetune.session import open_backbone
-from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import ReadingSettings
 from pretrain.data.datasets import Part
 from pretrain.data.reader import ShardReader, reading
@@ -144,14 +142,6 @@ def compare(request: Request, *, device: torch.device) -> Comparison:
         if request.whole:
             whole = {pair: _whole(request, [subjects[run] for run in pair], reader, count=count) for pair in request.pairs}
     return Comparison(subjects, torch.stack(sums), torch.stack(floors), seen, whole)
-
-
-def open_subjects(places: Sequence[str], manifest: Manifest, *, device: torch.device) -> dict[str, Subject]:
-    """Each run once, in the order in which they are named first."""
-    return {
-        place: Subject.of(place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device)
-        for place in dict.fromkeys(places)
-    }
 
 
 def _whole(request: Request, subjects: Sequence[Subject], reader: ShardReader, *, count: int) -> list[float]:

@@ -7,9 +7,10 @@ from analysis.output import add_out, check_out
 from data_prep.explain import Verbs, at_least
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
+from finetune.split import check_split, class_numbers
 from pretrain.checkpoints.checkpoint import Checkpoint
 
-QUICK_PICTURES = 1024
+QUICK_PICTURES, QUICK_VIEWS = 1024, 5
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -29,6 +30,19 @@ def add_verbs(verbs: Verbs) -> None:
     cka.add_argument("--whole", action="store_true", help="of the diagonals CKA of the whole sample, too: slower, without batches")
     add_out(cka, "cka")
     cka.set_defaults(run=_cka)
+    invariance = verbs.add_parser(
+        "invariance",
+        help="accuracy, agreement and CKA under shifts, flips, crops and another order of pixels; accuracy over views",
+        description="Memory: the weights of one run, its mixings x BATCH^2 x 16 bytes, and a batch.",
+        epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
+    )
+    invariance.add_argument("runs", nargs="+", metavar="RUN", help="runs, their checkpoints, or folders of weights")
+    invariance.add_argument("dataset", help="a directory that data_prep has finished, of the classes that the runs know")
+    _add_data(invariance)
+    invariance.add_argument("--views", type=at_least(0), default=20, help="of test-time augmentation (default: 20); 0: none")
+    invariance.add_argument("--seeds", type=at_least(1), default=3, help="how often such views are drawn (default: 3)")
+    add_out(invariance, "invariance")
+    invariance.set_defaults(run=_invariance)
 
 
 def _add_data(verb: argparse.ArgumentParser) -> None:
@@ -63,6 +77,32 @@ def _cka(options: argparse.Namespace) -> int:
             rows=cka.rows_of(found, pairs),
             figures=drawing.cka_figures(groups),
         )
+    print(*written, sep="\n")
+    return 0
+
+
+def _invariance(options: argparse.Namespace) -> int:
+    check_out(options.out)
+    manifest = load_manifest(options.dataset)
+    check_split(manifest, options.split, directory=options.dataset)
+    for run in options.runs:
+        class_numbers(Checkpoint.open(run, verify=False).card, manifest, dataset=options.dataset)
+    with doing("loading torch"):
+        from analysis.features import drawing
+        from analysis.features.invariance import Request, measure
+        from analysis.features.mixings import device_of, open_subjects
+        from analysis.output import write
+        from finetune.looks import looks
+    device, views = device_of(options.device), min(options.views, QUICK_VIEWS) if options.quick else options.views
+    data = (options.dataset, manifest, options.split, options.batch, _count(options))
+    request = Request(*data, quick=options.quick, views=views, seeds=options.seeds)
+    subjects = (open_subjects([run], manifest, device=device)[run] for run in dict.fromkeys(options.runs))  # one at a time
+    rows = [row for subject in subjects for row in measure(subject, request, device=device)]
+    drawing.print_changes(rows)
+    facts = {"split": options.split, "batch": options.batch, "views": views, "seeds": options.seeds}
+    with looks(*(row["run"] for row in rows)):
+        figures = drawing.invariance_figures(rows)
+        written = write(options.out, facts=facts, read=[options.dataset, *options.runs], rows=rows, figures=figures)
     print(*written, sep="\n")
     return 0
 

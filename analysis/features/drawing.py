@@ -1,19 +1,24 @@
 """The pictures and tables of `analysis cka` and `analysis invariance`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Console
 
 from analysis.features.cka import Group, diagonal
+from analysis.features.invariance import mean_of
 from analysis.table_pages import for_console
 from data_prep.images.lettering import legible
 from finetune.looks import COLUMN, GREY, MARKERS, SEQUENTIAL, panels
 
 MOST_PANELS = 6
+Row = Mapping[str, Any]
 
 
 def print_groups(groups: Sequence[Group]) -> None:
@@ -99,4 +104,119 @@ def _over_density(groups: Sequence[Group]) -> Figure:
         axes.plot([], [], color=GREY, linestyle=style, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1"))
     axes.legend(loc="best")
+    return figure
+
+
+# ---- invariance --------------------------------------------------------------------------------------------------------
+
+
+def print_changes(rows: Sequence[Row]) -> None:
+    """The mean over directions and seeds; of the shifts some."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for kind, amount, direction in dict.fromkeys(_place(row) for row in rows):
+        if kind == "shift" and amount not in (1, 2, 4, 8, 16):
+            continue
+        for run in runs:
+            same = [row for row in rows if row["run"] == run and _place(row) == (kind, amount, direction)]
+            if not same:
+                continue
+            values = [f"{float(np.mean([row['top1'] for row in same])):.1%}"]
+            if kind != "views":
+                values += [f"{float(np.mean([row['agreement'] for row in same])):.1%}"]
+                values += [f"{float(np.mean([np.mean(row['cka']) for row in same])):.2f}"]
+            lines.setdefault((_name(kind, amount, direction),), {})[run] = [*values, "", ""][:3]
+    header = ["", *(f"{run}{end}" for run in map(_end, runs) for end in ("", " same", " CKA"))]
+    table = [[*name, *(value for run in runs for value in by_run.get(run, [""] * 3))] for name, by_run in lines.items()]
+    Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, table))
+
+
+def _place(row: Row) -> tuple[str, float, str]:
+    return row["kind"], row["amount"], "" if row["kind"] == "shift" else row["direction"]
+
+
+def _name(kind: str, amount: float, direction: str) -> str:
+    names = {
+        "none": "as it is",
+        "shift": f"shift by {amount:.0f} px",
+        "crop": f"middle {amount:.0%}",
+        "views": f"{amount:.0f} views",
+    }
+    return names.get(kind, f"{kind} {direction}".strip())
+
+
+def _end(run: str) -> str:
+    return "/".join(Path(run).parts[-1:])
+
+
+def invariance_figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    """Within `looks`."""
+    return {"": _answers(rows), "mixings": _by_mixing(rows)}
+
+
+def _answers(rows: Sequence[Row]) -> Figure:
+    runs, has_views = list(dict.fromkeys(row["run"] for row in rows)), any(row["kind"] == "views" for row in rows)
+    figure, axes = panels(4 + has_views, height=2.3)
+    shifts: list[tuple[str, Callable[[Row], float]]] = [
+        ("top-1", lambda row: row["top1"]),
+        ("same answer as unshifted", lambda row: row["agreement"]),
+        ("CKA, mean over mixings", lambda row: float(np.mean(row["cka"]))),
+    ]
+    others = [row for row in rows if row["run"] == runs[0] and row["kind"] not in ("shift", "views")]
+    width = 0.8 / len(runs)
+    for number, run in enumerate(runs):
+        own = [row for row in rows if row["run"] == run]
+        style: dict[str, Any] = {"color": f"C{number % 7}", "label": legible(_end(run))}
+        marker = MARKERS[number % len(MARKERS)]
+        for place, (_, value) in zip(axes, shifts, strict=False):
+            _curve(place, [row for row in own if row["kind"] in ("none", "shift")], value, marker=marker, **style)
+        found = {_name(*_place(row)): row for row in own}
+        bars = [found[_name(*_place(row))] for row in others]
+        heights, errors = ([row[key] for row in bars] for key in ("top1", "standard_error"))
+        places = np.arange(len(bars)) + (number - (len(runs) - 1) / 2) * width
+        axes[3].barh(places, heights, width, xerr=errors, error_kw={"linewidth": 0.8}, **style)
+        if has_views:
+            _curve(axes[4], [row for row in own if row["kind"] == "views"], lambda row: row["top1"], marker=marker, **style)
+    for place, (name, _) in zip(axes, shifts, strict=False):
+        place.set(xlabel="shift in pixels (band: directions)", ylabel=name, ylim=(-0.02, 1.02))
+    axes[3].set_yticks(range(len(others)), [_name(*_place(row)) for row in others])
+    axes[3].invert_yaxis()
+    axes[3].set_xlabel("top-1 (± binomial error)")
+    if has_views:
+        axes[4].set(xlabel="views (band: their seeds)", ylabel="top-1", xscale="log")
+        axes[4].set_xticks(
+            ticks := sorted({row["amount"] for row in rows if row["kind"] == "views"}), [f"{tick:.0f}" for tick in ticks]
+        )
+        axes[4].xaxis.set_minor_locator(NullLocator())
+    for place in axes:
+        percent = place.xaxis if place is axes[3] else place.yaxis
+        if place is not axes[2]:
+            percent.set_major_formatter("{x:.0%}")
+    axes[0].legend(loc="best")
+    return figure
+
+
+def _curve(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float], *, marker: str, **style: Any) -> None:
+    """The mean, and from the least to the most of directions or seeds."""
+    amounts, mean, least, most = mean_of(rows, value)
+    axes.plot(amounts, mean, marker=marker, markersize=2.5, **style)
+    axes.fill_between(amounts, least, most, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def _by_mixing(rows: Sequence[Row]) -> Figure:
+    """CKA with the unshifted picture, mixing by mixing."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))[:MOST_PANELS]
+    figure, places = panels(len(runs), height=2.4)
+    for axes, run in zip(places, runs, strict=True):
+        shifted = [row for row in rows if row["run"] == run and row["kind"] in ("none", "shift")]
+        amounts = sorted({row["amount"] for row in shifted})
+        values = [np.mean([row["cka"] for row in shifted if row["amount"] == amount], axis=0) for amount in amounts]
+        image = axes.imshow(np.array(values).T, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
+        step = -(-len(amounts) // 9)
+        axes.set_xticks(range(0, len(amounts), step), [f"{amount:.0f}" for amount in amounts[::step]])
+        count = len(values[0])
+        axes.set_yticks(range(0, count, -(-count // 8)), [str(number + 1) for number in range(0, count, -(-count // 8))])
+        axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(_end(run)))
+        axes.spines[:].set_visible(False)
+    figure.colorbar(image, ax=places, aspect=25, pad=0.02).set_label("CKA with the picture as it is")
     return figure

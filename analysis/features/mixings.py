@@ -1,7 +1,7 @@
 """What a model's mixings put out just before they are added to the skip path: two in a block of a Mixer (across tokens, across
 channels), one in each layer of an MLP or a SW-MLP, in the order in which the forward pass makes them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data_prep.manifest import Manifest
 from data_prep.settings import UserError
-from finetune.session import Backbone
+from finetune.session import Backbone, open_backbone
 from pretrain.augment.augmentation import Augmentation
 from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader
 from pretrain.models.image_model import ImageModel
@@ -99,6 +101,14 @@ class Subject:
                 handle.remove()
         settle()
         return logits, [taken[name] for name in self.mixings]
+
+
+def open_subjects(places: Sequence[str], manifest: Manifest, *, device: torch.device) -> dict[str, Subject]:
+    """Each run once, in the order in which they are named first."""
+    return {
+        place: Subject.of(place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device)
+        for place in dict.fromkeys(places)
+    }
 
 
 def stored_batches(reader: ShardReader, *, size: int, count: int | None = None, seed: int = 0) -> Iterator[Batch]:
