@@ -1,0 +1,123 @@
+"""What laws are fitted to: the points of one target in columns, their frontier, and resamples of their runs."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.scaling.fitting import Array, Points
+
+if TYPE_CHECKING:
+    from analysis.points import Point
+
+COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
+SAME_T = 0.01
+"""By so much numbers of epochs may differ and be the same: a run ends at a whole batch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """In the order of their compute, whatever order the files have. What is not known is NaN."""
+
+    name: str
+    points: Points
+    errors_N: Array
+    runs_N: NDArray[np.int64]
+    """Which pretraining each point is of: its checkpoints are resampled together."""
+
+    @property
+    def num_runs(self) -> int:
+        return int(self.runs_N.max()) + 1
+
+    def resamples(self, count: int, *, seed: int = 0) -> Array:
+        """How often each point is in each of them: as often as its run was drawn."""
+        drawn = np.random.default_rng(seed).multinomial(self.num_runs, [1 / self.num_runs] * self.num_runs, size=count)
+        return drawn[:, self.runs_N].astype(float)
+
+    def frontier(self, weights_BN: Array) -> Array:
+        """1 for the points of each resample that are better than all of less compute, else 0."""
+        errors_BN = np.where(weights_BN > 0, self.errors_N, np.inf)
+        before_BN = np.minimum.accumulate(np.pad(errors_BN, ((0, 0), (1, 0)), constant_values=np.inf), axis=1)[:, :-1]
+        return (errors_BN < before_BN).astype(float)
+
+    def largest(self, *names: str) -> NDArray[np.bool_]:
+        """Points that have the largest of the first; of these the largest of the second, and so on."""
+        held = np.ones(len(self.errors_N), bool)
+        for name in names:
+            values = self.points[name]
+            held &= values >= np.max(values, where=held & np.isfinite(values), initial=0.0) * (1 - SAME_T * (name == "epochs"))
+        return held
+
+    def at_epochs(self, wanted: float) -> tuple[NDArray[np.bool_], float]:
+        """The points at so many epochs, or, where there are none, at the fewest that there are."""
+        epochs = self.points["epochs"]
+        held = np.abs(epochs / wanted - 1) <= SAME_T
+        if not held.any() and np.isfinite(epochs).any():
+            wanted = float(np.nanmin(epochs))
+            held = np.abs(epochs / wanted - 1) <= SAME_T
+        return held, wanted
+
+    def of(self, held: NDArray[np.bool_]) -> "Sample":
+        return Sample(
+            self.name, {name: values[held] for name, values in self.points.items()}, self.errors_N[held], self.runs_N[held]
+        )
+
+
+def read_samples(paths: Sequence[Path], *, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
+    """One for each target, and the number of points that say too little (no error, no compute)."""
+    if folder := next((path for path in paths if path.is_dir()), None):
+        raise ValueError(f"{folder}: is a folder; name the file that `analysis points` has written, or a CSV")
+    pairs = {path: _pairs(path) for path in paths if path.suffix == ".csv"}
+    from analysis.points import Point, read_points  # it takes a while, and what is wrong with a path is said before
+
+    found = read_points(path for path in paths if path not in pairs)
+    place = {"plan": "", "stage": "", "labels": "{}", "task": "csv"}
+    for path, rows in pairs.items():
+        for number, (compute, error) in enumerate(rows):
+            known = {"member": number, "run": f"row {number:06}", "target": path.stem, "compute": compute, "error": error}
+            found.append(Point(**place, **known))  # type: ignore[arg-type]
+    usable = [point for point in found if point.error is not None and point.compute is not None]
+    names = sorted({str(point.target) for point in usable})
+    if unknown := [each for each in targets if each not in names]:
+        raise ValueError(f"--target: there are no points on {unknown[0]}; there are some on {', '.join(names) or 'nothing'}")
+    chosen = [point for point in usable if not targets or point.target in targets]
+    if not chosen:
+        raise ValueError(f"{', '.join(map(str, paths))}: no point has a compute and an error; give points of plans that pretrain")
+    kinds = sorted({(str(point.target), point.task) for point in chosen})
+    several = {target for target, task in kinds if (target, task) != kinds[[each for each, _ in kinds].index(target)]}
+    return [
+        _sample(
+            f"{target} ({task})" if target in several else target,
+            [point for point in chosen if (str(point.target), point.task) == (target, task)],
+        )
+        for target, task in kinds
+    ], len(found) - len(usable)
+
+
+def _sample(name: str, points: "Iterable[Point]") -> Sample:
+    rows = sorted(points, key=lambda point: (float(f"{point.compute:.9e}"), point.error or 0.0, point.weights or point.run))
+    runs = {run: number for number, run in enumerate(sorted({point.weights or point.run for point in rows}))}
+    columns = {each: np.array([getattr(point, each) or np.nan for point in rows], float) for each in COLUMNS}
+    errors_N = np.array([point.error for point in rows], float)
+    if not (np.isfinite(columns["compute"]) & (columns["compute"] > 0)).all():
+        raise ValueError(f"{name}: every compute must be a positive number; remove the other points")
+    if not ((errors_N >= 0) & (errors_N <= 1)).all():
+        raise ValueError(f"{name}: every error must be a share between 0 and 1; divide percents by 100")
+    return Sample(name, columns, errors_N, np.array([runs[point.weights or point.run] for point in rows]))
+
+
+def _pairs(path: Path) -> list[tuple[float, float]]:
+    """Columns `compute` and `error` (0..1) of a CSV; each row is a run of its own."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return [(float(row["compute"]), float(row["error"])) for row in csv.DictReader(file)]
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; give points, or a CSV with the columns compute and error") from None
+    except OSError as problem:
+        raise ValueError(f"{path}: cannot be read ({problem.strerror}); give a CSV with the columns compute and error") from None
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{path}: needs the columns compute and error, all numbers ({problem})") from None
