@@ -33,9 +33,10 @@ from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
 from finetune.evaluate.config import EvaluateSettings, is_evaluated
 from finetune.export.config import RECORD, ExportSettings, is_exported
-from finetune.probe.config import KnnSettings, ProbeSettings
+from finetune.probe.cache import check_room
+from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished, repeats_of
-from pretrain.checkpoints.checkpoint import check_source
+from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     RESULT,
@@ -175,9 +176,13 @@ class Work:
             return
         if source and finished_result(Path(run_and_length(source)[0])) is not None:
             checkpoint_at(source)  # which names what that run has kept
-        if not isinstance(settings, PretrainSettings):
+        if not all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets):
             return
-        if all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets):
+        if isinstance(settings, FeatureSettings) and settings.must_keep:
+            checkpoint = Checkpoint.found(source) if source else None
+            if checkpoint or not source:
+                check_room(settings, load_manifest(settings.data.dataset), checkpoint)
+        if isinstance(settings, PretrainSettings):
             data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
             check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
 

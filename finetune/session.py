@@ -18,14 +18,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
-from data_prep.manifest import Filter, Manifest
+from data_prep.manifest import Manifest
 from data_prep.settings import Settings, UserError, flatten
-from finetune.config import ChannelStats, ShortRunSettings
-from pretrain.augment.augmentation import IN_PLACE, Augmentation, Normalisation
+from finetune.config import ChannelStats, Fed, ShortRunSettings
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
-from pretrain.config import AugmentSettings, PixelOrder, TrackingSettings
+from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
@@ -129,27 +129,20 @@ class PatientGroup:
         return found
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """A frozen model as what makes a vector of a picture, with what it expects of the picture."""
+@dataclass(frozen=True, kw_only=True)
+class Backbone(Fed):
+    """A frozen model as what makes a vector of a picture."""
 
     extract: Callable[[Tensor], Tensor]
     """Normalised (B, 3, H, W) to (B, features)."""
-    image_size: int
-    normalisation: Normalisation
-    checkpoint: Checkpoint | None = None
     model: ImageModel | None = None
-    """None, both, where there is no model."""
-    interpolation: Filter = "bilinear"
-    """With which pictures of another size are fed, unless settings name another."""
-    pixels: PixelOrder = IN_PLACE
 
     def augmentation(self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device) -> Augmentation:
         return Augmentation(
             (settings or AugmentSettings()).fed_as(self.interpolation),
             seed=seed,
             image_size=self.image_size,
-            normalisation=self.normalisation,
+            normalisation=Normalisation(*self.normalisation),
             device=device,
             dtype=torch.float32,
             pixels=self.pixels,
@@ -165,21 +158,11 @@ def open_backbone(
     channel_stats: ChannelStats = "checkpoint",
 ) -> Backbone:
     """None: the features are the pixels themselves, normalised as the dataset's manifest says."""
-    normalisation = Normalisation(manifest.channel_mean, manifest.channel_std)
+    fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     if checkpoint is None:
-        return Backbone(lambda images: images.flatten(1), image_size or manifest.image_size, normalisation)
-    card, model = checkpoint.card, load_model(checkpoint).to(device).eval()
-    if channel_stats == "checkpoint":
-        normalisation = Normalisation(card.channel_mean, card.channel_std)
-    return Backbone(
-        lambda images: pooled_features(model, images),
-        card.image_size,
-        normalisation,
-        checkpoint,
-        model,
-        card.fed_interpolation,
-        card,
-    )
+        return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
+    model = load_model(checkpoint).to(device).eval()
+    return Backbone(**vars(fed), extract=lambda images: pooled_features(model, images), model=model)
 
 
 @contextmanager

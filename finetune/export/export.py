@@ -29,6 +29,7 @@ from pretrain.checkpoints.card import CONFIG, config_of, timms_own
 from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint
 from pretrain.checkpoints.files import load_model, write_tensors
 from pretrain.checkpoints.foreign import to_timm
+from pretrain.checkpoints.run import CONFIG_FILE
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
@@ -44,7 +45,9 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     """The lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
-    beside = Path(settings.results_from) if settings.results_from else (run.directory if run else source.directory).parent
+    beside = (run.directory if run else source.directory).parent
+    beside = beside.parent if (beside / CONFIG_FILE).exists() else beside  # of repetitions the folder that all of them lie in
+    beside = Path(settings.results_from) if settings.results_from else beside
     places = [beside, run.directory] if run else [beside]
     results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)

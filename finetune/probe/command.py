@@ -9,6 +9,7 @@ from data_prep.explain import Verbs
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
+from finetune.probe.cache import check_room
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
 from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show, warn_once
@@ -57,6 +58,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         raise DatasetError(f"neighbours: {max(settings.neighbours)} is more than {split}; leave it out")
     if isinstance(settings, ProbeSettings) and holdout is None and num_training < 2:
         raise DatasetError(f"data.train_split: {data.train_split!r} has one sample, and one must be held out; take another")
+    check_room(settings, manifest, checkpoint)
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
     options.started = True

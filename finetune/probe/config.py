@@ -70,6 +70,11 @@ class FeatureSettings(ShortRunSettings):
     """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
 
     @property
+    def must_keep(self) -> bool:
+        """Whether features are kept, however large they are; a k-NN always does."""
+        return getattr(self, "features", "cache") == "cache" or getattr(self, "optimizer", "") == "lbfgs"
+
+    @property
     def features_place(self) -> Path:
         return Path(self.features_dir) if self.features_dir else Path(self.run_dir).parent / "features"
 
@@ -83,9 +88,9 @@ class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
-    where the cache would take more than `cache_gb`. Both train the same heads."""
+    where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""
     cache_gb: float = Field(100.0, ge=0)
-    """With auto: the most that new features may take on disk."""
+    """The most that new features may take on disk: with auto more are streamed, with cache (and lbfgs) refused."""
     optimizer: HeadOptimizer = "lion"
     """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
     weight_decay / 2 |W|^2 to the end. Biases never decay."""

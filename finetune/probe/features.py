@@ -4,8 +4,8 @@
       rank-0000.npy ...   (rows, D): of each rank that computed them its rows, in the split's order
       features.json       what the key was made of, the rows of a block, and the sha256 of each file; written last
 
-The key is the hash of everything that the numbers depend on, so what is found under it is what would be computed. Ranks take
-blocks of rows in turn (`Table` knows which row is in which file), so any number of ranks finds what any other number has written.
+The key (cache.py) is the hash of everything that the numbers depend on. Ranks take blocks of rows in turn (`Table` knows which row
+is in which file), so any number of ranks finds what any other number has written.
 
 How features come about, on any number of ranks and nodes that share the directory:
 
@@ -45,22 +45,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.manifest import DatasetError, Manifest
-from data_prep.publish import TEMPORARY_PREFIX, hash_of_json, make_directory, sha256_of, sync, write_json
+from data_prep.publish import make_directory, sha256_of, sync, write_json
 from data_prep.settings import UserError
+from finetune.probe.cache import Cache
 from finetune.probe.config import FeatureSettings
 from finetune.session import Backbone, PatientGroup
 from finetune.split import batches_of, view_of
 from pretrain.augment.augmentation import Augmentation
 from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
-from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader, reading
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
-VERSION = 2
-"""Of what becomes of a picture: raise it when the same key would give other numbers."""
 VIEWS_AT_ONCE = 10
 """Made in one pass over the pictures; a kill costs at most so many."""
 FACTS = "features.json"
@@ -123,17 +121,17 @@ class FeatureMaker:
     backbone: Backbone
     world: World
     device: torch.device
-    augment: AugmentSettings | None = None
-    """How views are made, where there are any."""
-    seed: int = 0
-    """Of the views."""
     group: PatientGroup = field(default_factory=PatientGroup)
     """Ranks are not done at the same time where they read and write."""
+
+    @cached_property
+    def cache(self) -> Cache:
+        return Cache(self.settings, self.manifest, self.backbone)
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
         part = Part(Path(self.settings.data.dataset), self.manifest, split)
-        places = {self.place_of(split, view): view for view in views}
+        places = {self.cache.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
             PROGRESS.mark(f"looking for features of {split}")
             missing = self._missing(list(places))
@@ -151,41 +149,6 @@ class FeatureMaker:
         size = self.backbone.image_size
         with torch.no_grad():
             return self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
-
-    def missing_bytes(self, split: str, view: int | None) -> int:
-        """That `tables` would write."""
-        if self.place_of(split, view).exists():
-            return 0
-        return self.manifest.splits[split].num_samples * self.num_features * np.dtype(self.settings.feature_dtype).itemsize
-
-    @property
-    def fed(self) -> AugmentSettings:
-        """Of views, and with which filter plain pictures are resized."""
-        return (self.augment or AugmentSettings()).fed_as(self.backbone.interpolation)
-
-    def place_of(self, split: str, view: int | None) -> Path:
-        """The directory of the split in this view."""
-        name = "plain" if view is None else f"view{view:03d}"
-        key = hash_of_json(self._key(split, view))[:16]
-        return self.settings.features_place / f"{self.manifest.name}-{split}-{name}-{key}"
-
-    def _key(self, split: str, view: int | None) -> dict[str, Any]:
-        backbone, is_augmented = self.backbone, view is not None
-        order = backbone.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
-        return order | {
-            "version": VERSION,
-            "weights_sha256": backbone.checkpoint.sha256 if backbone.checkpoint else "pixels",
-            "pixels_hash": self.manifest.pixels_hash,
-            "split": split,
-            "image_size": backbone.image_size,
-            "mean": list(backbone.normalisation.mean),
-            "std": list(backbone.normalisation.std),
-            "interpolation": self.fed.plain_filter,
-            "augment": self.fed.model_dump(mode="json") if is_augmented else None,
-            "seed": self.seed if is_augmented else None,
-            "view": view,
-            "dtype": self.settings.feature_dtype,
-        }
 
     def _missing(self, places: Sequence[Path]) -> list[Path]:
         """Those that are not there, or not whole; ranks share the files; the first with a fault prints it."""
@@ -205,8 +168,7 @@ class FeatureMaker:
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
         rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
         shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
-        writer = hash_of_json(str(Path(self.settings.run_dir).absolute()))[:8]  # another job may make the same now
-        temporary = [place.with_name(f"{TEMPORARY_PREFIX}{place.name}-{writer}") for place in wanted]
+        temporary = [self.cache.temporary_of(place) for place in wanted]
         files = [_File(directory, shape, dtype, rank=world.rank) for directory in temporary]
         num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
 
@@ -230,7 +192,7 @@ class FeatureMaker:
             assert hashes is not None
             for number, (place, view) in enumerate(wanted.items()):
                 of_files = {_name(rank): of_rank[number] for rank, of_rank in enumerate(hashes)}
-                facts = {"key": self._key(split, view), "rows_per_block": block, "sha256": of_files}
+                facts = {"key": self.cache.key(split, view), "rows_per_block": block, "sha256": of_files}
                 _publish(files[number].directory, place, facts)
 
         try:
@@ -262,7 +224,7 @@ class FeatureMaker:
 
     def _write_all(self, reader: ShardReader, files: "Sequence[_File]", views: Sequence[int | None], *, title: str) -> None:
         """This rank's rows. On a GPU a batch is written while the next ones are computed."""
-        augmentation = self.backbone.augmentation(self.fed, seed=self.seed, device=self.device)
+        augmentation = self.backbone.augmentation(self.cache.fed, seed=self.cache.seed, device=self.device)
         waiting: deque[Callable[[], None]] = deque()
         size, pin = self.settings.feature_batch_size, self.device.type == "cuda"
         for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, pin=pin):

@@ -73,7 +73,7 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
         stats, size = settings.channel_stats, settings.data.image_size
         backbone = open_backbone(checkpoint, manifest, image_size=size, device=device, channel_stats=stats)
-        maker = FeatureMaker(settings, manifest, backbone, world, device, settings.augment, settings.seed)
+        maker = FeatureMaker(settings, manifest, backbone, world, device)
         with source_of(settings, maker) as source:
             outcome = choose_and_test(source, settings=settings, num_classes=len(manifest.classes), world=world)
         if outcome is None:
@@ -176,6 +176,7 @@ def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:
     """RUN/checkpoints/step-NNNNNNNN: what evaluate, tune and export take."""
     run_dir, manifest, backbone = Path(settings.run_dir), maker.manifest, maker.backbone
+    mean, std = backbone.normalisation
     assert backbone.checkpoint is not None and backbone.model is not None
     identity = RunIdentity.of(run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri)
     backbone.model.reset_classifier(len(manifest.classes))
@@ -188,9 +189,9 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "stored_crop": manifest.crop,
             "stored_interpolation": manifest.interpolation,
             "stored_size": Part(Path(settings.data.dataset), manifest, settings.data.train_split).stored_size(backbone.image_size),
-            "fed_interpolation": maker.fed.plain_filter,
-            "channel_mean": backbone.normalisation.mean,
-            "channel_std": backbone.normalisation.std,
+            "fed_interpolation": maker.cache.fed.plain_filter,
+            "channel_mean": mean,
+            "channel_std": std,
             "content_hash": manifest.content_hash,
             "pixels_hash": manifest.pixels_hash,
             "step": outcome.result["steps"],

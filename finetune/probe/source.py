@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from finetune.probe.cache import Wanted, Which, wanted_of
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Table, undecodable
 from finetune.probe.rows import CHUNK, OnDevice, Rows, Standard
@@ -50,7 +51,7 @@ class StreamedRows(Rows):
         labels_N = torch.from_numpy(reader.labels.astype(np.int64))
         self._lay_out(labels_N, standard or Standard.none(maker.num_features), chosen_n, device=maker.device)
         self._maker, self._reader, self._views = maker, reader, views
-        self._augmentation = maker.backbone.augmentation(maker.fed, seed=maker.seed, device=maker.device)
+        self._augmentation = maker.backbone.augmentation(maker.cache.fed, seed=maker.cache.seed, device=maker.device)
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         blocks = self._blocks(view, torch.cat(list(batches)).numpy())
@@ -96,17 +97,6 @@ def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
 
 
-Which = Literal["train", "plain", "test"]
-"""train: what heads learn from, a table for each view; plain: where held-out samples are taken from."""
-
-
-class Wanted(NamedTuple):
-    """A split in some views; None is the plain pictures."""
-
-    split: str
-    views: list[int | None]
-
-
 class Cached:
     """Rows of tables, which each rank reads as it likes."""
 
@@ -141,19 +131,10 @@ class Streamed:
         return StreamedRows(self._maker, self._readers[split], views, standard=standard, chosen_n=chosen_n)
 
 
-def wanted_of(settings: ProbeSettings) -> dict[Which, Wanted]:
-    data = settings.data
-    return {
-        "test": Wanted(data.test_split, [None]),
-        "plain": Wanted(settings.holdout_split or data.train_split, [None]),
-        "train": Wanted(data.train_split, list(range(settings.views)) if settings.views else [None]),
-    }
-
-
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
     wanted = wanted_of(settings)
-    if not _streams(settings, maker, wanted):
+    if not _streams(settings, maker):
         tables = {which: maker.tables(*each) for which, each in wanted.items() if which != "train" or each != wanted["plain"]}
         yield Cached({"train": tables["plain"], **tables}, device=maker.device)
         return
@@ -165,12 +146,10 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
         yield Streamed(maker, wanted, readers)
 
 
-def _streams(settings: ProbeSettings, maker: FeatureMaker, wanted: Mapping[Which, Wanted]) -> bool:
+def _streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
     """The same on all ranks; the first prints it."""
-    tables = {(split, view) for split, views in wanted.values() for view in views}
-    gigabytes = sum(maker.missing_bytes(split, view) for split, view in tables) / 1e9
-    is_too_large = settings.features == "auto" and settings.optimizer != "lbfgs" and gigabytes > settings.cache_gb
-    chosen = maker.group.any_rank(settings.features == "stream" or is_too_large)
+    gigabytes = maker.cache.missing_gb
+    chosen = maker.group.any_rank(settings.features == "stream" or (not settings.must_keep and maker.cache.fault != ""))
     if maker.world.is_first:
         cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"
         if chosen:

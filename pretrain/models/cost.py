@@ -49,6 +49,11 @@ def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
     return _parts(spec, image_size=image_size)[1].num_parameters
 
 
+def num_features_of(spec: AnySpec, *, image_size: int) -> int:
+    """That its classifier sees."""
+    return _parts(spec, image_size=image_size)[2]
+
+
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
     """Stem, blocks, and how many features the head gets. Of models of others and structured ones all counts as blocks."""
     spec.check(image_size=image_size)

@@ -14,13 +14,14 @@ import torch
 from data_prep.manifest import DatasetError, load_manifest, save_manifest
 from data_prep.settings import UserError
 from finetune.probe import features
+from finetune.probe.cache import check_room
 from finetune.probe.features import FACTS
 from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, spoil, whole
+from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, opened, spoil, whole
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         names = ("checkpoint", "image_size", "normalisation", "interpolation")
         backbone = {key: changes.pop(key) for key in names if key in changes}
-        return maker_of(settings.model_copy(update=changes), **backbone).place_of(split, view)
+        return maker_of(settings.model_copy(update=changes), **backbone).cache.place_of(split, view)
 
     checkpoint = maker_of(settings).backbone.checkpoint
     assert checkpoint is not None
@@ -65,7 +66,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
         path(checkpoint=other),
         path(image_size=20),
         path(interpolation="area"),
-        path(normalisation=maker_of(settings).backbone.normalisation._replace(std=(1.0, 1.0, 1.0))),
+        path(normalisation=(maker_of(settings).backbone.normalisation[0], (1.0, 1.0, 1.0))),
         path(channel_stats="target"),
         path(feature_dtype="float16"),
         viewed,
@@ -134,6 +135,37 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     with pytest.raises(UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
+
+
+def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refused(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS, features="cache", feature_dtype="float16")
+    tables, row_gb = [("val", None), ("train", 0), ("train", 1), ("train", None)], 24 * 2 / 1e9
+    sizes = {"train": 60, "val": 35}
+    maker = maker_of(settings)
+    for number, (split, view) in enumerate(tables):
+        left_gb = sum(sizes[name] for name, _ in tables[number:]) * row_gb
+        assert maker_of(settings).cache.missing_gb == pytest.approx(left_gb, rel=1e-9)
+        manifest, checkpoint = maker.manifest, opened(settings)
+        check_room(settings.model_copy(update={"cache_gb": left_gb * 1.001}), manifest, checkpoint)
+        check_room(settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint)  # it streams
+        small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
+        with pytest.raises(UserError, match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb"):
+            check_room(small, manifest, checkpoint)
+        with pytest.raises(UserError, match=r"cache_gb allows [0-9.e-]+; raise cache_gb"):
+            check_room(small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}), manifest, checkpoint)
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=left_gb * 0.999e9)))
+            with pytest.raises(UserError, match=r"has room for .*; set features=stream.* or name another features_dir"):
+                check_room(settings, manifest, checkpoint)
+            left = maker.cache.temporary_of(maker.cache.place_of(split, view))
+            left.mkdir(parents=True)
+            (left / "rank-0000.npy").write_bytes(bytes(10_000))  # of a killed start of this run
+            check_room(settings, manifest, checkpoint)
+            shutil.rmtree(left)
+        maker.tables(split, [view])
+    assert maker_of(settings).cache.missing_gb == 0
 
 
 def test_a_picture_that_does_not_decode_is_named(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:

@@ -145,7 +145,7 @@ def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -
     """`changes`: other fields of the backbone."""
     manifest = load_manifest(settings.data.dataset)
     backbone = replace(open_backbone(opened(settings), manifest, device=CPU, channel_stats=settings.channel_stats), **changes)
-    return FeatureMaker(settings, manifest, backbone, world, CPU, settings.augment, settings.seed)
+    return FeatureMaker(settings, manifest, backbone, world, CPU)
 
 
 def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:

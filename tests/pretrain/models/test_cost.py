@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.models.build import build_model
-from pretrain.models.cost import Cost, cost_of, num_parameters, sparse_width, tokens_for, widest_side, width_and_connections
+from pretrain.models.cost import (
+    Cost,
+    cost_of,
+    num_features_of,
+    num_parameters,
+    sparse_width,
+    tokens_for,
+    widest_side,
+    width_and_connections,
+)
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
 
@@ -122,7 +131,10 @@ def test_the_formulas_are_what_is_built(name: str) -> None:
 @pytest.mark.parametrize(("spec", "image_size"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> None:
     size = {"num_classes": 3, "image_size": image_size}
-    assert counted(spec, **size)[0] == cost_of(spec, **size)
+    whole = counted(spec, **size)[0]
+    assert whole == cost_of(spec, **size)
+    more = counted(spec, **size | {"num_classes": 4})[0].multiply_adds - whole.multiply_adds
+    assert more == num_features_of(spec, image_size=image_size)
 
 
 # ---- paper B -----------------------------------------------------------------------------------------------------------
