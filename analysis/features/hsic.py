@@ -20,8 +20,8 @@ FEWEST = 4
 
 def gram(x_ND: Tensor) -> Tensor:
     """XX' of any features, a row for each picture, with zeros on its diagonal."""
-    x_ND = x_ND.flatten(1).double()
-    x_ND = x_ND - x_ND.mean(0)
+    x_ND = x_ND.flatten(1).to(torch.float64, copy=True)
+    x_ND -= x_ND.mean(0)
     return (x_ND @ x_ND.T).fill_diagonal_(0)
 
 

@@ -1,0 +1,115 @@
+"""What do the analyses cost, against the plain way? Each row in one process, one round after the other; results are compared first.
+
+  .venv/bin/python benchmarks/analyses.py [--quick]
+
+minibatch CKA       two networks of six mixings, batches of 256 pictures: HSIC1 of all pairs from one product of stacked Grams,
+                    against the formula of each pair by itself. Equal to 1e-10, no slower.
+whole-sample HSIC1  of 10,000 pictures from X'X, X'Y, Y'Y and row sums, against the two Grams, made one pair at a time: the largest
+                    memory of either, in a process of its own. Equal to 1e-8, at least 5 x less.
+"""
+
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from frame import arguments, commit, machine, rates, report
+from torch import Tensor
+
+from analysis.features.hsic import Grams, WholeSample, cka, gram, hsic
+
+BATCH, MIXINGS = 256, 6
+
+
+def main() -> None:
+    quick = arguments(__doc__ or "").quick
+    minibatch_cka(num_batches=2 if quick else 8, entries=512 if quick else 2048, rounds=3 if quick else 7)
+    whole_sample_hsic(entries=256 if quick else 512)
+
+
+# ---- minibatch CKA -----------------------------------------------------------------------------------------------------
+
+
+def minibatch_cka(*, num_batches: int, entries: int, rounds: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    batches = [
+        [[torch.randn(BATCH, entries, generator=random) for _ in range(MIXINGS)] for _ in range(2)] for _ in range(num_batches)
+    ]
+    for one, other in batches:
+        for number in range(MIXINGS):
+            other[number] += one[number]  # so that there is something to find
+
+    def ours() -> Tensor:
+        grams = [Grams.of(gram(x) for network in batch for x in network) for batch in batches]
+        mean = torch.stack([hsic(each, each) for each in grams]).mean(0)
+        selves = mean.diagonal()
+        return cka(mean[:MIXINGS, MIXINGS:], selves[:MIXINGS], selves[MIXINGS:])
+
+    def plain() -> Tensor:
+        cross, first, second = torch.zeros(MIXINGS, MIXINGS, dtype=torch.float64), *torch.zeros(2, MIXINGS, dtype=torch.float64)
+        for one, other in batches:
+            of_one, of_other = ([(x.double() @ x.double().T).fill_diagonal_(0) for x in network] for network in (one, other))
+            for row, k in enumerate(of_one):
+                first[row] += _plain_hsic(k, k)
+                second[row] += _plain_hsic(of_other[row], of_other[row])
+                for column, other_k in enumerate(of_other):
+                    cross[row, column] += _plain_hsic(k, other_k)
+        return cross / (first[:, None] * second).sqrt()
+
+    off = float((ours() - plain()).abs().max())
+    assert off < 1e-10, off
+
+    def counted(run: object) -> float:
+        run()  # type: ignore[operator]
+        return float(num_batches * BATCH)
+
+    found = rates({"ours": lambda: counted(ours), "plain": lambda: counted(plain)}, rounds=rounds)
+    title = f"minibatch CKA, 2 x {MIXINGS} mixings of {entries:,} entries, batches of {BATCH}"
+    report(title, found, unit="pictures/s", against="plain", headline=f"largest difference {off:.1e}")
+
+
+def _plain_hsic(k: Tensor, m: Tensor) -> Tensor:
+    n, ones = len(k), torch.ones(len(k), dtype=torch.float64)
+    middle = (ones @ k @ ones) * (ones @ m @ ones) / ((n - 1) * (n - 2))
+    return (k.flatten() @ m.flatten() + middle - 2 / (n - 2) * (ones @ k) @ (m @ ones)) / (n * (n - 3))
+
+
+# ---- whole-sample HSIC1 ------------------------------------------------------------------------------------------------
+
+
+def whole_sample_hsic(*, entries: int, count: int = 10_000) -> None:
+    (ours, our_bytes), (plain, plain_bytes) = (_in_a_process(name, entries, count) for name in ("ours", "grams"))
+    off, ratio = abs(ours - plain) / abs(plain), plain_bytes / our_bytes
+    print(f"whole-sample HSIC1 of {count:,} pictures, {entries} entries each, with the features themselves:")
+    print(f"  ours {our_bytes / 1e6:,.0f} MB, Grams {plain_bytes / 1e6:,.0f} MB: {ratio:.1f} x less")
+    print(f"  relative difference {off:.1e}\n{machine()}, commit {commit()}")
+    assert off < 1e-8 and ratio >= 5, (off, ratio)
+
+
+def _in_a_process(name: str, entries: int, count: int) -> tuple[float, int]:
+    """(HSIC1, the largest memory in bytes, beyond torch's own)"""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measured, (name, entries, count))
+
+
+def _measured(name: str, entries: int, count: int) -> tuple[float, int]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, random = _peak_bytes(), torch.Generator().manual_seed(0)
+    x_ND = torch.randn(count, entries, generator=random)
+    y_ND = torch.randn(count, entries, generator=random) + x_ND
+    if name == "ours":
+        whole = WholeSample()
+        for x, y in zip(x_ND.split(BATCH), y_ND.split(BATCH), strict=True):
+            whole.add(x, y)
+        value = float(whole.hsic())
+    else:
+        value = float(_plain_hsic(*((each.double() @ each.double().T).fill_diagonal_(0) for each in (x_ND, y_ND))))
+    return value, _peak_bytes() - before
+
+
+def _peak_bytes() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
