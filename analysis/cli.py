@@ -1,6 +1,7 @@
 """Command line of the top floor. Its verbs check all that they can before they import what takes time."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def _add_verbs(verbs: Verbs) -> None:
     points.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="where the points go")
     points.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
     points.set_defaults(run=_points)
+    figure = verbs.add_parser(
+        "figure",
+        help="what a plan file's `figure:` names, of the runs that it has made",
+        description="Writes OUT-points.parquet as `analysis points` does, and of these the figure.",
+        epilog="analysis figure configs/plan/a_fig7_depth.yaml",
+    )
+    figure.add_argument("plan", metavar="PLAN.yaml", help="a plan that was run")
+    figure.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
+    figure.add_argument("--out", type=Path, help="what the files are called, without an ending (default: runs/plans/PLAN/figure)")
+    figure.add_argument("--kept", type=Path, metavar="SNAPSHOT", help="the configs as this keeps them: what a job of SLURM gives")
+    figure.set_defaults(run=_figure)
     filters = verbs.add_parser(
         "filters", help="the first-layer filters of an MLP checkpoint as a picture", epilog="analysis filters runs/mine"
     )
@@ -146,6 +158,19 @@ def _points(options: argparse.Namespace) -> int:
     write_table(table_of(points, metadata={"commit": git_commit(), **hashes}), options.out)
     print(f"{options.out}: {len(points):,} points of {len({point.run for point in points}):,} runs")
     return OK
+
+
+def _figure(options: argparse.Namespace) -> int:
+    from analysis.figure import command_of
+    from analysis.output import check_out as check_name
+    from cluster.plan_file import load_plan
+
+    plan = load_plan(options.plan, snapshot=options.kept)
+    out: Path = options.out or Path("runs/plans", Path(options.plan).stem, "figure")
+    check_name(out)
+    words = command_of(plan, out=out, partial=options.partial)
+    print(f"$ analysis {shlex.join(words)}", flush=True)
+    return main(words)
 
 
 def _filters(options: argparse.Namespace) -> int:

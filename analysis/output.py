@@ -59,7 +59,9 @@ def write(
 ) -> list[Path]:
     """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
     no number (NaN) is null: a reader of JSON refuses it."""
-    from finetune.looks import save
+    from matplotlib import rc_context
+
+    from finetune.looks import looks, save
 
     make_directory(out.absolute().parent)
     json_path = out.with_name(f"{out.name}.json")
@@ -71,7 +73,8 @@ def write(
     for which, figure in (figures or {}).items():
         for ending in FORMATS:
             written.append(out.with_name(f"{out.name}{'-' * bool(which)}{which}.{ending}"))
-            save(figure, written[-1])
+            with looks(), rc_context({"text.parse_math": True}):  # colours by number, and ticks like 10^3, are looked up now
+                save(figure, written[-1])
     hashes = {str(place): hash_of(Path(place)) for place in read}
     facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
     write_json(json_path, {**facts, "read": hashes, "commit": git_commit()})

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from analysis.table import AUGMENTATIONS, OFF
+from cluster import plan_file
 from cluster.plan_file import Plan, Stage
 from data_prep.manifest import DatasetError
 from data_prep.settings import SettingsError, validate
@@ -32,6 +33,8 @@ from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
 LONGEST_CURVE = 200
+VARIABLES = plan_file.VARIABLES
+"""What figures tell points apart by."""
 
 
 @dataclass(frozen=True)

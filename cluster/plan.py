@@ -109,8 +109,15 @@ def run(options: argparse.Namespace) -> int:
         failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes[1:])
         if failed:
             break
+    drawing = ["analysis", "figure", plan.path]
     if options.dry_run:
+        if plan.figure:
+            print(f"$ {shlex.join(drawing)}")
         return OK
+    if plan.figure and not failed:  # what is drawn takes seconds, and may have changed
+        code = here.run(drawing)
+        outcomes.append(["figure", f"failed with exit code {code}" if code else "drawn", f"runs/plans/{Path(plan.path).stem}"])
+        failed = code != 0
     print("", *in_columns(outcomes), sep="\n")
     if not failed:
         return OK
@@ -150,7 +157,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     """A job for each unfinished stage, held back until those that it waits for have ended.
 
     1. Refuse what is wrong, what lacks something, and what a job of the queue writes already.
-    2. Submit the stages in order.
+    2. Submit the stages in order, and what draws the plan's figure after all of them.
     3. If one is not taken, cancel those that were: a plan is queued whole or not at all.
 
     A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep); only a grid that reads the runs of
@@ -168,12 +175,18 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
             words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items() if numbers}, options)
             print(f"$ cluster/submit {shlex.join([*words.options, words.script or '', *words.arguments])}")
             jobs[stage.name] = (f"<{stage.name}>",) if dry_run else submit(words)
+        if plan.figure and (last := [numbers[-1] for numbers in jobs.values() if numbers]):
+            waits = (f"--dependency=afterok:{':'.join(last)}", "--kill-on-invalid-dep=yes")
+            words = Submission((*options, *waits), "cluster/figure.slurm", (path,))
+            print(f"$ cluster/submit {shlex.join([*words.options, words.script or '', path])}")
+            jobs["figure"] = ("<figure>",) if dry_run else submit(words)
     except BaseException as error:  # Ctrl-C too: half a plan in the queue helps nobody
         queued = [job for numbers in jobs.values() for job in numbers if job.isdigit()]
         if queued:
             with suppress(SlurmError):
                 slurm("scancel", *queued)
-            print(f"cluster/submit: cancelled, for {stage.name} was not taken: {', '.join(queued)}", file=sys.stderr)
+            refused = stage.name if len(jobs) < len(todo) else "figure"
+            print(f"cluster/submit: cancelled, for {refused} was not taken: {', '.join(queued)}", file=sys.stderr)
         if isinstance(error, NothingLeft):
             print(f"{error}, nothing is submitted", file=sys.stderr)
             return OK
@@ -182,6 +195,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     if numbers and not dry_run:
         after = [", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-" for stage in todo]
         rows = [[stage.name, ", ".join(jobs[stage.name]), waits] for stage, waits in zip(todo, after, strict=True)]
+        rows += [["figure", ", ".join(jobs["figure"]), "all"]] if "figure" in jobs else []
         print(*in_columns([["stage", "jobs", "waits for"], *rows]), sep="\n")
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
         print("When a job fails, those that wait for it leave the queue; the same command then goes on.")

@@ -22,6 +22,8 @@ A section is one entry or a list of them; an entry is the path of a config, or a
 on SLURM the tasks of one array. Member i is a function of this file alone: the first axis turns slowest, the seeds fastest, and
 what is finished keeps its number. What waits for what is not written down, it follows from the resolved configs: an entry waits
 for those that write the datasets and the checkpoints that it reads. What no entry writes must be there already.
+
+Long because it is one format: what a file may say, the members that follow from it, and all that can be wrong with it.
 """
 
 import itertools
@@ -31,7 +33,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -116,6 +118,35 @@ def _entries(given: Any) -> Any:
 Entries = Annotated[tuple[Entry, ...], BeforeValidator(_entries, json_schema_input_type=Entry | str | list[Entry | str])]
 
 
+VARIABLES = ("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma", "depth", "patch_size",
+             "mixing", "kind", "model", "parameters", "multiply_adds", "epochs", "images", "samples", "compute", "lr", "optimizer",
+             "global_batch_size", "augmented", "views", "task", "target")  # fmt: skip
+"""What results differ in, besides the axes of their plan: columns of `analysis points`, and log_cs = ln(C / S), log2_omega rounded,
+mixing = normal or RP."""
+
+
+class FigureSettings(Settings):
+    """What `analysis figure PLAN` draws, the last thing that a plan does. A variable is an axis of the plan, or of VARIABLES."""
+
+    kind: Literal["sweep", "curves", "scaling", "cka"]
+    """sweep: errors by x; curves: losses while training; scaling: laws; cka: features of the first entry's runs beside those of the
+    others with the same values on the axes that both have."""
+    x: str | None = Field(None, examples=["width"])
+    """Of a sweep, what stands on its axis."""
+    hue: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["mixing"])
+    """What makes lines."""
+    facet: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["target"])
+    """What makes panels."""
+    task: str | None = Field(None, examples=["probe"])
+    """Results of this alone, a column of the points: pretrain, probe, tune, evaluate, ..."""
+
+    @model_validator(mode="after")
+    def _has_x(self) -> "FigureSettings":
+        if (self.kind == "sweep") != (self.x is not None):
+            raise ValueError("x: is for kind sweep, which needs it; such as width")
+        return self
+
+
 class PlanSettings(Settings):
     of_verb = "cluster/submit"
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
@@ -132,6 +163,8 @@ class PlanSettings(Settings):
     """Runs of `finetune evaluate`."""
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
     """Exports, by `finetune export`; they wait for what judges the same checkpoint, which their model cards tell of."""
+    figure: FigureSettings | None = Field(None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}])
+    """What is drawn of the results, last."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +218,7 @@ class Plan:
     path: str
     stages: tuple[Stage, ...]
     """Each after those that it waits for."""
+    figure: FigureSettings | None = None
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
@@ -223,9 +257,9 @@ class Plan:
 
 
 def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
-    """With a snapshot, its members read the configs that were kept at the submission."""
+    """With a snapshot, it and its members read what was kept at the submission."""
     try:
-        settings = load_settings(PlanSettings, path=path, overrides=[])
+        settings = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
         stages: list[Stage] = []
         for kind, command in COMMANDS.items():
             entries: tuple[Entry, ...] = getattr(settings, command.section)
@@ -238,7 +272,7 @@ def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
                     stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None
-        return Plan(path, tuple(stages))
+        return Plan(path, tuple(stages), settings.figure)
     except SettingsError as error:
         raise in_file(path, error) from None
 
@@ -285,6 +319,32 @@ def _problems(plan: Plan) -> Iterable[str]:
                 mend = "name each axis that differs in run_dir" if stage.entry.is_grid else "give one of them another"
                 yield f"{name}: writes {member.work.writes}, as {seen[place]} does; {mend}"
             seen.setdefault(place, name)
+    if plan.figure is not None:
+        yield from (f"figure: {line}" for line in _not_drawn(plan, plan.figure))
+
+
+def _not_drawn(plan: Plan, figure: FigureSettings) -> Iterable[str]:
+    """A variable that there is not; and results on two datasets that nothing tells apart, which would be one line."""
+    found = [(stage, member) for stage in plan.stages if stage.kind not in ("build", "export") for member in stage.members]
+    names = (*([figure.x] if figure.x else []), *figure.hue, *figure.facet)
+    axes = {name for _, member in found for name in member.labels}
+    for name in names:
+        if name not in axes and name not in VARIABLES:
+            yield f"{name}: no axis of this plan, and no variable; {nearest(name, [*axes, *VARIABLES])}"
+    if figure.kind not in ("sweep", "curves") or {"target", "task"} & set(names):
+        return
+    labels = {place_of(member.work.writes): member.labels for _, member in found}
+    together: dict[tuple[str | None, ...], set[str]] = {}
+    for stage, member in found:
+        is_asked = figure.task in (None, stage.kind) or (figure.task == "scratch" and stage.kind == "tune")
+        judged = getattr(getattr(member.work.settings, "data", None), "eval_split", "") is not None
+        if is_asked and judged and member.work.datasets:
+            own = {**labels.get(place_of(run_and_length(member.work.pretrained or "")[0]), {}), **member.labels}
+            together.setdefault(tuple(own.get(name) for name in names), set()).add(member.work.datasets[0])
+    if not together:
+        yield f"task: no member of this plan is a {figure.task} with a held-out split"
+    for datasets in [each for each in together.values() if len(each) > 1][:1]:
+        yield f"members that it draws together are of {' and '.join(sorted(datasets))}; set facet: target, or draw one task"
 
 
 def _not_kept(work: Work, plan: Plan) -> Iterable[str]:

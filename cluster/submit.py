@@ -98,6 +98,14 @@ def _of_work(submission: Submission, work: Work, *, again: str) -> Order:
     return Order(submission, {work.writes: ALL_TASKS})
 
 
+def _figure(submission: Submission) -> Order:
+    """The configs of the plan are kept, too: whether its runs are finished is asked of these."""
+    plan = load_checked(submission.arguments[0])
+    if plan.figure is None:
+        raise SettingsError(f"{plan.path}: it has no `figure:`, so there is nothing to draw")
+    return Order(submission, {}, tuple(plan.files))
+
+
 def _grid(submission: Submission) -> Order:
     if len(submission.arguments) != 2:
         raise SettingsError(
@@ -137,6 +145,7 @@ _CHECKS: Mapping[str, Callable[[Submission], Order]] = {
     **{Path(command.script).name: partial(_run, kind=kind) for kind, command in COMMANDS.items()},
     "data_prep.slurm": _data,
     "grid.slurm": _grid,
+    "figure.slurm": _figure,
 }
 
 

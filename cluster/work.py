@@ -321,7 +321,7 @@ def _asked(words: list[str], snapshot: Path | None) -> Work:
         return Work(kind, kept(words[2], snapshot), tuple(words[3:]))
     from cluster.plan_file import load_plan  # it is made of works
 
-    members = load_plan(kept(words[1], snapshot), snapshot=snapshot).stage(words[2]).members
+    members = load_plan(words[1], snapshot=snapshot).stage(words[2]).members
     if int(words[3]) >= len(members):
         raise SettingsError(f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}")
     return members[int(words[3])].work

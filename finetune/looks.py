@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic
 
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
 BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
 """Inches: of a paper's column, and of both."""
@@ -29,7 +30,7 @@ _LOOKS: dict[Any, Any] = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "axes.titlelocation": "left",
-    "axes.prop_cycle": cycler(color=["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555"]),
+    "axes.prop_cycle": cycler(color=COLOURS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,

@@ -9,7 +9,7 @@ BUDGETS = {
     "data_prep": 10_200,
     "pretrain": 14_710,
     "finetune": 5_300,
-    "cluster": 3_170,  # with its shell
+    "cluster": 3_270,  # with its shell
     "analysis": 4_500,
     "demo.py": 300,  # with install.sh
     "tests": 30_500,

@@ -1,12 +1,22 @@
 """Figures over many runs, from made-up points."""
 
 import itertools
+import json
+import math
 from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from scipy.stats import kendalltau
 
+from analysis.cli import main
+from analysis.output import write_table
+from analysis.points import VARIABLES, Point, table_of
+from analysis.sweeps.series import DERIVED, By, differences, places_of
 from analysis.sweeps.statistics import kendall, num_orders, optimum
 
 
@@ -52,3 +62,128 @@ def test_a_planted_optimum_is_found() -> None:
     falling = optimum([-1, 0, 1, 2], [0.4, 0.3, 0.22, 0.1])
     assert falling is not None and falling.at == 2
     assert optimum([0, 1, 1, 0], [1, 2, 3, 4]) is None
+
+
+SHAPES = [(16, 173), (32, 113), (48, 83), (64, 64), (83, 48), (113, 32), (173, 16)]
+
+
+def made(plan: str = "made", *, targets: tuple[str, ...] = ("cifar10",)) -> list[Point]:
+    """S-Mixers whose error is least at ln(C / S) = 0.3, RP's 0.5 points above the normal one's at each seed."""
+    found = []
+    for (channels, tokens), permuted, seed, target in itertools.product(SHAPES, (0, 12), range(3), targets):
+        error = 0.2 + 0.02 * (math.log(channels / tokens) - 0.3) ** 2 + 0.005 * (permuted > 0) + 0.003 * seed
+        run = f"runs/{plan}/{target}-c{channels}-{permuted}-{seed}"
+        found.append(
+            Point(
+                plan=plan,
+                stage="pretrain",
+                member=0,
+                run=run,
+                weights=run,
+                task="pretrain",
+                target=target,
+                num_test=1000,
+                labels=json.dumps({"name": plan, "shape": f"c{channels}", "seed": str(seed)}),
+                kind="smixer",
+                depth=12,
+                tokens=tokens,
+                channels=channels,
+                width=tokens * channels,
+                permuted_blocks=permuted,
+                seed=seed,
+                error=error,
+                test_epochs=[1.0, 2.0, 3.0],
+                test_losses=[2.0 + seed, 1.0, 1.5 + 0.25 * seed],
+                train_epochs=[1.0, 2.0],
+                train_losses=[2.0 - 0.5 * seed, 1.0],
+            )
+        )
+    return found
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    write_table(table_of(made(targets=("cifar10", "stl10")), metadata={}), tmp_path / "two.parquet")
+    write_table(table_of(made(), metadata={}), tmp_path / "one.parquet")
+    few = [point for point in made() if point.channels in (32, 64)]
+    write_table(table_of(few, metadata={}), tmp_path / "few.parquet")
+    return tmp_path
+
+
+def test_a_sweep_finds_what_was_planted(kept: Path) -> None:
+    words = ["--x", "log_cs", "--hue", "mixing", "--facet", "target", "--out", str(kept / "cs")]
+    assert main(["sweep", str(kept / "two.parquet"), *words]) == 0
+    facts, rows = json.loads((kept / "cs.json").read_text()), pq.read_table(kept / "cs.parquet").to_pylist()
+    assert len(facts["lines"]) == 4 and len(rows) == 4 * 7
+    for line in facts["lines"]:
+        assert line["optimum"]["at"] == pytest.approx(0.3) and not line["optimum"]["has_zero"]
+    assert facts["rp_minus_normal"] == {"pairs": 2 * 7 * 3, "mean": pytest.approx(0.005), "lower": 0}
+    row = next(row for row in rows if row["hue"] == "RP" and row["x"] == 0)
+    assert row["errors"] == pytest.approx([0.2068, 0.2098, 0.2128]) and row["error_sd"] == pytest.approx(0.003)
+    assert row["binomial_se"] == pytest.approx(math.sqrt(0.2098 * 0.7902 / 1000))
+    assert row["minus_normal"] == pytest.approx([0.005] * 3)
+    with Image.open(kept / "cs.png") as picture:
+        assert picture.width == pytest.approx(6.9 * 220, abs=3) and (kept / "cs.svg").exists()
+
+
+def test_mirrored_shapes_are_one_width_and_wider_is_better(kept: Path) -> None:
+    words = ["--x", "width", "--hue", "kind,mixing", "--out", str(kept / "width")]
+    assert main(["sweep", str(kept / "one.parquet"), *words]) == 0
+    lines = json.loads((kept / "width.json").read_text())["lines"]
+    assert [line["hue"] for line in lines] == ["S-Mixer, normal", "S-Mixer, RP"]
+    for line in lines:  # four widths in order, of 4! orders
+        assert line["kendall"] == {"tau": -1.0, "p": pytest.approx(2 / 24), "p_falling": pytest.approx(1 / 24), "num": 4}
+
+
+def test_what_is_permuted_may_be_the_x(kept: Path) -> None:
+    points = [replace(point, labels=json.dumps({"blocks": "all" if point.permuted_blocks else "none"})) for point in made()]
+    by = By("blocks", facet=("channels",))
+    pairs = differences(places_of(points, by), by)
+    assert len(pairs) == 7 and all(list(pair.by_seed.values()) == pytest.approx([0.005] * 3) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["two.parquet", "--x", "log_cs", "--hue", "mixing"],
+            "at one place stand results on cifar10 (pretrain) and stl10 (pretrain)",
+        ),
+        (["one.parquet", "--x", "log_cs"], "they differ in mixing: make that a hue or a facet"),
+        (["one.parquet", "--x", "shap"], "shap: no variable, and no axis of these plans; did you mean 'shape'?"),
+        (["one.parquet", "--x", "density"], "density: no point has it"),
+        (["one.parquet", "--x", "width", "--task", "probe"], "no point has an accuracy of task probe; there are pretrain"),
+    ],
+)
+def test_what_a_sweep_cannot_draw_is_said(kept: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["sweep", str(kept / words[0]), *words[1:], "--out", str(kept / "bad")]) == 2
+    assert said in capsys.readouterr().err and not list(kept.glob("bad*"))
+
+
+def test_bands_are_from_the_least_to_the_greatest(kept: Path) -> None:
+    words = ["--hue", "mixing", "--facet", "shape", "--out", str(kept / "curves")]
+    assert main(["curves", str(kept / "few.parquet"), *words]) == 0
+    rows = pq.read_table(kept / "curves.parquet").to_pylist()
+    own = [row for row in rows if (row["facet"], row["hue"], row["curve"]) == ("c64", "normal", "test")]
+    assert [(row["min"], row["mean"], row["max"]) for row in own] == [(2, 3, 4), (1, 1, 1), (1.5, 1.75, 2.0)]
+    assert [row["sd"] for row in own] == pytest.approx([1.0, 0.0, 0.25])
+    line = json.loads((kept / "curves.json").read_text())["lines"][0]
+    assert line["overfit"] == pytest.approx([0.5, 0.75, 1.0]) and line["overfit_mean"] == pytest.approx(0.75)
+    assert (kept / "curves.png").exists()
+
+
+def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["widths", "--omega", "2^18,2^27", "--out", str(tmp_path / "widths")]) == 0
+    rows = pq.read_table(tmp_path / "widths.parquet").to_pylist()
+    for name, side in (("2^18", 64), ("2^27", 512)):
+        own = [row for row in rows if row["omega_name"] == name]
+        widest = max(own, key=lambda row: row["width"])
+        assert (widest["channels"], widest["tokens"], widest["density"]) == (side, side, pytest.approx(1 / side))
+        assert {row["channels"] for row in own} == {row["tokens"] for row in own}
+        assert all(row["channels"] * row["tokens"] * (row["channels"] + row["tokens"]) / 2 == pytest.approx(row["omega"], rel=0.13)
+                   for row in own)  # fmt: skip
+    assert main(["widths", "--omega", "10"]) == 2 and "too small with gamma 1" in capsys.readouterr().err
+
+
+def test_variables_are_columns_or_follow_from_them() -> None:
+    assert set(VARIABLES) - set(DERIVED) <= {field.name for field in fields(Point)} and set(DERIVED) <= set(VARIABLES)

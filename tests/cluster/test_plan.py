@@ -5,6 +5,7 @@ same without SLURM.
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -406,3 +407,51 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     assert here.run(["saves"]) == 0 and here.received == [signal.SIGUSR2]
     assert here.run(["saves"]) == 130  # nothing more is started
     assert (checkout / "saved").read_text() == "SIGUSR2"
+
+
+FIGURE = "figure: {kind: sweep, x: width, hue: mixing%s}\n"
+TWO = """
+pretrain:
+  config: configs/pretrain/demo_mlp.yaml
+  grid: {data.dataset: [data/one, data/two]}
+  run_dir: runs/{name}/{data.dataset}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TWO + FIGURE % "", "figure: members that it draws together are of data/one and data/two; set facet: target"),
+        (TWO + FIGURE % ", facet: data.dataset", ""),
+        (TWO + FIGURE % ", facet: target", ""),
+        (TWO + FIGURE % ", task: probe", "figure: task: no member of this plan is a probe with a held-out split"),
+        (SMALL + FIGURE % ", facet: [shape, seed]", ""),
+        (SMALL + FIGURE % ", facet: shap", "figure: shap: no axis of this plan, and no variable; did you mean 'shape'?"),
+        (SMALL + "figure: {kind: sweep}", "figure: x: is for kind sweep, which needs it; such as width"),
+    ],
+)
+def test_a_figure_is_checked_before_anything_begins(slurm: Path, text: str, words: str) -> None:
+    path = written(text)
+    if not words:
+        assert load_checked(path).figure is not None
+        return
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        load_checked(path)
+
+
+def test_the_figure_waits_for_all_others(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "figure.yaml").write_text(Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n")
+    assert submit(["--partition=low", "figure.yaml"]) == 0
+    waits = "--dependency=afterok:102:104:105:106:107"
+    assert submitted(slurm)[-1] == ("figure.slurm", ["--partition=low", waits, "--kill-on-invalid-dep=yes"])
+    assert calls(slurm, "sbatch")[-1][-1] == "figure.yaml" and len(calls(slurm, "sbatch")) == 8
+    assert "squeue -j 101,102,103,104,105,106,107,108" in capsys.readouterr().out
+    assert main(["run", "--dry-run", "figure.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "$ analysis figure figure.yaml"
+
+
+def test_where_the_figure_is_not_taken_nothing_is_queued(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "figure.yaml").write_text(Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n")
+    (slurm / "refuse").write_text("8\n")
+    assert submit(["figure.yaml"]) == 1
+    assert "cancelled, for figure was not taken: 101, 102, 103, 104, 105, 106, 107" in capsys.readouterr().err

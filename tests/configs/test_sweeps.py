@@ -285,11 +285,12 @@ def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> 
         kinds = {stage.kind for stage in plans[name.removesuffix("_demo")].stages}
         assert sum(count for stage, count in found.items() if stage.startswith("pretrain")) <= 4, name
         assert {stage.kind for stage in plan.stages} <= kinds and sum(found.values()) <= 6, name
-    for name in plans:
+    for name, plan in plans.items():
         lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
         assert len(lines) <= 65 and max(map(len, lines)) <= 140, name
         verb = "wide-mlps run" if name.endswith("_demo") else "cluster/submit"
         assert f"# command   {verb} configs/plan/{name}.yaml" in lines, name
+        assert plan.figure is not None, name
         assert [sum(line.startswith(f"# {word} ") for line in lines) for word in ("hardware", "result")] == [1, 1], name
 
 

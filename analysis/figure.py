@@ -1,0 +1,55 @@
+"""A plan's `figure:` as the commands that make it: `analysis points`, then the verb of its kind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from analysis.output import write_table
+from analysis.points import collect, table_of
+from cluster.plan_file import Member, Plan
+from data_prep.settings import SettingsError
+from pretrain.tracking.run_tags import git_commit
+
+
+def command_of(plan: Plan, *, out: Path, partial: bool) -> list[str]:
+    """What draws it, once its points are written."""
+    figure = plan.figure
+    if figure is None:
+        raise SettingsError(f"{plan.path}: it has no `figure:`; add one, such as figure: {{kind: sweep, x: width, hue: kind}}")
+    if figure.kind == "cka":
+        words = _cka(plan, partial=partial)
+    else:
+        points = [point for point in collect([plan], partial=partial) if figure.task in (None, point.task)]
+        if not points:
+            raise SettingsError(f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}")
+        path = out.with_name(f"{out.name}-points.parquet")
+        write_table(table_of(points, metadata={"commit": git_commit()}), path)
+        words = [figure.kind, str(path)]
+    words += ["--x", figure.x] if figure.x else []
+    for name, values in (("--hue", figure.hue), ("--facet", figure.facet)):
+        words += [name, ",".join(values)] if values else []
+    return [*words, "--out", str(out)]
+
+
+def _cka(plan: Plan, *, partial: bool) -> list[str]:
+    """Each run of the first pretraining entry beside those of the others that have the same values on the axes that both have."""
+    stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
+    undone = [member.work.writes for stage in stages for member in stage.undone()]
+    if undone and not partial:
+        raise SettingsError(f"{undone[0]}: not finished; run the plan to its end, or give --partial")
+    pairs = list(_pairs(list(stages[0].members), [member for stage in stages[1:] for member in stage.members]))
+    pairs = [(one, other) for one, other in pairs if one.work.is_finished() and other.work.is_finished()]
+    if not pairs:
+        raise SettingsError(f"{plan.path}: there is no finished pair of runs of its first entry and another")
+    settings = pairs[0][0].work.settings
+    words = ["cka", pairs[0][0].work.writes, pairs[0][1].work.writes, pairs[0][0].work.datasets[0]]
+    for one, other in pairs[1:]:
+        words += ["--and", one.work.writes, other.work.writes]
+    return [*words, "--split", str(settings.data.eval_split)]  # type: ignore[attr-defined]
+
+
+def _pairs(ones: list[Member], others: list[Member]) -> Iterator[tuple[Member, Member]]:
+    for one in ones:
+        for other in others:
+            shared = (one.labels.keys() & other.labels.keys()) - {"config"}
+            if all(one.labels[axis] == other.labels[axis] for axis in shared):
+                yield one, other
