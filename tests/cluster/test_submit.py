@@ -35,6 +35,9 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["cluster/data_prep.slurm", SHAPES, "imagesize=32"], "imagesize: unknown key"),
         (["cluster/data_prep.slurm", CIFAR], "source.path: cifar-10-python.tar.gz is not there"),
         (["cluster/grid.slurm", GRID, "probe"], "it has no grid 'probe'"),
+        (["cluster/evaluate.slurm", "configs/evaluate/demo.yaml", "view=3"], "view: unknown key; did you mean 'views'?"),
+        (["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES"], "pretrained: runs/demo/pretrain-mlp is not there"),
+        (["-a", "0-1", "cluster/export.slurm", "configs/export/demo.yaml"], "--array: export.slurm is one run"),
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
 )
@@ -187,6 +190,13 @@ def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(checkout
         found = json.loads(capsys.readouterr().out)
         assert (found["state"], found["about"], found["reads"]) == (state, about, [f"{dataset}/manifest.json"])
         assert (found["words"], found["writes"], found["can_stage"]) == (given, "runs/mine", True)
+        assert (found["result"], found["needs_one_rank"]) == ("result.json", False)
+    assert (
+        ask(["--starting", "finetune", "export", "configs/export/demo.yaml", "out=exports/mine", "pretrained=/proc/nowhere"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["writes"], found["result"]) == ("blind", "exports/mine", "export.json")
+    assert found["needs_one_rank"] and not found["can_stage"]
     assert ask(words[:4]) == 0  # what is asked at the end
     assert json.loads(capsys.readouterr().out)["state"] == "unfinished"
 

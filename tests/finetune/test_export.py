@@ -302,7 +302,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "| Data | shapes-a, 240 images, content `",
         "| Started from | random weights |",
         "| Step | 6 |",
-        "| Code | not stated |",  # tracking was off
+        "| Code | commit `",  # the journal has it where tracking is off, too
         "optimizer: {name: adamw, lr: 0.001, weight_decay: 0.05",
         "| evaluated | shapes-a | val | top-1 | 25.0% | judged |",
         "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",

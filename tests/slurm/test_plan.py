@@ -33,6 +33,13 @@ finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/{name}/tune, pretrained=runs/{name}/pretrain, data.dataset={b}, schedule.warmup=0 steps, {few}]
 """.replace("{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps")
+EXPORT = """
+export:
+  config: configs/export/demo.yaml
+  overrides: [out=exports/whole, pretrained=runs/whole/tune, "formats=[timm]"]
+  nodes: 2
+  sbatch: [--mem=500M, --cpus-per-task=1]
+"""
 pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
 
 
@@ -44,14 +51,15 @@ def jobs_of(said: str) -> list[list[str]]:
 
 def test_a_whole_plan(slurm: Cluster) -> None:
     plan = slurm.root / "whole.yaml"
-    plan.write_text(PLAN.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")))
+    plan.write_text(PLAN.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")) + EXPORT)
     jobs = jobs_of(slurm("cluster/submit", "--time=30", plan.name))
-    assert [len(each) for each in jobs] == [2, 2, 1, 1, 1], jobs
-    (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,) = jobs
-    for job in (a, merge_a, b, merge_b, pretrain, probe, tune):
+    assert [len(each) for each in jobs] == [2, 2, 1, 1, 1, 1], jobs
+    (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,), (export,) = jobs
+    for job in (a, merge_a, b, merge_b, pretrain, probe, tune, export):
         slurm.wait(job, "COMPLETED", timeout_s=200)
 
     awaited = {merge_a: (a,), merge_b: (b,), pretrain: (merge_a,), probe: (merge_b, pretrain), tune: (merge_b, pretrain)}
+    awaited[export] = (tune,)
     tasks = {job: slurm.tasks(job) for job in (a, b, *awaited)}
     assert [len(tasks[job]) for job in (a, b)] == [2, 2]
     for task in (task for each in tasks.values() for task in each):
@@ -68,6 +76,7 @@ def test_a_whole_plan(slurm: Cluster) -> None:
             assert hashlib.sha256((directory / shard.file).read_bytes()).hexdigest() == shard.sha256
     for run in ("pretrain", "probe", "tune"):
         assert json.loads((slurm.root / "runs/whole" / run / "result.json").read_text())
+    assert (slurm.root / "exports/whole/model.safetensors").exists()  # by one process, on however many nodes
     parent = "select value from tags where tags.run_uuid = runs.run_uuid and key = 'mlflow.parentRunId'"
     tracked = slurm.mlflow(f"select run_uuid, name, status, ({parent}) from runs order by name", runs="runs/whole")
     pretraining = tracked[0][0]
@@ -76,7 +85,7 @@ def test_a_whole_plan(slurm: Cluster) -> None:
     ]  # fmt: skip
 
     before = slurm("squeue", "--noheader", "--states=all", "--format=%i")
-    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 5
+    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 6
     assert slurm("squeue", "--noheader", "--states=all", "--format=%i") == before
 
 
