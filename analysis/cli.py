@@ -62,12 +62,6 @@ def _add_verbs(verbs: Verbs) -> None:
     figure.add_argument("--out", type=Path, help="what the files are called, without an ending (default: runs/plans/PLAN/figure)")
     figure.add_argument("--kept", type=Path, metavar="SNAPSHOT", help="the configs as this keeps them: what a job of SLURM gives")
     figure.set_defaults(run=_figure)
-    filters = verbs.add_parser(
-        "filters", help="the first-layer filters of an MLP checkpoint as a picture", epilog="analysis filters runs/mine"
-    )
-    filters.add_argument("checkpoint", type=Path, help="a run directory, one of its checkpoints, or an imported folder")
-    filters.add_argument("--out", type=Path, default=Path("filters.png"), help="the picture")
-    filters.set_defaults(run=_filters)
     cost = verbs.add_parser(
         "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
     )
@@ -171,21 +165,6 @@ def _figure(options: argparse.Namespace) -> int:
     words = command_of(plan, out=out, partial=options.partial)
     print(f"$ analysis {shlex.join(words)}", flush=True)
     return main(words)
-
-
-def _filters(options: argparse.Namespace) -> int:
-    from pretrain.checkpoints.checkpoint import Checkpoint
-    from pretrain.checkpoints.run import check_place
-
-    check_out(options.out)
-    check_place(options.out.absolute().parent, field="out")
-    Checkpoint.open(options.checkpoint, verify=False)
-    with doing("loading torch"):
-        from analysis.filters import draw
-
-    draw(options.checkpoint, options.out)
-    print(f"picture: {options.out}")
-    return OK
 
 
 def _cost(options: argparse.Namespace) -> int:

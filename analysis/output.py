@@ -1,7 +1,7 @@
 """What a verb of the analyses leaves behind. `--out NAME` names all of it:
 
 NAME.parquet              the numbers, a row each
-NAME.png, NAME.svg        the picture; of several NAME-WHICH.png
+NAME.png, NAME.svg        the picture; of several NAME-WHICH.png; a sheet of pictures as PNG alone
 NAME.json                 the facts, the sha256 of all that was read, the commit; written last: where it stands, the rest is whole
 """
 
@@ -20,6 +20,7 @@ from pretrain.tracking.run_tags import git_commit
 if TYPE_CHECKING:
     import pyarrow as pa
     from matplotlib.figure import Figure
+    from PIL.Image import Image
 
 FORMATS = ("png", "svg")
 
@@ -55,12 +56,14 @@ def write(
     facts: Mapping[str, Any],
     read: Iterable[Path | str],
     rows: Sequence[Mapping[str, Any]] = (),
-    figures: Mapping[str, "Figure"] | None = None,
+    figures: Mapping[str, "Figure | Image"] | None = None,
 ) -> list[Path]:
     """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
     no number (NaN) is null: a reader of JSON refuses it."""
     from matplotlib import rc_context
+    from PIL.Image import Image
 
+    from data_prep.images.sheet import save_sheet
     from finetune.looks import looks, save
 
     make_directory(out.absolute().parent)
@@ -71,8 +74,13 @@ def write(
         written.append(out.with_name(f"{out.name}.parquet"))
         write_table(table_of(rows), written[-1])
     for which, figure in (figures or {}).items():
+        name = f"{out.name}{'-' * bool(which)}{which}"
+        if isinstance(figure, Image):
+            written.append(out.with_name(f"{name}.png"))
+            save_sheet(figure, written[-1])
+            continue
         for ending in FORMATS:
-            written.append(out.with_name(f"{out.name}{'-' * bool(which)}{which}.{ending}"))
+            written.append(out.with_name(f"{name}.{ending}"))
             with looks(), rc_context({"text.parse_math": True}):  # colours by number, and ticks like 10^3, are looked up now
                 save(figure, written[-1])
     hashes = {str(place): hash_of(Path(place)) for place in read}

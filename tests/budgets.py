@@ -10,12 +10,12 @@ BUDGETS = {
     "pretrain": 14_710,
     "finetune": 5_300,
     "cluster": 3_270,  # with its shell
-    "analysis": 5_200,
+    "analysis": 5_970,
     "demo.py": 300,  # with install.sh
-    "tests": 30_500,
+    "tests": 30_650,
 }
 BESIDE = {"demo.py": ("install.sh",)}
-NUM_PRODUCT = 38_800
+NUM_PRODUCT = 39_570
 
 
 def lines_of(name: str) -> int:

@@ -1,7 +1,152 @@
 """The verbs of this room. Light: what takes time is imported once the arguments are known to be good."""
 
+import argparse
+import sys
+from pathlib import Path
+
+from analysis.output import add_out, check_out
 from data_prep.explain import Verbs
+from data_prep.progress import doing
+from data_prep.settings import UserError
+
+OK = 0
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """None yet."""
+    spectra = verbs.add_parser(
+        "spectra",
+        help="singular values of a run's matrices, from its first weights on; or of initial ones (paper A's Figures 4, S.1)",
+        epilog="analysis spectra runs/mine --out runs/mine-spectra",
+    )
+    _add_runs(spectra, nargs="*")
+    spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; 2 minutes and 300 MB")
+    spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega")
+    spectra.add_argument("--quick", action="store_true", help="the newest checkpoint of each run alone; of the figures 2 seeds")
+    spectra.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_out(spectra, "spectra")
+    spectra.set_defaults(run=_spectra)
+    structure = verbs.add_parser(
+        "structure",
+        help="how near trained matrices are to Monarch and Kronecker ones, beside random matrices of equal spectrum",
+        epilog="analysis structure runs/mine --out runs/mine-structure",
+    )
+    _add_runs(structure, nargs="*")
+    structure.add_argument("--quick", action="store_true", help="the newest checkpoint alone, one random matrix for each")
+    add_out(structure, "structure")
+    structure.set_defaults(run=_structure)
+    masks = verbs.add_parser(
+        "masks", help="which entries effective matrices have (paper A, Figures 1 and S.9)", epilog="analysis masks"
+    )
+    masks.add_argument("--tokens", type=int, default=8, help="S")
+    masks.add_argument("--channels", type=int, default=8, help="C")
+    masks.add_argument("--seed", type=int, default=1, help="of permutations and of the SW-MLP's mask")
+    add_out(masks, "masks")
+    masks.set_defaults(run=_masks)
+    filters = verbs.add_parser(
+        "filters",
+        help="the first-layer filters of MLPs and Mixers as pictures side by side, and how local they are",
+        epilog="analysis filters runs/mine",
+    )
+    _add_runs(filters, nargs="+")
+    filters.add_argument("--which", choices=["first", "largest", "all"], default="first", help="which neurons")
+    filters.add_argument("--count", type=int, default=25, help="how many are drawn of each (not with --which all)")
+    filters.add_argument("--init", action="store_true", help="beside each the weights that its run began with")
+    add_out(filters, "filters")
+    filters.set_defaults(run=_filters)
+
+
+def _add_runs(verb: argparse.ArgumentParser, *, nargs: str) -> None:
+    verb.add_argument(
+        "runs", type=Path, nargs=nargs, metavar="RUN", help="run directories, checkpoints, RUN@50epochs, imported folders"
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What is asked of a run is asked before torch is imported."""
+    from pretrain.checkpoints.checkpoint import Checkpoint
+
+    check_out(options.out)
+    for place in options.runs:
+        Checkpoint.open(place, verify=False)
+
+
+def _done(written: list[Path]) -> int:
+    print(f"written: {', '.join(map(str, written))}")
+    return OK
+
+
+def _spectra(options: argparse.Namespace) -> int:
+    if bool(options.runs) + options.fig4 + options.figs1 != 1:
+        raise UserError("spectra: give runs, or --fig4, or --figs1")
+    _check(options)
+    with doing("loading torch"):
+        import torch
+
+        from analysis.matrices import initial, spectra
+        from analysis.matrices.weights import checkpoints_of
+        from analysis.output import write
+    if options.fig4:
+        rows = initial.widths(initial.SIDES[::4] if options.quick else initial.SIDES, seeds=2 if options.quick else 10)
+        figures = {"": initial.draw_widths(rows, what="Ω = 2^19, γ = 2")}
+        return _done(write(options.out, facts=initial.facts_of(rows), read=(), rows=rows, figures=figures))
+    if options.figs1:
+        centre, right = initial.sparser(seeds=2 if options.quick else 50), initial.exponents(seeds=2 if options.quick else 10)
+        figures = {"": initial.draw_sparser(centre, right)}
+        return _done(write(options.out, facts={"seeds": len(centre)}, read=(), rows=[*centre, *right], figures=figures))
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    runs = checkpoints_of(options.runs, newest_only=options.quick)
+    found = list(spectra.spectra(runs, device=device))
+    training = spectra.draw_training(found)
+    figures = {"": spectra.draw(found)} | ({"training": training} if training else {})
+    read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
+    return _done(write(options.out, facts={"device": device}, read=read, rows=spectra.rows_of(found), figures=figures))
+
+
+def _structure(options: argparse.Namespace) -> int:
+    _check(options)
+    with doing("loading torch"):
+        from analysis.matrices import structure
+        from analysis.matrices.weights import checkpoints_of
+        from analysis.output import write
+    runs = checkpoints_of(options.runs, newest_only=options.quick)
+    rows = list(structure.distances(runs, randoms=1 if options.quick else 3))
+    bound = structure.bound_on_random_matrices()
+    figures = {"prop33": structure.draw_bound(bound)} | ({"": structure.draw(rows)} if rows else {})
+    read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
+    facts = {"proposition 3.3": structure.bound_facts(bound)}
+    return _done(write(options.out, facts=facts, read=read, rows=rows, figures=figures))
+
+
+def _masks(options: argparse.Namespace) -> int:
+    for name in ("tokens", "channels"):
+        if not 2 <= getattr(options, name) <= 64:
+            raise UserError(f"--{name}: {getattr(options, name)} will not do; give 2 to 64, more would not be seen")
+    check_out(options.out)
+    from analysis.matrices.masks import draw, masks
+    from analysis.output import write
+
+    found = masks(options.tokens, options.channels, seed=options.seed)
+    rows = [
+        {"mask": name, "width": len(mask), "connections": int(mask.sum()), "density": float(mask.mean())}
+        for name, mask in found.items()
+    ]
+    facts = {"tokens": options.tokens, "channels": options.channels, "seed": options.seed}
+    return _done(write(options.out, facts=facts, read=(), rows=rows, figures={"": draw(found)}))
+
+
+def _filters(options: argparse.Namespace) -> int:
+    if options.count < 1:
+        raise UserError(f"--count: {options.count} will not do; give 1 or more")
+    _check(options)
+    with doing("loading torch"):
+        from analysis.matrices import filters
+        from analysis.output import write
+        from pretrain.checkpoints.checkpoint import Checkpoint
+    opened = [Checkpoint.open(place) for place in options.runs]
+    layers = filters.first_layers(options.runs, opened, with_initial=options.init)
+    sheet = filters.sheet(layers, which=options.which, count=options.count)
+    rows = [row for layer in layers for row in filters.rows_of(layer)]
+    facts = filters.facts_of(layers)
+    filters.print_facts(facts, file=sys.stdout)
+    figures = {"": sheet, "locality": filters.draw_locality(layers)}
+    return _done(write(options.out, facts=facts, read=[each.directory for each in opened], rows=rows, figures=figures))

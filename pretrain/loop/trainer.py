@@ -353,8 +353,8 @@ class Trainer:
         weight_NF = self.engine.weight(FIRST_LAYER)
         if weight_NF is not None:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
-            name = f"{self.run_dir.name}, step {self.step:,}"
-            self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, name=name), step=self.step)
+            title = f"{self.run_dir.name}, step {self.step:,}: the strongest filters of the first layer"
+            self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, title=title), step=self.step)
 
 
 def in_words(reading: dict[str, float], scores: Scores | None) -> str:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from data_prep.images.lettering import Letters
-from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_sheet
+from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_sheet, shortened
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
@@ -44,19 +44,20 @@ def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np
     return filters_of(weight_NF[order], side=side)
 
 
-def draw_filters(filters: NDArray[np.float32], *, columns: int, name: str) -> Image.Image:
+def draw_filters(filters: NDArray[np.float32], *, columns: int, title: str, panel: int = PANEL) -> Image.Image:
     """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white nothing."""
     scale = float(np.percentile(np.abs(filters), 99)) or 1.0  # a single weight would make all others pale
-    sheet = Image.new("RGB", (columns * PANEL, HEAD + columns * PANEL), PAPER)
-    Letters(18).draw(sheet, (MARGIN, MARGIN), f"{name}: the strongest filters of the first layer", INK)
+    sheet = Image.new("RGB", (columns * panel, HEAD + columns * panel), PAPER)
+    large = Letters(18)
+    large.draw(sheet, (MARGIN, MARGIN), shortened(title, large, width=sheet.width - 2 * MARGIN), INK)
     small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
     facts = f"{-scale:.2g} to {scale:.2g}, of each pixel the colour furthest from 0; noise: hardly trained; one colour: flat"
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
-    inside = PANEL - 2 * MARGIN
+    inside = panel - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):
         row, column = divmod(number, columns)
-        place = column * PANEL + MARGIN, HEAD + row * PANEL + MARGIN
+        place = column * panel + MARGIN, HEAD + row * panel + MARGIN
         sheet.paste(QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1))  # white ones have an edge
         sheet.paste(_coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place)
     return sheet

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
-from analysis.filters import first_layer
+from analysis.matrices.filters import first_layer
 from data_prep.manifest import load_manifest
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint

@@ -82,7 +82,9 @@ def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> No
     assert told == [("fed", 0), *(("first_layer", step) for step in (0, 3, 6))]
     (last,) = [event for event in events(run_dir, "image") if event["step"] == 6]
     stem = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")["stem.weight"]
-    expected = draw_filters(strongest_filters(stem, side=16, count=25), columns=5, name="tiny, step 6")
+    expected = draw_filters(
+        strongest_filters(stem, side=16, count=25), columns=5, title="tiny, step 6: the strongest filters of the first layer"
+    )
     with Image.open(str(last["path"])) as drawn:
         np.testing.assert_array_equal(np.asarray(drawn), np.asarray(expected))
 
@@ -94,7 +96,7 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     weight[2, [3, 11]] = torch.tensor([1.0, -3.0])  # two colours at the lower right
     filters = strongest_filters(weight, side=2, count=2)
     np.testing.assert_array_equal(filters, [[[2, 2], [2, 2]], [[0, 0], [0, -3]]])
-    sheet = np.asarray(draw_filters(filters, columns=2, name="a run"))
+    sheet = np.asarray(draw_filters(filters, columns=2, title="a run"))
     assert sheet.shape == (HEAD + 288, 288, 3)
     panels, red, white = sheet[HEAD:], [103, 0, 31], [247, 247, 247]
     pale = [round(67 + (5 - 67) / 3), round(147 + (48 - 147) / 3), round(197 + (97 - 197) / 3)]  # 2 of 3, in the scale of both
@@ -102,7 +104,7 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     assert np.abs(panels[72, 72] - np.array(pale)).max() <= 6
     assert panels[200:, :].min() == 255  # two panels of four
     assert (sheet[:HEAD] < 128).any()  # a name, and a scale
-    nothing = np.asarray(draw_filters(np.zeros((1, 2, 2), np.float32), columns=1, name="a run"))[HEAD:]
+    nothing = np.asarray(draw_filters(np.zeros((1, 2, 2), np.float32), columns=1, title="a run"))[HEAD:]
     assert nothing[72, 72].tolist() == white and nothing[5, 72].max() < 128  # has an edge
 
 

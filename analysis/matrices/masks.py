@@ -1,0 +1,52 @@
+"""Paper A's Figures 1 and S.9: which entries of m x m effective matrices are there, m = S C, a vector being token after token."""
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from finetune.looks import looks
+
+Mask = NDArray[np.bool_]
+
+
+def masks(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
+    """The SW-MLP's has as many connections as a mixing on average, (C S^2 + C^2 S) / 2."""
+    generator = np.random.default_rng(seed)
+    width = tokens * channels
+    across_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
+    across_channels = np.kron(np.eye(tokens, dtype=bool), np.ones((channels, channels), bool))
+
+    def permuted(mask: Mask) -> Mask:
+        """J2 M J1"""
+        return mask[generator.permutation(width)][:, generator.permutation(width)]
+
+    rp_tokens, rp_channels = permuted(across_tokens), permuted(across_channels)
+    density = (tokens + channels) / 2 / width
+    return {
+        "token mixing, V ⊗ I": across_tokens,
+        "channel mixing, I ⊗ W": across_channels,
+        "both, (I ⊗ W)(V ⊗ I)": _product(across_channels, across_tokens),
+        "SW-MLP, M ⊙ A": generator.random((width, width)) < density,
+        "RP token mixing": rp_tokens,
+        "RP channel mixing": rp_channels,
+        "both of RP": _product(rp_channels, rp_tokens),
+        "two of SW-MLP": _product(*(generator.random((2, width, width)) < density)),
+    }
+
+
+def _product(left: Mask, right: Mask) -> Mask:
+    """The entries that a product of such matrices can have."""
+    return left.astype(np.float32) @ right.astype(np.float32) > 0
+
+
+def draw(found: dict[str, Mask]) -> Figure:
+    with looks():
+        figure = Figure(figsize=(6.9, 3.9))
+        for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
+            axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
+            axes.spines[:].set_visible(True)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_title(name, fontsize=8)
+            axes.set_xlabel(f"{mask.mean():.1%} of {len(mask)}²")
+    return figure

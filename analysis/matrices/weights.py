@@ -1,0 +1,94 @@
+"""The matrices of a checkpoint, and those that its run began with.
+
+A mixing's effective matrix is I (x) W or W (x) I, in an RP Mixer between two permutations: it has the singular values of W, each of
+them C or S times, so W stands for it, with the number of its copies.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from finetune.runs import read_run
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.run import begun_with, list_checkpoints
+from pretrain.models.build import build_model
+from pretrain.models.image_model import ImageModel
+from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
+from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
+from pretrain.models.structured import Kronecker, Monarch
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+Array = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    name: str
+    """As in the state dict, without `blocks.N.` and `.weight`."""
+    block: int | None
+    """None of the stem, of what widens, and of the head."""
+    weight: "Array | csr_matrix"
+    """(outputs, inputs); of a Monarch layer one such matrix after the other."""
+    copies: int
+
+
+def matrices_of(model: ImageModel, spec: AnySpec, *, image_size: int) -> Iterator[Matrix]:
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        block = int(parts[1]) if parts[0] == "blocks" and len(parts) > 1 else None
+        name = ".".join(parts[2:]) if block is not None else path
+        copies = _copies(name, spec, image_size=image_size)
+        if isinstance(module, MaskedLinear | SparseLinear):
+            yield Matrix(name, block, module.matrix(), copies)
+        elif isinstance(module, nn.Linear):
+            yield Matrix(name, block, _array(module.weight), copies)
+        elif isinstance(module, Kronecker | Monarch):
+            for which, weight in module.named_parameters():
+                yield Matrix(f"{name}.{which}", block, _array(weight), copies)
+
+
+def _array(weight: Tensor) -> Array:
+    array: Array = weight.detach().cpu().numpy()
+    return array
+
+
+def _copies(name: str, spec: AnySpec, *, image_size: int) -> int:
+    if name == "stem" and isinstance(spec, MixerSpec | SparseMlpSpec):
+        return int((image_size // spec.patch_size) ** 2)
+    if isinstance(spec, MixerSpec) and name.startswith(("token_mixing", "skip")):
+        return spec.num_channels
+    if isinstance(spec, MixerSpec) and name.startswith("channel_mixing"):
+        return spec.tokens(image_size=image_size)
+    return 1
+
+
+def initial_model(opened: Checkpoint) -> ImageModel | None:
+    """As its run built it, from the seed. None where that cannot be told: imported weights, or a run that began with others."""
+    run_dir = opened.run_dir
+    if run_dir is None or begun_with(run_dir):
+        return None
+    settings, card = read_run(run_dir).settings, opened.card
+    if "train" not in settings or "seed" not in settings["train"] or settings.get("init", "scratch") == "pretrained":
+        return None
+    return build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=settings["train"]["seed"])
+
+
+def checkpoints_of(places: list[Path], *, newest_only: bool) -> dict[str, list[Checkpoint]]:
+    """By the run's name, which is its path where two are named alike. Of a run all its checkpoints, of a checkpoint that one."""
+    found: dict[str, list[Checkpoint]] = {}
+    names = [name_of(place) for place in places]
+    for place, name in zip(places, names, strict=True):
+        steps = [] if newest_only else list_checkpoints(place)
+        found[name if names.count(name) == 1 else str(place)] = [Checkpoint.open(each) for each in steps or [place]]
+    return found
+
+
+def name_of(place: Path) -> str:
+    return f"{place.parent.parent.name}/{place.name}" if place.parent.name == "checkpoints" else place.name
