@@ -12,13 +12,14 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Console
 
 from analysis.features.cka import Group, diagonal
-from analysis.features.invariance import mean_of
+from analysis.features.invariance import QUICK_SHIFTS, mean_of
 from analysis.table_pages import for_console
 from data_prep.images.lettering import legible
 from finetune.looks import COLUMN, GREY, MARKERS, SEQUENTIAL, panels
 
 MOST_PANELS = 6
 Row = Mapping[str, Any]
+MEASURED = {"top1": ".1%", "agreement": ".1%", "cka": ".2f"}
 
 
 def print_groups(groups: Sequence[Group]) -> None:
@@ -77,31 +78,22 @@ def _over_density(groups: Sequence[Group]) -> Figure:
     known = [group for group in groups if group.density is not None]
     for number, model in enumerate(dict.fromkeys(group.models[0] for group in known)):
         members, colour = [group for group in known if group.models[0] == model], f"C{number}"
-        densities = [group.density or 0.0 for group in members]
-        if all(group.std is not None for group in members):
-            errors, note = np.array([[group.std] * 2 for group in members]).T, "± SD over seeds"
-        else:
-            errors, note = (
-                np.array([[group.mean - group.interval[0], group.interval[1] - group.mean] for group in members]).T,
-                "95 %",
-            )
-        means = [group.mean for group in members]
-        label = f"{legible(model)} ({note})"
-        axes.errorbar(
-            densities,
-            means,
-            yerr=np.maximum(errors, 0),
-            marker=MARKERS[number % len(MARKERS)],
-            capsize=2,
-            color=colour,
-            label=label,
-        )
+        densities, means = [group.density or 0.0 for group in members], [group.mean for group in members]
+        has_seeds = all(group.std is not None for group in members)
+        bounds = [
+            (group.std, group.std) if has_seeds else (group.mean - low, high - group.mean)
+            for group in members
+            for low, high in [group.interval]
+        ]
+        style: dict[str, Any] = {"color": colour, "marker": MARKERS[number % len(MARKERS)], "capsize": 2}
+        label = f"{legible(model)} ({'± SD over seeds' if has_seeds else '95 % over batches'})"
+        axes.errorbar(densities, means, yerr=np.array(bounds, float).T.clip(0), label=label, **style)
         ceiling = members[0].ceilings[0]
         if ceiling is not None:
             axes.axhline(ceiling, color=colour, linestyle="--", linewidth=1)
         axes.plot(densities, [group.floor for group in members], color=GREY, linestyle=":", linewidth=1)
-    for style, label in (("--", "ceiling: the Mixer's other seeds"), (":", "floor: shuffled pictures")):
-        axes.plot([], [], color=GREY, linestyle=style, linewidth=1, label=label)
+    for line, label in (("--", "ceiling: the Mixer's other seeds"), (":", "floor: shuffled pictures")):
+        axes.plot([], [], color=GREY, linestyle=line, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1"))
     axes.legend(loc="best")
     return figure
@@ -112,23 +104,26 @@ def _over_density(groups: Sequence[Group]) -> Figure:
 
 def print_changes(rows: Sequence[Row]) -> None:
     """The mean over directions and seeds; of the shifts some."""
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for kind, amount, direction in dict.fromkeys(_place(row) for row in rows):
-        if kind == "shift" and amount not in (1, 2, 4, 8, 16):
+    names, table = _names(rows), []
+    for place in dict.fromkeys(map(_place, rows)):
+        if place[0] == "shift" and place[1] not in QUICK_SHIFTS:
             continue
-        for run in runs:
-            same = [row for row in rows if row["run"] == run and _place(row) == (kind, amount, direction)]
-            if not same:
-                continue
-            values = [f"{float(np.mean([row['top1'] for row in same])):.1%}"]
-            if kind != "views":
-                values += [f"{float(np.mean([row['agreement'] for row in same])):.1%}"]
-                values += [f"{float(np.mean([np.mean(row['cka']) for row in same])):.2f}"]
-            lines.setdefault((_name(kind, amount, direction),), {})[run] = [*values, "", ""][:3]
-    header = ["", *(f"{run}{end}" for run in map(_end, runs) for end in ("", " same", " CKA"))]
-    table = [[*name, *(value for run in runs for value in by_run.get(run, [""] * 3))] for name, by_run in lines.items()]
+        cells = [_name(*place)]
+        for run in names:
+            same = [row for row in rows if row["run"] == run and _place(row) == place]
+            for key, form in MEASURED.items():
+                values = [float(np.mean(row[key])) for row in same if row.get(key) is not None]
+                cells.append(f"{np.mean(values):{form}}" if values else "")
+        table.append(cells)
+    header = ["", *(f"{name} {end}".strip() for name in names.values() for end in ("top-1", "same", "CKA"))]
     Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, table))
+
+
+def _names(rows: Sequence[Row]) -> dict[str, str]:
+    """Of runs: the last part of the path, where that tells them apart."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    ends = [Path(run).name for run in runs]
+    return dict(zip(runs, ends if len({*ends}) == len(ends) else runs, strict=True))
 
 
 def _place(row: Row) -> tuple[str, float, str]:
@@ -145,35 +140,31 @@ def _name(kind: str, amount: float, direction: str) -> str:
     return names.get(kind, f"{kind} {direction}".strip())
 
 
-def _end(run: str) -> str:
-    return "/".join(Path(run).parts[-1:])
-
-
 def invariance_figures(rows: Sequence[Row]) -> dict[str, Figure]:
     """Within `looks`."""
     return {"": _answers(rows), "mixings": _by_mixing(rows)}
 
 
 def _answers(rows: Sequence[Row]) -> Figure:
-    runs, has_views = list(dict.fromkeys(row["run"] for row in rows)), any(row["kind"] == "views" for row in rows)
+    names, has_views = _names(rows), any(row["kind"] == "views" for row in rows)
     figure, axes = panels(4 + has_views, height=2.3)
     shifts: list[tuple[str, Callable[[Row], float]]] = [
         ("top-1", lambda row: row["top1"]),
         ("same answer as unshifted", lambda row: row["agreement"]),
         ("CKA, mean over mixings", lambda row: float(np.mean(row["cka"]))),
     ]
-    others = [row for row in rows if row["run"] == runs[0] and row["kind"] not in ("shift", "views")]
-    width = 0.8 / len(runs)
-    for number, run in enumerate(runs):
+    others = [row for row in rows if row["run"] == rows[0]["run"] and row["kind"] not in ("shift", "views")]
+    width = 0.8 / len(names)
+    for number, (run, name) in enumerate(names.items()):
         own = [row for row in rows if row["run"] == run]
-        style: dict[str, Any] = {"color": f"C{number % 7}", "label": legible(_end(run))}
+        style: dict[str, Any] = {"color": f"C{number % 7}", "label": legible(name)}
         marker = MARKERS[number % len(MARKERS)]
         for place, (_, value) in zip(axes, shifts, strict=False):
             _curve(place, [row for row in own if row["kind"] in ("none", "shift")], value, marker=marker, **style)
         found = {_name(*_place(row)): row for row in own}
         bars = [found[_name(*_place(row))] for row in others]
         heights, errors = ([row[key] for row in bars] for key in ("top1", "standard_error"))
-        places = np.arange(len(bars)) + (number - (len(runs) - 1) / 2) * width
+        places = np.arange(len(bars)) + (number - (len(names) - 1) / 2) * width
         axes[3].barh(places, heights, width, xerr=errors, error_kw={"linewidth": 0.8}, **style)
         if has_views:
             _curve(axes[4], [row for row in own if row["kind"] == "views"], lambda row: row["top1"], marker=marker, **style)
@@ -205,9 +196,9 @@ def _curve(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float], *, ma
 
 def _by_mixing(rows: Sequence[Row]) -> Figure:
     """CKA with the unshifted picture, mixing by mixing."""
-    runs = list(dict.fromkeys(row["run"] for row in rows))[:MOST_PANELS]
-    figure, places = panels(len(runs), height=2.4)
-    for axes, run in zip(places, runs, strict=True):
+    names = list(_names(rows).items())[:MOST_PANELS]
+    figure, places = panels(len(names), height=2.4)
+    for axes, (run, name) in zip(places, names, strict=True):
         shifted = [row for row in rows if row["run"] == run and row["kind"] in ("none", "shift")]
         amounts = sorted({row["amount"] for row in shifted})
         values = [np.mean([row["cka"] for row in shifted if row["amount"] == amount], axis=0) for amount in amounts]
@@ -216,7 +207,7 @@ def _by_mixing(rows: Sequence[Row]) -> Figure:
         axes.set_xticks(range(0, len(amounts), step), [f"{amount:.0f}" for amount in amounts[::step]])
         count = len(values[0])
         axes.set_yticks(range(0, count, -(-count // 8)), [str(number + 1) for number in range(0, count, -(-count // 8))])
-        axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(_end(run)))
+        axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(name))
         axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=places, aspect=25, pad=0.02).set_label("CKA with the picture as it is")
     return figure
