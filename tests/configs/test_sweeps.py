@@ -4,6 +4,7 @@
 configs. What a paper does not print is ours, and stands in the head of the file.
 """
 
+import json
 import math
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from analysis.points import collect
+from analysis.points import STAGES, collect, read_points
 from cluster.plan_file import Plan, load_checked
 from cluster.work import Work
 from data_prep.settings import flatten, load_settings
@@ -28,6 +29,8 @@ from tests.forked import begin, environments, new_output, wait
 from tests.ranks import REPOSITORY
 
 FOLDER = REPOSITORY / "configs/plan"
+POINTS = "tests/analysis/points/twins.parquet"
+"""By `make demos`; the commit is in its metadata."""
 MEMBERS: dict[str, dict[str, int]] = {
     "a_fig2_cka": {"pretrain/1": 2 * 3, "pretrain/2": 2 * 11 * 3},
     "a_fig2d_monarch": {"pretrain": 2 * 5},
@@ -346,6 +349,20 @@ def test_the_first_member_of_each_twin_trains_for_two_steps(plans: dict[str, Pla
     process = begin("tests.configs.test_sweeps:train_all", commands, str(REPOSITORY), environment=environment, output=output)
     assert wait([process], timeout_s=900) == [0], output.read_text()[-3000:]
     assert len(firsts) == len(MEMBERS) and all((tmp_path / work.writes / "result.json").is_file() for work in firsts)
+
+
+def test_the_kept_points_are_of_the_members_that_the_twins_have(plans: dict[str, Plan]) -> None:
+    """Else `make clean-demos demos` renews them."""
+    kept = {(each.plan, each.stage, each.member, each.labels) for each in read_points([REPOSITORY / POINTS])}
+    for name, plan in ((name, plan) for name, plan in plans.items() if name.endswith("_demo")):
+        stages = [stage for stage in plan.stages if stage.kind in STAGES]
+        labels = [
+            {axis: label for axis, label in each.labels.items() if axis != "name"} for stage in stages for each in stage.members
+        ]
+        places = [(stage.name, each.index) for stage in stages for each in stage.members]
+        there = {(name, *place, json.dumps(label)) for place, label in zip(places, labels, strict=True)}
+        is_run = "not yet run" not in (FOLDER / f"{name}.yaml").read_text()
+        assert {each for each in kept if each[0] == name} == (there if is_run else set()), name
 
 
 @pytest.mark.processes
