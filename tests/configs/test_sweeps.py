@@ -374,6 +374,7 @@ def test_a_twin_runs_whole_by_the_real_commands(tmp_path: Path, monkeypatch: pyt
     command = [sys.executable, "-m", "cluster", "run", plan]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert Path("runs/plans/b_scaling_demo/figure.json").is_file()
     reached = {(each.task, each.width, each.epochs): each.error or 0.0 for each in collect([load_checked(plan)])}
     for task in ("pretrain", "probe"):
         assert {(task, width, epochs) for width in (32, 128) for epochs in (2, 6)} <= reached.keys()
