@@ -183,5 +183,6 @@ def draw_sparser(spectra: list[dict[str, Any]], largest: list[dict[str, Any]]) -
         for axis in (right.xaxis, right.yaxis):
             axis.set_major_formatter("{x:,g}")
             axis.set_minor_formatter(NullFormatter() if axis is right.xaxis else StrMethodFormatter("{x:,g}"))
-        right.legend()
+        right.set_ylim(top=2 * right.get_ylim()[1])
+        right.legend(loc="upper left", ncols=2)
     return figure

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.sparse import csr_matrix
 
 from analysis.matrices.weights import Array, Matrix, initial_model, matrices_of
 from data_prep.images.lettering import legible
@@ -24,9 +25,6 @@ from finetune.looks import MARKERS, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.models.layers.sparse import largest_singular_value
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 LONGEST_SIDE = 4096
 """Of a Gram matrix: 134 MB of float64, of which three are there at once. Beyond it only the largest singular value is computed."""
@@ -79,7 +77,10 @@ def spectrum(matrix: Matrix, *, run: str, step: int, initial: Matrix | None, dev
     weight, (rows, columns) = matrix.weight, matrix.weight.shape[-2:]
     values = singular_values(weight, device=device)
     of_weight = norm(weight)
-    largest = largest_singular_value(weight) if values is None else float(values[0])
+    if values is None:
+        largest = max(largest_singular_value(csr_matrix(each)) for each in (weight if weight.ndim == 3 else [weight]))
+    else:
+        largest = float(values[0])
     num_entries = int(np.prod(weight.shape))
     return Spectrum(
         run=run,
@@ -100,11 +101,11 @@ def spectrum(matrix: Matrix, *, run: str, step: int, initial: Matrix | None, dev
     )
 
 
-def norm(weight: "Array | csr_matrix") -> float:
+def norm(weight: Array | csr_matrix) -> float:
     return float(np.linalg.norm((weight if isinstance(weight, np.ndarray) else weight.data).ravel().astype(np.float64)))
 
 
-def singular_values(weight: "Array | csr_matrix", *, device: str = "cpu") -> Array | None:
+def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
     """As many as the shorter side, the largest first; of several matrices those of all. None where the side is too long."""
     num_values = int(np.prod(weight.shape[:-2])) * min(weight.shape[-2:])
     if weight.ndim == 3:
@@ -120,13 +121,13 @@ def singular_values(weight: "Array | csr_matrix", *, device: str = "cpu") -> Arr
     return values
 
 
-def _without_empty(weight: "csr_matrix") -> "csr_matrix":
+def _without_empty(weight: csr_matrix) -> csr_matrix:
     """Rows and columns: they add singular values of 0 at most."""
     rows, columns = (weight.getnnz(axis) > 0 for axis in (1, 0))
     return weight[rows][:, columns]
 
 
-def _eigenvalues(weight: "Array | csr_matrix", *, device: str) -> Array:
+def _eigenvalues(weight: Array | csr_matrix, *, device: str) -> Array:
     """Of the smaller of W W' and W'W, ascending."""
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     if not isinstance(tall, np.ndarray) and np.prod(tall.shape) > LARGEST_DENSE:

@@ -51,6 +51,10 @@ def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: pytest.
             np.testing.assert_allclose(found, np.linalg.svd(weight, compute_uv=False), atol=1e-7)
     monkeypatch.setattr(spectra, "LONGEST_SIDE", 5)
     assert spectra.singular_values(csr_matrix(weight)) is None
+    largest = np.linalg.norm(weight, 2)
+    for given in (weight, csr_matrix(weight), np.stack([weight / 2, weight])):
+        found = spectra.spectrum(spectra.Matrix("x", 0, given, 1), run="a", step=0, initial=None)
+        assert found.sigma_max == pytest.approx(largest, rel=1e-8) and found.effective_rank is found.distance is None
 
 
 @pytest.mark.parametrize("permuted", [(), "all"])
