@@ -34,7 +34,6 @@ CLAIMS = (
     Claim("A: normal and RP Mixer are near each other", "smixer-wide", "smixer-wide-rp", is_near=True),
     Claim("A: S-Mixer beats SW-MLP at high sparsity", "smixer-wide", "sw-mlp"),
     Claim("B: augmentation helps MLPs", "inverted", "inverted-plain"),
-    Claim("the same, of 128 pictures in the place of 480", "few", "few-plain"),
     Claim("B: larger batches help MLPs", "inverted-batch-128", "inverted"),
     Claim("B: inverted bottleneck beats standard MLP", "inverted", "standard"),
     Claim("the same, at equal parameters", "inverted", "standard-wide"),

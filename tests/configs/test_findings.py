@@ -43,7 +43,7 @@ def test_arms_are_paired_by_their_seeds(findings: ModuleType, tmp_path: Path) ->
     assert rows[0] == ["64.0, 58.7", "+5.3", "8.1", "2 of 3 |"]
     assert rows[1] == ["64.0, 65.7", "-1.7", "4.0", "2 of 3 |"]
     assert rows[2] == ["65.0, 25.0", "+40.0", "0.0", "2 of 2 |"]
-    assert len(rows) == 8 and all(row[0] == "not yet run" for row in rows[3:])
+    assert len(rows) == 7 and all(row[0] == "not yet run" for row in rows[3:])
 
 
 def test_the_plan_trains_what_the_claims_compare(findings: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
