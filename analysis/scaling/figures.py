@@ -28,7 +28,9 @@ _TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, *(0.2 + 0.05 * numbe
 
 def draw(studies: Sequence[Study]) -> dict[str, Figure]:
     """Within `looks`, as their being saved."""
-    figures = {"compute": _compute(studies), "size-data": _size_and_data(studies)}
+    figures = {"compute": _compute(studies)}
+    if any(each.used[name].any() for each in studies for name in ("size", "data")):
+        figures["size-data"] = _size_and_data(studies)
     if any(True for each in studies for _ in allocations(each)):
         figures["allocation"] = _allocation(studies)
     if curved := [each for each in studies if isinstance(each.isoflop, IsoFlop)]:

@@ -82,6 +82,7 @@ def covers(salt: int, *, resamples: int) -> bool:
     return bool(low <= 0.35 <= high)
 
 
+@pytest.mark.soak
 def test_intervals_cover_the_exponent() -> None:
     """Points fitted directly: a frontier's minimum is biased."""
     if soak.FACTOR == 1:
@@ -234,4 +235,4 @@ def test_points_too_few_for_a_law_are_named_and_drawn(tmp_path: Path, capsys: Ca
         "repeats",
         "isoFLOP",
     }
-    assert (tmp_path / "laws-compute.png").exists() and not (tmp_path / "laws-allocation.png").exists()
+    assert (tmp_path / "laws-compute.png").exists() and not list(tmp_path.glob("laws-[sai]*"))
