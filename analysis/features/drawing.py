@@ -86,7 +86,7 @@ def _over_density(groups: Sequence[Group]) -> Figure:
             for low, high in [group.interval]
         ]
         style: dict[str, Any] = {"color": colour, "marker": MARKERS[number % len(MARKERS)], "capsize": 2}
-        label = f"{legible(model)} ({'± SD over seeds' if has_seeds else '95 % over batches'})"
+        label = f"{legible(model)} ({'± SD over pairs' if has_seeds else '95 % over batches'})"
         axes.errorbar(densities, means, yerr=np.array(bounds, float).T.clip(0), label=label, **style)
         ceiling = members[0].ceilings[0]
         if ceiling is not None:
