@@ -61,7 +61,18 @@ def _add_verbs(verbs: Verbs) -> None:
     figure.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
     figure.add_argument("--out", type=Path, help="what the files are called, without an ending (default: runs/plans/PLAN/figure)")
     figure.add_argument("--kept", type=Path, metavar="SNAPSHOT", help="the configs as this keeps them: what a job of SLURM gives")
+    figure.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
     figure.set_defaults(run=_figure)
+    paper = verbs.add_parser(
+        "paper",
+        help="every figure and table of a paper: what is there, what is missing, and the command for it, on one page",
+        epilog="analysis paper A --out papers/A",
+    )
+    paper.add_argument("paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs")
+    paper.add_argument("--out", type=Path, help="the folder of index.html and the figures (default: papers/A)")
+    paper.add_argument("--demo", action="store_true", help="of the plans' twins on synthetic shapes")
+    paper.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
+    paper.set_defaults(run=_paper)
     cost = verbs.add_parser(
         "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
     )
@@ -162,9 +173,20 @@ def _figure(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan, snapshot=options.kept)
     out: Path = options.out or Path("runs/plans", Path(options.plan).stem, "figure")
     check_name(out)
-    words = command_of(plan, out=out, partial=options.partial)
+    words = command_of(plan, out=out, partial=options.partial, kept=options.points)
     print(f"$ analysis {shlex.join(words)}", flush=True)
     return main(words)
+
+
+def _paper(options: argparse.Namespace) -> int:
+    from pretrain.checkpoints.run import check_place
+
+    out = options.out or Path("papers") / options.paper
+    check_place(out.absolute(), field="--out")
+    from analysis.paper import make
+
+    print(f"page: {make(options.paper, out, demo=options.demo, kept=options.points, run=main)}")
+    return OK
 
 
 def _cost(options: argparse.Namespace) -> int:

@@ -1,24 +1,28 @@
 """A plan's `figure:` as the commands that make it: `analysis points`, then the verb of its kind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from analysis.output import write_table
-from analysis.points import collect, table_of
+from analysis.points import collect, read_points, table_of
 from cluster.plan_file import Member, Plan
 from data_prep.settings import SettingsError
 from pretrain.tracking.run_tags import git_commit
 
 
-def command_of(plan: Plan, *, out: Path, partial: bool) -> list[str]:
-    """What draws it, once its points are written."""
+def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = ()) -> list[str]:
+    """What draws it, once its points are written. `kept`: files of points, in the place of the plan's runs."""
     figure = plan.figure
     if figure is None:
         raise SettingsError(f"{plan.path}: it has no `figure:`; add one, such as figure: {{kind: sweep, x: width, hue: kind}}")
     if figure.kind == "cka":
+        if kept:
+            raise SettingsError(f"{plan.path}: kind cka looks at the weights of runs; leave --points out")
         words = _cka(plan, partial=partial)
     else:
-        points = [point for point in collect([plan], partial=partial) if figure.task in (None, point.task)]
+        name = Path(plan.path).stem
+        found = [point for point in read_points(kept) if point.plan == name] if kept else collect([plan], partial=partial)
+        points = [point for point in found if figure.task in (None, point.task)]
         if not points:
             raise SettingsError(f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}")
         path = out.with_name(f"{out.name}-points.parquet")

@@ -20,6 +20,8 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#5
 BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
 """Inches: of a paper's column, and of both."""
+DPI = 220
+"""Of pictures that fit a page."""
 SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
 """Colour maps: of what has a least value, and of what has a middle."""
 MARKERS = "os^Dv<>PX*"
@@ -67,6 +69,6 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def file_of(figure: Figure, format: str = "png") -> io.BytesIO:
-    dpi = 140 if figure.get_figwidth() > PAGE else 220
+    dpi = 140 if figure.get_figwidth() > PAGE else DPI
     figure.savefig(drawn := io.BytesIO(), format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
     return drawn

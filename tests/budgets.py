@@ -10,12 +10,12 @@ BUDGETS = {
     "pretrain": 14_710,
     "finetune": 5_300,
     "cluster": 3_270,  # with its shell
-    "analysis": 5_970,
+    "analysis": 6_400,
     "demo.py": 300,  # with install.sh
-    "tests": 30_750,
+    "tests": 31_200,
 }
 BESIDE = {"demo.py": ("install.sh",)}
-NUM_PRODUCT = 39_570
+NUM_PRODUCT = 40_000
 
 
 def lines_of(name: str) -> int:

@@ -1,0 +1,55 @@
+"""The page of a paper: each plan stands in one experiment, and in docs/papers.md; what is not there has its command."""
+
+import json
+import re
+from pathlib import Path
+
+from analysis.cli import _add_verbs, main
+from analysis.experiments import EXPERIMENTS
+from analysis.output import write_table
+from analysis.points import Point, table_of
+from data_prep.explain import program
+from tests.conftest import Capture, Patch
+from tests.ranks import REPOSITORY
+
+
+def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
+    plans = sorted(path.stem for path in (REPOSITORY / "configs" / "plan").glob("[ab]_*.yaml") if not path.stem.endswith("_demo"))
+    assert sorted(plan for each in EXPERIMENTS for plan in each.plans) == plans and len(plans) == 27
+    table = (REPOSITORY / "docs" / "papers.md").read_text().partition("## Every experiment")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([ab]_\w+)`", table)) == set(plans)
+
+
+def test_each_verb_is_there() -> None:
+    parser = program("analysis", description="", add_verbs=_add_verbs)
+    for each in EXPERIMENTS:
+        if each.verb:
+            assert callable(parser.parse_args(each.verb.split()).run)
+
+
+def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(REPOSITORY / "configs")
+    place = {
+        "plan": "a_fig7_depth_demo",
+        "stage": "pretrain",
+        "task": "pretrain",
+        "target": "twins",
+        "split": "val",
+        "num_test": 100,
+    }
+    model = {"kind": "smixer", "permuted_blocks": 0, "width": 64, "seed": 0, "error": 0.5}
+    labels = [{"model.depth": str(depth), "seed": "0"} for depth in (2, 4)]
+    made = [
+        Point(**place, **model, member=number, run=f"r{number}", labels=json.dumps(each), depth=2 + 2 * number)
+        for number, each in enumerate(labels)
+    ]
+    write_table(table_of(made, metadata={}), Path("kept.parquet"))
+    assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
+    assert capsys.readouterr().out == "page: page/index.html\n"
+    text = Path("page/index.html").read_text()
+    fig7, fig2d = (text.partition(f"<h2>{name}</h2>")[2].partition("</section>")[0] for name in ("Fig. 7", "Fig. 2d"))
+    assert "data:image/png;base64," in fig7 and "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
+    assert "data:image" not in fig2d and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
+    assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
+    assert Path("page/a_fig7_depth_demo.svg").is_file()
