@@ -126,7 +126,7 @@ mixing = normal or RP."""
 
 
 class FigureSettings(Settings):
-    """What `analysis figure PLAN` draws, the last thing that a plan does. A variable is an axis of the plan, or of VARIABLES."""
+    """What `analysis figure PLAN` draws, the last thing that a plan does. A variable is of VARIABLES, else an axis of the plan."""
 
     kind: Literal["sweep", "curves", "scaling", "cka"]
     """sweep: errors by x; curves: losses while training; scaling: laws; cka: features of the first entry's runs beside those of the
@@ -340,7 +340,7 @@ def _not_drawn(plan: Plan, figure: FigureSettings) -> Iterable[str]:
         judged = getattr(getattr(member.work.settings, "data", None), "eval_split", "") is not None
         if is_asked and judged and member.work.datasets:
             own = {**labels.get(place_of(run_and_length(member.work.pretrained or "")[0]), {}), **member.labels}
-            together.setdefault(tuple(own.get(name) for name in names), set()).add(member.work.datasets[0])
+            together.setdefault(tuple(own.get(name) for name in names if name not in VARIABLES), set()).add(member.work.datasets[0])
     if not together:
         yield f"task: no member of this plan is a {figure.task} with a held-out split"
     for datasets in [each for each in together.values() if len(each) > 1][:1]:

@@ -84,8 +84,8 @@ class Place:
 
 
 class Reader:
-    """The value of a variable at a point: what an axis of its plan calls it (or of the plan's pretraining, whose weights it has), a
-    number where the word is one; else a column, or what follows from columns."""
+    """The value of a variable at a point: a column, or what follows from columns; else what an axis of its plan calls it (or of the
+    pretraining whose weights it has), a number where the word is one."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self._above: dict[tuple[str, str | None], Mapping[str, str]] = {(point.plan, point.run): point.label_of for point in points}
@@ -97,7 +97,7 @@ class Reader:
                 raise UserError(f"{name}: no variable, and no axis of these plans; {nearest(name, [*self.axes, *VARIABLES])}")
 
     def __call__(self, point: Point, name: str) -> Value:
-        if name in self.axes:
+        if name not in VARIABLES:
             found = {**self._above.get((point.plan, point.weights), {}), **point.label_of}.get(name)
             return _number(found)
         value: Value = DERIVED[name](point) if name in DERIVED else getattr(point, name)

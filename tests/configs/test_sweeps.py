@@ -9,15 +9,21 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from analysis.points import STAGES, collect, read_points
+from analysis.points import STAGES, Point, _of_model, collect, read_points
+from analysis.sweeps.curves import bands_of
+from analysis.sweeps.series import By, places_of
 from cluster.plan_file import Plan, load_checked
 from cluster.work import Work
 from data_prep.settings import flatten, load_settings
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.run import run_and_length
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.engine.zero_cost import in_hours
@@ -398,3 +404,49 @@ def train_all(commands: list[list[str]], place: str) -> None:
         settings = load_settings(PretrainSettings, path=config, overrides=overrides)
         assert train(Pretraining(settings, load_training_data(settings.data)), read_world()).finished, config
     os._exit(0)
+
+
+def made_points(plan: Plan) -> list[Point]:
+    """What `analysis points` would find of it, without any training."""
+    found: list[Point] = []
+    for stage in plan.stages:
+        for member in stage.members if stage.kind in ("pretrain", "probe", "tune") else ():
+            settings: Any = member.work.settings
+            source, length = run_and_length(member.work.pretrained or "")
+            base = next((point for point in found if point.run == source), None)
+            labels = {axis: label for axis, label in member.labels.items() if axis != "name"}
+            own: dict[str, Any] = {"plan": plan.path, "stage": stage.name, "member": member.index, "run": settings.run_dir,
+                                   "task": stage.kind, "labels": json.dumps(labels), "error": 0.5, "num_test": 100, "step": 1,
+                                   "target": settings.data.dataset, "target_hash": settings.data.dataset}  # fmt: skip
+            if base is not None:
+                epochs = float(length.removesuffix("epochs")) if length else base.epochs
+                found.append(replace(base, **own, own_seed=0, epochs=epochs, test_losses=None, train_losses=None))
+                continue
+            size, thirds = settings.data.image_size or of_dataset(settings)[2], (0.5, 0.5, 0.5)
+            card = ModelCard(model=settings.model, image_size=size, classes=("a", "b"), channel_mean=thirds, channel_std=thirds,
+                             dataset="a", content_hash="0" * 64, step=1, run_key="")  # fmt: skip
+            trained: dict[str, Any] = {"weights": settings.run_dir, "seed": settings.train.seed, "epochs": 1.0,
+                                       "augmented": settings.augment.crop_scale is not None,
+                                       "optimizer": settings.optimizer.name, "test_epochs": [1.0], "test_losses": [1.0],
+                                       "global_batch_size": settings.train.global_batch_size}  # fmt: skip
+            found.append(Point(**own, **trained, **_of_model(card)))
+    return found
+
+
+def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, Plan]) -> None:
+    """No two results of one seed at one place, and no mean over two datasets; each result is drawn."""
+    kinds = Counter[str]()
+    for name, plan in plans.items():
+        figure = plan.figure
+        assert figure is not None, name
+        by = By(figure.x or "epochs", figure.hue, figure.facet, figure.task)
+        points = made_points(plan)
+        if figure.kind == "sweep":
+            places = places_of(points, by)
+            assert len(places) > 1 and sum(len(each.points) for each in places) > 1, name
+            drawn = [point for place in places for seeds in place.points.values() for point in seeds]
+            assert len(drawn) == sum(figure.task in (None, point.task) for point in points), name
+        elif figure.kind == "curves":
+            assert sum(len(band.losses) for band in bands_of(points, by)) == len(points), name
+        kinds[figure.kind] += 1
+    assert kinds == {"sweep": 44, "curves": 6, "scaling": 2, "cka": 2}
