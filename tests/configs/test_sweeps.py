@@ -1,7 +1,7 @@
 """Every sweep of both papers and its twin: resolved as it is, and the first member of each twin trained for two steps.
 
 `MEMBERS` and `SETTINGS` are what the papers print (A and B: docs/papers.md), written down from our notes of them, not read from the
-configs. What a paper does not print is ours, and stands in the head of the file.
+configs. What a paper does not print is ours, and stands in the head of the file. Long because of these two tables.
 """
 
 import json
