@@ -22,14 +22,13 @@ def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = (
     else:
         name = Path(plan.path).stem
         points = [point for point in read_points(kept) if point.plan == name] if kept else collect([plan], partial=partial)
-        if figure.kind != "sweep":  # which chooses by itself: what runs are called is also asked of those whose weights they have
-            points = [point for point in points if figure.task in (None, point.task)]
+        points = [point for point in points if figure.task in (None, point.task)]
         if not points:
             raise SettingsError(f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}")
         path = out.with_name(f"{out.name}-points.parquet")
         write_table(table_of(points, metadata={"commit": git_commit()}), path)
         words = [figure.kind, str(path)]
-    words += ["--x", figure.x, *(["--task", figure.task] if figure.task else [])] if figure.x else []
+    words += ["--x", figure.x] if figure.x else []
     for name, values in (("--hue", figure.hue), ("--facet", figure.facet)):
         words += [name, ",".join(values)] if values else []
     return [*words, "--out", str(out)]

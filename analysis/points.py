@@ -20,11 +20,12 @@ import pyarrow as pa
 from analysis.table import AUGMENTATIONS, OFF
 from cluster import plan_file
 from cluster.plan_file import Plan, Stage
+from cluster.work import place_of
 from data_prep.manifest import DatasetError
 from data_prep.settings import SettingsError, validate
 from finetune.runs import Run, read_run
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, step_of
+from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, run_and_length, step_of
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
@@ -46,7 +47,7 @@ class Point:
     stage: str
     member: int
     labels: str
-    """JSON: what its axes call it, {"model.width": "64", "seed": "0"}."""
+    """JSON: what its axes call it, {"model.width": "64", "seed": "0"}, and those of the run that it looks at."""
     run: str
     """The directory of the result."""
     task: str
@@ -168,8 +169,9 @@ def collect(plans: Sequence[Plan], *, partial: bool = False) -> list[Point]:
     """`partial`: of what is finished; else what is not is an error that names it."""
     found, undone = list[Point](), list[str]()
     for plan in plans:
-        name = Path(plan.path).stem
-        for stage, points in ((stage, list(_of_stage(stage, plan=name, undone=undone))) for stage in _with_results(plan)):
+        labels = dict[Path, Mapping[str, str]]()
+        for stage in _with_results(plan):
+            points = list(_of_stage(stage, plan=Path(plan.path).stem, undone=undone, labels=labels))
             if not points and not undone:
                 raise SettingsError(f"{plan.path}: {stage.name} has no accuracies; its configs need data.eval_split")
             found += points
@@ -185,13 +187,18 @@ def _with_results(plan: Plan) -> list[Stage]:
     return [stage for stage in plan.stages if stage.kind in STAGES]
 
 
-def _of_stage(stage: Stage, *, plan: str, undone: list[str]) -> Iterator[Point]:
+def _of_stage(stage: Stage, *, plan: str, undone: list[str], labels: dict[Path, Mapping[str, str]]) -> Iterator[Point]:
+    """`labels`: by run; what a member looks at has its labels from the stages before."""
     for member in stage.members:
+        source = place_of(run_and_length(member.work.pretrained or "")[0])
+        above = next((labels[place] for place in (source, source.parent) if place in labels), {})  # or a run of one seed
+        own = {axis: label for axis, label in member.labels.items() if axis != "name"}
+        labels[place_of(member.work.writes)] = {**above, **own}
         if not member.work.is_finished():
             undone.append(f"{plan}: {stage.title(member)}")
             continue
-        labels = {axis: label for axis, label in member.labels.items() if axis != "name"}
-        place = {"plan": plan, "stage": stage.name, "member": member.index, "labels": json.dumps(labels)}
+        named = json.dumps(labels[place_of(member.work.writes)])
+        place = {"plan": plan, "stage": stage.name, "member": member.index, "labels": named}
         run = read_run(Path(member.work.writes))
         repeats = [read_run(run.directory / name) for name in run.result["runs"]] if run.is_group else [run]
         for repeat in repeats:

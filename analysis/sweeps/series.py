@@ -84,12 +84,11 @@ class Place:
 
 
 class Reader:
-    """The value of a variable at a point: a column, or what follows from columns; else what an axis of its plan calls it (or of the
-    pretraining whose weights it has), a number where the word is one."""
+    """The value of a variable at a point: a column, or what follows from columns; else what an axis of its plan calls it, a number
+    where the word is one."""
 
     def __init__(self, points: Sequence[Point]) -> None:
-        self._above: dict[tuple[str, str | None], Mapping[str, str]] = {(point.plan, point.run): point.label_of for point in points}
-        self.axes = set().union(*(labels for labels in self._above.values()))
+        self.axes = set().union(*(point.label_of for point in points))
 
     def check(self, names: Iterable[str]) -> None:
         for name in names:
@@ -98,8 +97,7 @@ class Reader:
 
     def __call__(self, point: Point, name: str) -> Value:
         if name not in VARIABLES:
-            found = {**self._above.get((point.plan, point.weights), {}), **point.label_of}.get(name)
-            return _number(found)
+            return _number(point.label_of.get(name))
         value: Value = DERIVED[name](point) if name in DERIVED else getattr(point, name)
         return value
 
