@@ -32,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _add_verbs(verbs: Verbs) -> None:
+    for add in (_add_pages, _add_points, *(room.add_verbs for room in (sweeps, scaling, features, matrices)), _add_costs):
+        add(verbs)
+
+
+def _add_pages(verbs: Verbs) -> None:
     report = verbs.add_parser("report", help="a table and a picture of all runs below a folder", epilog="analysis report runs")
     report.add_argument("runs", type=Path, help="the folder that the runs lie in")
     report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
@@ -42,6 +47,19 @@ def _add_verbs(verbs: Verbs) -> None:
     table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
     table.add_argument("--out", type=Path, help="where tables.md and tables.png go; by default the folder of the runs")
     table.set_defaults(run=_table)
+    paper = verbs.add_parser(
+        "paper",
+        help="every figure and table of a paper: what is there, what is missing, and the command for it, on one page",
+        epilog="analysis paper A --out papers/A",
+    )
+    paper.add_argument("paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs")
+    paper.add_argument("--out", type=Path, help="the folder of index.html and the figures (default: papers/A)")
+    paper.add_argument("--demo", action="store_true", help="of the plans' twins on synthetic shapes")
+    paper.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
+    paper.set_defaults(run=_paper)
+
+
+def _add_points(verbs: Verbs) -> None:
     points = verbs.add_parser(
         "points",
         help="what finished plans have reached, a row for each checkpoint and result, as Parquet",
@@ -63,16 +81,9 @@ def _add_verbs(verbs: Verbs) -> None:
     figure.add_argument("--kept", type=Path, metavar="SNAPSHOT", help="the configs as this keeps them: what a job of SLURM gives")
     figure.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
     figure.set_defaults(run=_figure)
-    paper = verbs.add_parser(
-        "paper",
-        help="every figure and table of a paper: what is there, what is missing, and the command for it, on one page",
-        epilog="analysis paper A --out papers/A",
-    )
-    paper.add_argument("paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs")
-    paper.add_argument("--out", type=Path, help="the folder of index.html and the figures (default: papers/A)")
-    paper.add_argument("--demo", action="store_true", help="of the plans' twins on synthetic shapes")
-    paper.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
-    paper.set_defaults(run=_paper)
+
+
+def _add_costs(verbs: Verbs) -> None:
     cost = verbs.add_parser(
         "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
     )
@@ -80,8 +91,6 @@ def _add_verbs(verbs: Verbs) -> None:
     cost.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     add_out(cost, "cost")
     cost.set_defaults(run=_cost)
-    for room in (sweeps, scaling, features, matrices):
-        room.add_verbs(verbs)
     efficiency = verbs.add_parser(
         "efficiency", help="latency and throughput of paper B's four models at 64 px", epilog="analysis efficiency --quick"
     )
@@ -123,9 +132,9 @@ def _table(options: argparse.Namespace) -> int:
     _check_runs(options.runs)
     from rich.console import Console
 
-    from analysis.published import TABLES
-    from analysis.table import fill
-    from analysis.table_pages import NOTES, console_table, draw, markdown, with_runs
+    from analysis.tables.pages import NOTES, console_table, draw, markdown, with_runs
+    from analysis.tables.published import TABLES
+    from analysis.tables.table import fill
     from data_prep.publish import make_directory, write_atomic
     from finetune.runs import runs_below
 
@@ -196,7 +205,7 @@ def _cost(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from analysis.cost import COLUMNS, NOTE, cells, facts_of, measure
         from analysis.efficiency import conditions_for, machine
-    from analysis.table_pages import for_console
+    from analysis.tables.pages import for_console
 
     conditions = conditions_for(options.device, dtype="fp32", compiled=False, batch_size=None, quick=options.quick)
     place = machine(conditions)

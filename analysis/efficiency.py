@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from analysis.table_pages import for_console, rows_of
+from analysis.tables.pages import for_console, rows_of
 from data_prep.publish import write_atomic, write_json
 from data_prep.settings import UserError
 from pretrain.models.build import build_model

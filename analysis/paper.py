@@ -18,9 +18,9 @@ from string import Template
 
 from analysis.experiments import EXPERIMENTS, TITLES, Experiment, Paper
 from analysis.points import STAGES, Point, read_points
-from analysis.published import TABLES, A, B
-from analysis.table import Filled, fill
-from analysis.table_pages import words_of
+from analysis.tables.pages import words_of
+from analysis.tables.published import TABLES, A, B
+from analysis.tables.table import Filled, fill
 from cluster.plan_file import Member, load_plan
 from data_prep.progress import progress
 from data_prep.publish import make_directory, write_atomic

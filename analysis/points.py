@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from analysis.table import AUGMENTATIONS, OFF
+from analysis.tables.table import AUGMENTATIONS, OFF
 from cluster import plan_file
 from cluster.plan_file import Plan, Stage
 from cluster.work import place_of

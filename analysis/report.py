@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 
-from analysis.table_pages import for_console
+from analysis.tables.pages import for_console
 from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest

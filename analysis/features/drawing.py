@@ -13,7 +13,7 @@ from rich.console import Console
 
 from analysis.features.cka import Group, diagonal
 from analysis.features.invariance import QUICK_SHIFTS, mean_of
-from analysis.table_pages import for_console
+from analysis.tables.pages import for_console
 from data_prep.images.lettering import legible
 from finetune.looks import COLUMN, GREY, MARKERS, SEQUENTIAL, panels
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from analysis.matrices.weights import Array, initial_model, name_of
-from analysis.table_pages import for_console
+from analysis.tables.pages import for_console
 from data_prep.images.lettering import legible
 from data_prep.images.sheet import PAPER
 from finetune.looks import looks, panels

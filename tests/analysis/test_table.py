@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from analysis.cli import main as analysis
-from analysis.published import TABLES
-from analysis.table import Cell, Filled, Line, fill
-from analysis.table_pages import markdown, with_runs
+from analysis.tables.pages import markdown, with_runs
+from analysis.tables.published import TABLES
+from analysis.tables.table import Cell, Filled, Line, fill
 from cluster.plan_file import load_plan
 from data_prep.settings import flatten
 from finetune.evaluate.config import EvaluateSettings

@@ -85,8 +85,9 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: 
     words = (*CONSTANT, "tracking={enabled: true}", "train.duration=2 epochs")
     said = finish(start(config, run_dir, *words, ranks=1, journal_only=True))
     assert "another length: 11 -> 40 -> 30 steps, at step 1" in said
-    (tags,) = [event["tags"] for event in events_of(run_dir) if event["event"] == "params" and event.get("tags")]
-    assert list(tags) == ["shortened"] and tags["shortened"].startswith("11 -> 40 -> 30 steps, at step 1")
+    tags = [event["tags"] for event in events_of(run_dir) if event["event"] == "params" and event.get("tags")]
+    assert [list(each) for each in tags] == [["extended"], ["shortened"]]
+    assert tags[1]["shortened"].startswith("11 -> 40 -> 30 steps, at step 1")
     mine, theirs = final_state(run_dir), final_state(whole)
     assert mine.keys() == theirs.keys() and any(name.startswith("weight.") for name in mine)  # with those that are averaged
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from analysis.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
+from analysis.tables.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
 from finetune.runs import Run
 from pretrain.checkpoints.run import MAY_CHANGE, run_and_length
 from pretrain.models.spec import AnySpec, ModelSpec

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table as ConsoleTable
 from rich.text import Text
 
-from analysis.table import Cell, Filled
+from analysis.tables.table import Cell, Filled
 from data_prep.images.lettering import legible
 from finetune.looks import looks, save
 
