@@ -35,10 +35,12 @@ def add_verbs(verbs: Verbs) -> None:
     add_out(structure, "structure")
     structure.set_defaults(run=_structure)
     masks = verbs.add_parser(
-        "masks", help="which entries effective matrices have (paper A, Figures 1 and S.9)", epilog="analysis masks"
+        "masks",
+        help="which entries effective matrices have (paper A, Figures 1 and S.9)",
+        epilog="analysis masks --tokens 8 --channels 6",
     )
-    masks.add_argument("--tokens", type=int, default=8, help="S")
-    masks.add_argument("--channels", type=int, default=8, help="C")
+    masks.add_argument("--tokens", type=int, default=8, help="S: how many tokens")
+    masks.add_argument("--channels", type=int, default=8, help="C: how many channels")
     masks.add_argument("--seed", type=int, default=1, help="of permutations and of the SW-MLP's mask")
     add_out(masks, "masks")
     masks.set_defaults(run=_masks)

@@ -187,7 +187,8 @@ def _scale(axis: Axes, label: str, value: str = "error") -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     if value == "error":
         low, high = axis.get_ylim()
-        axis.yaxis.set_major_locator(FixedLocator([each for each in _TICKS if low <= each <= high]))
+        ticks = [each for each in _TICKS if low <= each <= high]
+        axis.yaxis.set_major_locator(FixedLocator(ticks[:: 1 + len(ticks) // 10]))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     else:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power(value)))
