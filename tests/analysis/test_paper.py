@@ -3,11 +3,15 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
+
+import pytest
 
 from analysis.cli import _add_verbs, main
-from analysis.experiments import EXPERIMENTS
+from analysis.experiments import EXPERIMENTS, Paper
 from analysis.output import write_table
 from analysis.points import Point, table_of
+from cluster.plan_file import load_plan
 from data_prep.explain import program
 from tests.conftest import Capture, Patch
 from tests.ranks import REPOSITORY
@@ -53,3 +57,17 @@ def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path
     assert "data:image" not in fig2d and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
+
+
+@pytest.mark.parametrize("paper", get_args(Paper))
+def test_every_figure_is_drawn_from_the_kept_points(paper: Paper, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Of all plans but those that compare the features of runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(REPOSITORY / "configs")
+    kept = REPOSITORY / "tests" / "analysis" / "points" / "twins.parquet"
+    assert main(["paper", paper, "--demo", "--points", str(kept), "--out", "page"]) == 0
+    plans = [f"{plan}_demo" for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
+    kinds = {plan: load_plan(f"configs/plan/{plan}.yaml").figure for plan in plans}
+    drawn = {plan for plan in plans if list(Path("page").glob(f"{plan}*.png"))}
+    assert drawn == {plan for plan, figure in kinds.items() if figure is not None and figure.kind != "cka"} and drawn
+    assert all(path.with_suffix(".svg").is_file() for path in Path("page").glob("*.png"))
