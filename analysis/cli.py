@@ -5,15 +5,14 @@ import shlex
 import sys
 from pathlib import Path
 
+from analysis.device import add_device
 from analysis.features import command as features
 from analysis.matrices import command as matrices
-from analysis.output import add_out
-from analysis.output import check_out as check_names
-from analysis.output import write as write_all
+from analysis.output import add_out, check_out, write, written
 from analysis.scaling import command as scaling
 from analysis.sweeps import command as sweeps
 from data_prep.explain import Verbs, program
-from data_prep.images.sheet import check_out
+from data_prep.images.sheet import check_out as check_picture
 from data_prep.progress import doing
 from data_prep.settings import near_path
 
@@ -88,14 +87,14 @@ def _add_costs(verbs: Verbs) -> None:
         "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
     )
     cost.add_argument("--quick", action="store_true", help="one round of one step each: a minute on 2 cores")
-    cost.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_device(cost)
     add_out(cost, "cost")
     cost.set_defaults(run=_cost)
     efficiency = verbs.add_parser(
         "efficiency", help="latency and throughput of paper B's four models at 64 px", epilog="analysis efficiency --quick"
     )
     efficiency.add_argument("--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores")
-    efficiency.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_device(efficiency)
     efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
     efficiency.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU")
     efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
@@ -107,7 +106,7 @@ def _report(options: argparse.Namespace) -> int:
     path = options.out or options.runs / "report.png"
     _check_runs(options.runs)
     if path.suffix not in (".pdf", ".svg"):
-        check_out(path)
+        check_picture(path)
     from rich.console import Console
 
     from analysis.report import collect, draw, print_table
@@ -176,12 +175,11 @@ def _points(options: argparse.Namespace) -> int:
 
 def _figure(options: argparse.Namespace) -> int:
     from analysis.figure import command_of
-    from analysis.output import check_out as check_name
     from cluster.plan_file import load_plan
 
     plan = load_plan(options.plan, snapshot=options.kept)
     out: Path = options.out or Path("runs/plans", Path(options.plan).stem, "figure")
-    check_name(out)
+    check_out(out)
     words = command_of(plan, out=out, partial=options.partial, kept=options.points)
     print(f"$ analysis {shlex.join(words)}", flush=True)
     return main(words)
@@ -199,7 +197,7 @@ def _paper(options: argparse.Namespace) -> int:
 
 
 def _cost(options: argparse.Namespace) -> int:
-    check_names(options.out)
+    check_out(options.out)
     from rich.console import Console
 
     with doing("loading torch"):
@@ -214,9 +212,7 @@ def _cost(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(for_console(COLUMNS, [cells(row) for row in rows], title=f"{place}, median of {rounds} rounds of {steps} steps"))
     console.print(NOTE, style="dim")
-    written = write_all(options.out, facts={"machine": place, "rounds": rounds, "steps": steps}, rows=facts_of(rows), read=())
-    print(f"written: {', '.join(map(str, written))}")
-    return OK
+    return written(write(options.out, facts={"machine": place, "rounds": rounds, "steps": steps}, rows=facts_of(rows), read=()))
 
 
 def _efficiency(options: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from analysis.device import device_of
 from analysis.tables.pages import for_console, rows_of
 from data_prep.publish import write_atomic, write_json
-from data_prep.settings import UserError
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
@@ -88,9 +88,7 @@ def conditions_for(
     device: str | None, *, dtype: str | None, compiled: bool | None, batch_size: int | None, quick: bool
 ) -> Conditions:
     """What was asked for, and else what suits the device: bf16 and compiled on CUDA, float32 and eager on a CPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: torch finds no CUDA device here; leave it out, or give cpu")
-    on_gpu = torch.cuda.is_available() and device != "cpu"
+    on_gpu = device_of(device).type == "cuda"
     usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
     return Conditions(
         device="cuda" if on_gpu else "cpu",

@@ -36,12 +36,6 @@ def check_out(out: Path) -> None:
     check_place(out.absolute().parent, field="--out")
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], **metadata: str) -> "pa.Table":
-    import pyarrow as pa
-
-    return pa.Table.from_pylist([dict(row) for row in rows]).replace_schema_metadata(metadata)
-
-
 def write_table(table: "pa.Table", path: Path) -> None:
     import pyarrow.parquet as pq
 
@@ -60,6 +54,7 @@ def write(
 ) -> list[Path]:
     """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
     no number (NaN) is null: a reader of JSON refuses it."""
+    import pyarrow as pa
     from matplotlib import rc_context
     from PIL.Image import Image
 
@@ -69,24 +64,30 @@ def write(
     make_directory(out.absolute().parent)
     json_path = out.with_name(f"{out.name}.json")
     json_path.unlink(missing_ok=True)  # until the new ones are whole
-    written = []
+    files = list[Path]()
     if rows:
-        written.append(out.with_name(f"{out.name}.parquet"))
-        write_table(table_of(rows), written[-1])
+        files.append(out.with_name(f"{out.name}.parquet"))
+        write_table(pa.Table.from_pylist([dict(row) for row in rows]), files[-1])
     for which, figure in (figures or {}).items():
         name = f"{out.name}{'-' * bool(which)}{which}"
         if isinstance(figure, Image):
-            written.append(out.with_name(f"{name}.png"))
-            save_sheet(figure, written[-1])
+            files.append(out.with_name(f"{name}.png"))
+            save_sheet(figure, files[-1])
             continue
         for ending in FORMATS:
-            written.append(out.with_name(f"{name}.{ending}"))
+            files.append(out.with_name(f"{name}.{ending}"))
             with looks(), rc_context({"text.parse_math": True}):  # colours by number, and ticks like 10^3, are looked up now
-                save(figure, written[-1])
+                save(figure, files[-1])
     hashes = {str(place): hash_of(Path(place)) for place in read}
     facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
     write_json(json_path, {**facts, "read": hashes, "commit": git_commit()})
-    return [*written, json_path]
+    return [*files, json_path]
+
+
+def written(files: Sequence[Path]) -> int:
+    """The last line of a verb, and its exit code."""
+    print(f"written: {', '.join(map(str, files))}")
+    return 0
 
 
 def hash_of(place: Path) -> str:

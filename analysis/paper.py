@@ -11,7 +11,7 @@ import base64
 import html
 import io
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -21,7 +21,7 @@ from analysis.points import STAGES, Point, read_points
 from analysis.tables.pages import words_of
 from analysis.tables.published import TABLES, A, B
 from analysis.tables.table import Filled, fill
-from cluster.plan_file import Member, load_plan
+from cluster.plan_file import load_plan
 from data_prep.progress import progress
 from data_prep.publish import make_directory, write_atomic
 from finetune.looks import DPI
@@ -120,19 +120,13 @@ def _of_plans(experiment: Experiment, out: Path, ending: str, kept: Sequence[Pat
         plan = load_plan(str(path))
         members = [member for stage in plan.stages if stage.kind in STAGES for member in stage.members]
         runs = {point.run for point in points if point.plan == path.stem}
-        finished = runs if points else [member for member in members if _is_finished(member)]
+        finished = runs if points else [member for member in members if member.work.state() == "finished"]
         num_members, num_finished = num_members + len(members), num_finished + len(finished)
         if finished and plan.figure is not None:
             words = ["figure", str(path), "--partial", "--out", str(out / path.stem)]
             words += [word for file in kept for word in ("--points", str(file))]
             problems += _drawn(words, out / path.stem, pictures, run)
     return Shown(experiment, num_finished, num_members, tuple(pictures), tuple(problems), is_demo=bool(ending))
-
-
-def _is_finished(member: Member) -> bool:
-    with suppress(ValueError, OSError):
-        return member.work.is_finished()
-    return False
 
 
 def _alone(experiment: Experiment, out: Path, run: Run) -> Shown:

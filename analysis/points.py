@@ -23,9 +23,9 @@ from cluster.plan_file import Plan, Stage
 from cluster.work import place_of
 from data_prep.manifest import DatasetError
 from data_prep.settings import SettingsError, validate
-from finetune.runs import Run, read_run
-from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, run_and_length, step_of
+from finetune.runs import Run, card_of, read_run, run_of
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.run import list_checkpoints, run_and_length, step_of
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
@@ -34,6 +34,8 @@ from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
 LONGEST_CURVE = 200
+_run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(card_of)
+"""Members share what they look at, and one run has one model."""
 VARIABLES = plan_file.VARIABLES
 """What figures tell points apart by."""
 
@@ -256,7 +258,7 @@ def _scores(run: Run, *, top1: float | None, loss: float | None) -> dict[str, An
 
 def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
     """Of a pretraining at one of its steps."""
-    settings, card = run.settings, _card_in(run.directory, step=step)
+    settings, card = run.settings, _card_in(run.directory)
     optimizer, train = settings["optimizer"], settings["train"]
     found: dict[str, Any] = _of_model(card) if card is not None else {}
     samples, data = step * train["global_batch_size"], _data_of(run)
@@ -343,25 +345,6 @@ def _is_augmented(run: Run) -> bool:
         return str(run.settings.get("views")) not in OFF
     augment = run.settings.get("augment") or {}
     return any(str(augment.get(name, "")) not in OFF for name in AUGMENTATIONS)
-
-
-@lru_cache(maxsize=1024)
-def _run_at(place: Path) -> Run | None:
-    """The run, or the one whose checkpoint that is."""
-    directory = place.parent.parent if place.parent.name == "checkpoints" else place
-    return read_run(directory) if (directory / "config.yaml").is_file() else None
-
-
-@lru_cache(maxsize=1024)
-def _card_in(place: Path, *, step: int | None = None) -> ModelCard | None:
-    """Of a run's step, if that is still there, else of any that is: one run has one model."""
-    named = [checkpoints_dir(place) / f"step-{step:08d}"] if step is not None else []
-    for directory in [*named, *reversed(list_checkpoints(place)), place]:
-        try:
-            return read_card(directory)
-        except CheckpointError:
-            continue
-    return None
 
 
 def _data_of(run: Run) -> TrainingData | None:

@@ -127,7 +127,7 @@ class Run:
         source = self.pretrained if self.is_group or self.task in ("probe", "knn", "evaluate") else self.directory
         if source is None:
             return "pixels"
-        card = None if "model" in self.tags else _card_of(source)
+        card = None if "model" in self.tags else card_of(source)
         return card.model.label if card else self.tags.get("model", "?")
 
     @property
@@ -137,7 +137,7 @@ class Run:
             return "random weights"
         if self.pretrained is None:
             return ""
-        card = _card_of(self.pretrained)
+        card = card_of(self.pretrained)
         origin = f", {card.origin}" if card and card.origin else ""
         return f"{card.model.label} trained on {card.dataset}{origin}" if card else self.pretrained.name
 
@@ -260,7 +260,7 @@ def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
     ]
 
 
-def _card_of(weights: Path) -> ModelCard | None:
+def card_of(weights: Path) -> ModelCard | None:
     """Of a folder of weights, or of the newest checkpoint of a run."""
     try:
         return read_card((list_checkpoints(weights) or [weights])[-1])

@@ -3,6 +3,7 @@ imported once the arguments are known to be good."""
 
 import argparse
 
+from analysis.device import add_device, device_of
 from analysis.output import add_out, check_out
 from data_prep.explain import Verbs, at_least
 from data_prep.manifest import load_manifest
@@ -50,7 +51,7 @@ def _add_data(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--batch", type=at_least(8), default=256, help="pictures whose features are compared with each other")
     verb.add_argument("--count", type=at_least(8), help="no more pictures than that, drawn from the split (default: all)")
     verb.add_argument("--quick", action="store_true", help=f"the same as --count {QUICK_PICTURES}")
-    verb.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_device(verb)
 
 
 def _cka(options: argparse.Namespace) -> int:
@@ -62,7 +63,6 @@ def _cka(options: argparse.Namespace) -> int:
         Checkpoint.open(run, verify=False)  # that it is there; its hashes are held to it when it is read
     with doing("loading torch"):
         from analysis.features import cka, drawing
-        from analysis.features.mixings import device_of
         from analysis.output import write
         from finetune.looks import looks
     request = cka.Request(pairs, options.dataset, manifest, options.split, options.batch, _count(options), options.whole)
@@ -90,7 +90,7 @@ def _invariance(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from analysis.features import drawing
         from analysis.features.invariance import Request, measure
-        from analysis.features.mixings import device_of, open_subjects
+        from analysis.features.mixings import open_subjects
         from analysis.output import write
         from finetune.looks import looks
     device, views = device_of(options.device), min(options.views, QUICK_VIEWS) if options.quick else options.views

@@ -22,12 +22,6 @@ from pretrain.models.mixer import MixerBlock
 from pretrain.models.mlp import Block
 
 
-def device_of(asked: str | None) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: torch finds no CUDA device here; leave it out, or give cpu")
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
     """By name: the module whose last output in a forward pass is the mixing's. The permutation behind that of an RP block changes
     no product of two rows."""

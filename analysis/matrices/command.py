@@ -4,12 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from analysis.output import add_out, check_out
+from analysis.device import add_device, device_of
+from analysis.output import add_out, check_out, write, written
 from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.settings import UserError
-
-OK = 0
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -22,7 +21,7 @@ def add_verbs(verbs: Verbs) -> None:
     spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; 2 minutes and 300 MB")
     spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega")
     spectra.add_argument("--quick", action="store_true", help="the newest checkpoint of each run alone; of the figures 2 seeds")
-    spectra.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    add_device(spectra)
     add_out(spectra, "spectra")
     spectra.set_defaults(run=_spectra)
     structure = verbs.add_parser(
@@ -72,36 +71,28 @@ def _check(options: argparse.Namespace) -> None:
         Checkpoint.open(place, verify=False)
 
 
-def _done(written: list[Path]) -> int:
-    print(f"written: {', '.join(map(str, written))}")
-    return OK
-
-
 def _spectra(options: argparse.Namespace) -> int:
     if bool(options.runs) + options.fig4 + options.figs1 != 1:
         raise UserError("spectra: give runs, or --fig4, or --figs1")
     _check(options)
     with doing("loading torch"):
-        import torch
-
         from analysis.matrices import initial, spectra
         from analysis.matrices.weights import checkpoints_of
-        from analysis.output import write
     if options.fig4:
         rows = initial.widths(initial.SIDES[::4] if options.quick else initial.SIDES, seeds=2 if options.quick else 10)
         figures = {"": initial.draw_widths(rows, what="Ω = 2^19, γ = 2")}
-        return _done(write(options.out, facts=initial.facts_of(rows), read=(), rows=rows, figures=figures))
+        return written(write(options.out, facts=initial.facts_of(rows), read=(), rows=rows, figures=figures))
     if options.figs1:
         centre, right = initial.sparser(seeds=2 if options.quick else 50), initial.exponents(seeds=2 if options.quick else 10)
         figures = {"": initial.draw_sparser(centre, right)}
-        return _done(write(options.out, facts={"seeds": len(centre)}, read=(), rows=[*centre, *right], figures=figures))
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return written(write(options.out, facts={"seeds": len(centre)}, read=(), rows=[*centre, *right], figures=figures))
+    device = device_of(options.device).type
     runs = checkpoints_of(options.runs, newest_only=options.quick)
     found = list(spectra.spectra(runs, device=device))
     training = spectra.draw_training(found)
     figures = {"": spectra.draw(found)} | ({"training": training} if training else {})
     read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
-    return _done(write(options.out, facts={"device": device}, read=read, rows=spectra.rows_of(found), figures=figures))
+    return written(write(options.out, facts={"device": device}, read=read, rows=spectra.rows_of(found), figures=figures))
 
 
 def _structure(options: argparse.Namespace) -> int:
@@ -109,14 +100,13 @@ def _structure(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from analysis.matrices import structure
         from analysis.matrices.weights import checkpoints_of
-        from analysis.output import write
     runs = checkpoints_of(options.runs, newest_only=options.quick)
     rows = list(structure.distances(runs, randoms=1 if options.quick else 3))
     bound = structure.bound_on_random_matrices()
     figures = {"prop33": structure.draw_bound(bound)} | ({"": structure.draw(rows)} if rows else {})
     read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
     facts = {"proposition 3.3": structure.bound_facts(bound)}
-    return _done(write(options.out, facts=facts, read=read, rows=rows, figures=figures))
+    return written(write(options.out, facts=facts, read=read, rows=rows, figures=figures))
 
 
 def _masks(options: argparse.Namespace) -> int:
@@ -125,7 +115,6 @@ def _masks(options: argparse.Namespace) -> int:
             raise UserError(f"--{name}: {getattr(options, name)} will not do; give 2 to 64, more would not be seen")
     check_out(options.out)
     from analysis.matrices.masks import draw, masks
-    from analysis.output import write
 
     found = masks(options.tokens, options.channels, seed=options.seed)
     rows = [
@@ -133,7 +122,7 @@ def _masks(options: argparse.Namespace) -> int:
         for name, mask in found.items()
     ]
     facts = {"tokens": options.tokens, "channels": options.channels, "seed": options.seed}
-    return _done(write(options.out, facts=facts, read=(), rows=rows, figures={"": draw(found)}))
+    return written(write(options.out, facts=facts, read=(), rows=rows, figures={"": draw(found)}))
 
 
 def _filters(options: argparse.Namespace) -> int:
@@ -142,7 +131,6 @@ def _filters(options: argparse.Namespace) -> int:
     _check(options)
     with doing("loading torch"):
         from analysis.matrices import filters
-        from analysis.output import write
         from pretrain.checkpoints.checkpoint import Checkpoint
     opened = [Checkpoint.open(place) for place in options.runs]
     layers = filters.first_layers(options.runs, opened, with_initial=options.init)
@@ -151,4 +139,4 @@ def _filters(options: argparse.Namespace) -> int:
     facts = filters.facts_of(layers)
     filters.print_facts(facts, file=sys.stdout)
     figures = {"": sheet, "locality": filters.draw_locality(layers)}
-    return _done(write(options.out, facts=facts, read=[each.directory for each in opened], rows=rows, figures=figures))
+    return written(write(options.out, facts=facts, read=[each.directory for each in opened], rows=rows, figures=figures))
