@@ -1,24 +1,32 @@
-"""Shards behind http(s) and in s3, through fsspec: which version stands there, a copy of it for as long as it is read, its bytes.
+"""Shards behind http(s) and in s3, through fsspec: which version stands there, a copy of it for as long as it is read, its bytes;
+and what is written there.
 
-Invariants: a copy is whole (as long as the server says) or there is none; what may pass is tried again, with a growing pause; what
-will not pass (no such file, no right to it) is reported at once. Storage options hold secrets: they go to fsspec alone. Query
-strings may hold secrets, too, not least those that a server redirects to: no error shows one.
+Invariants: an object that we write appears whole, and the store's bytes are compared with ours; a copy is whole (as long as the
+server says) or there is none; what may pass is tried again, with a growing pause; what will not pass (no such file, no right to
+it) is reported at once. Storage options hold secrets: they go to fsspec alone. Query strings may hold secrets, too, not least
+those that a server redirects to: no error shows one.
 """
 
 import contextlib
 import errno
+import hashlib
+import io
 import random
 import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from base64 import b64decode
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import wait
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from data_prep.publish import atomic_file, write_atomic
 from data_prep.settings import UserError
 
 NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
@@ -27,6 +35,11 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S, ANSWER_TIMEOUT_S = 30, 60, 10
 """The last is for questions that a server answers without reading a shard; of a web server each is asked in two ways."""
 SLOW_S = 5.0
 _S3_CHUNK_BYTES = 8 << 20
+_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
+"""Of an object that s3 receives in parts; ten are in memory at once."""
+_CONDITIONAL = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
+_CHECKED: dict[str, dict[str, Any]] = {key: {"validate_content": True} for key in ("az", "abfs", "abfss")}
+"""So that a store refuses at once what arrives wrong; s3 does without being asked."""
 _NEEDED = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs"}
 _CHANCE = random.SystemRandom()
 """Of its own: the generators that others seed must not feel a server's faults."""
@@ -115,26 +128,35 @@ def fetch(
 
     `stop` ends it at once, even if the server is silent. What `write` raises ends it, too.
     """
-    import asyncio
-
     system = _file_system(url, storage, silence_s=silence_s, retries=False)
-    finished = threading.Event()
 
     async def transfer() -> None:
+        if url.startswith("s3://"):
+            for start in range(0, num_bytes, _S3_CHUNK_BYTES):
+                write(await system._cat_file(url, start=start, end=min(start + _S3_CHUNK_BYTES, num_bytes)))
+        else:
+            await system._get_file(url, _Writer(write))
+
+    _until_stopped(system, transfer, stop)
+
+
+def _until_stopped(system: Any, transfer: Callable[[], Coroutine[Any, Any, object]], stop: threading.Event | None) -> None:
+    """`transfer`, in the loop of an asynchronous file system; nothing is moved after this function."""
+    import asyncio
+
+    finished = threading.Event()
+
+    async def whole() -> None:
         try:
-            if url.startswith("s3://"):
-                for start in range(0, num_bytes, _S3_CHUNK_BYTES):
-                    write(await system._cat_file(url, start=start, end=min(start + _S3_CHUNK_BYTES, num_bytes)))
-            else:
-                await system._get_file(url, _Writer(write))
+            await transfer()
         finally:
             finished.set()
 
-    future = asyncio.run_coroutine_threadsafe(transfer(), system.loop)
+    future = asyncio.run_coroutine_threadsafe(whole(), system.loop)
     while not wait([future], timeout=0.1).done:
-        if stop.is_set():
+        if stop is not None and stop.is_set():
             future.cancel()
-            finished.wait(5)  # nothing is written after this function
+            finished.wait(5)
             raise StoppedError
     future.result()
 
@@ -156,6 +178,7 @@ def tried(
     first_pause_s: float,
     stop: threading.Event | None = None,
     report: Callable[[str], None] | None = None,
+    what: str = "read",
 ) -> T:
     """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
 
@@ -174,10 +197,10 @@ def tried(
                 if isinstance(error, ContentError):
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
-                raise RemoteError(f"{shown(url)}: cannot be read{tries} ({_said(error)})") from None
+                raise RemoteError(f"{shown(url)}: cannot be {what}{tries} ({_said(error)})") from None
             if report is not None and (attempt > 1 or time.monotonic() - began_s > SLOW_S):
-                what = _said(error).removeprefix(f"{shown(url)}: ")
-                report(f"{shown(url)}: {what}; attempt {attempt + 1} of {num_attempts} follows")
+                said = _said(error).removeprefix(f"{shown(url)}: ")
+                report(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
         pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
         if stop is None:
             time.sleep(pause_s)
@@ -187,10 +210,11 @@ def tried(
 
 
 def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
-    def report(text: str) -> None:
-        print(f"data_prep: {text}", file=sys.stderr, flush=True)
+    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, report=_report)
 
-    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, report=report)
+
+def _report(text: str) -> None:
+    print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
 
 def _refuse_hopeless(url: str, error: Exception) -> None:
@@ -252,3 +276,148 @@ def _file_system(url: str, storage: dict[str, Any], *, silence_s: float = READ_T
 
 def _wrong_options(url: str, error: Exception) -> UserError:
     return UserError(f"storage: {url.partition('://')[0]} does not take these options ({error})")
+
+
+def join(url: str, *names: str) -> str:
+    return "/".join([url.rstrip("/"), *names])
+
+
+def upload(
+    place: Path, url: str, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS, stop: threading.Event | None = None
+) -> None:
+    """Afterwards the bytes of `place` stand at `url`: the store's own checksum says so, or they were read back.
+
+    The object appears whole or not at all: stores publish what is complete, and what arrived wrong is taken away again. `stop`
+    ends it at once; parts of a large object that was stopped are for the store's life-cycle rule to remove.
+    """
+    num_bytes = place.stat().st_size
+    part_bytes = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+
+    def put(system: Any) -> None:
+        if url.startswith("file://"):
+            with atomic_file(Path(system._strip_protocol(url))) as file, open(place, "rb") as source:
+                shutil.copyfileobj(source, file)
+        elif system.async_impl:
+            more = {"chunksize": part_bytes} if url.startswith("s3://") else _CHECKED.get(url.partition("://")[0], {})
+            _until_stopped(system, lambda: system._put_file(str(place), url, **more), stop)
+        else:
+            system.put_file(str(place), url)
+
+    with open(place, "rb") as file:
+        marks = _marks(file, part_bytes=part_bytes)
+    _write(url, put, marks, storage=storage, num_attempts=num_attempts, stop=stop)
+
+
+def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: bool = False) -> bool:
+    """False: `only_if_new`, and another object stands there. Whether two writers at the same moment are told apart is the
+    store's doing: s3, gs and az write under a condition; the others are asked first."""
+    marks = _marks(io.BytesIO(data), part_bytes=_PART_BYTES)
+    conditional = only_if_new and url.startswith(_CONDITIONAL)
+    is_ours = True
+
+    def put(system: Any) -> None:
+        nonlocal is_ours
+        try:
+            if only_if_new and not conditional and system.exists(url):
+                raise FileExistsError
+            if url.startswith("file://"):
+                write_atomic(Path(system._strip_protocol(url)), data)
+            else:
+                system.pipe_file(url, data, **({"mode": "create"} if conditional else {}))
+        except FileExistsError:  # an attempt whose answer was lost has left ours
+            is_ours = system.cat_file(url) == data
+
+    _write(url, put, marks, storage=storage, num_attempts=NUM_ATTEMPTS, is_ours=lambda: is_ours)
+    return is_ours
+
+
+def read_bytes(url: str, *, storage: dict[str, Any]) -> bytes:
+    """MissingError: there is none."""
+    found: bytes = _tried(url, lambda: _file_system(url, storage).cat_file(url), num_attempts=NUM_ATTEMPTS)
+    return found
+
+
+def names_under(url: str, *, storage: dict[str, Any]) -> list[str]:
+    """All objects below, sorted, as `join` takes them; none where there is no such place in a bucket."""
+
+    def found() -> list[str]:
+        system = _file_system(url, storage)
+        above = system._strip_protocol(url).rstrip("/") + "/"
+        return sorted(name.removeprefix(above) for name in system.find(above, withdirs=False) if name.startswith(above))
+
+    return _tried(url, found, num_attempts=NUM_ATTEMPTS)
+
+
+def remove(urls: Sequence[str], *, storage: dict[str, Any]) -> None:
+    """What is gone already is no error."""
+    for url in urls:
+        with contextlib.suppress(MissingError):
+            _tried(url, partial(_file_system(url, storage).rm_file, url), num_attempts=NUM_ATTEMPTS)
+
+
+class _Marks(NamedTuple):
+    """What a store may say of bytes that it holds."""
+
+    num_bytes: int
+    md5: str
+    """Hexadecimal, as those below."""
+    parts_md5: str
+    """s3's, of an object that came in several parts."""
+    sha256: str
+
+    def in_store(self, found: dict[str, Any]) -> bool | None:
+        """Whether these bytes are there; None: the store does not say."""
+        if found.get("size") != self.num_bytes:
+            return False
+        said = [str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")]
+        settings = found.get("content_settings") or {}
+        for value in (found.get("md5Hash"), settings.get("content_md5")):
+            said.append(b64decode(value).hex() if isinstance(value, str) else bytes(value or b"").hex())
+        return True if {*said} & {self.md5, self.parts_md5, self.sha256} else None
+
+
+def _marks(file: IO[bytes], *, part_bytes: int) -> _Marks:
+    md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
+    parts, num_bytes = [], 0
+    while piece := file.read(part_bytes):
+        num_bytes += len(piece)
+        md5.update(piece)
+        sha256.update(piece)
+        parts.append(hashlib.md5(piece, usedforsecurity=False).digest())
+    parts_md5 = f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+    return _Marks(num_bytes, md5.hexdigest(), parts_md5, sha256.hexdigest())
+
+
+def _write(
+    url: str,
+    put: Callable[[Any], None],
+    marks: _Marks,
+    *,
+    storage: dict[str, Any],
+    num_attempts: int,
+    stop: threading.Event | None = None,
+    is_ours: Callable[[], bool] = lambda: True,
+) -> None:
+    """`put`, until the store holds what it was given, or something else that is to stay."""
+    if url.startswith(("http://", "https://")):
+        raise UserError(f"{shown(url)}: a web server is read, not written; name a store (s3://, gs://, az://, hf://)")
+
+    def attempt() -> None:
+        system = _file_system(url, storage, retries=False)
+        put(system)
+        if not is_ours():
+            return
+        is_whole = marks.in_store(system.info(url))
+        if is_whole is None:  # such as s3 with keys of its own
+            digest = hashlib.sha256()
+            for start in range(0, marks.num_bytes, _S3_CHUNK_BYTES):
+                digest.update(system.cat_file(url, start=start, end=min(start + _S3_CHUNK_BYTES, marks.num_bytes)))
+            is_whole = digest.hexdigest() == marks.sha256
+        if not is_whole:
+            system.rm_file(url)
+            raise RemoteError("the store holds other bytes than it was given")
+
+    try:
+        tried(url, attempt, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, stop=stop, report=_report, what="written")
+    except MissingError:
+        raise MissingError(f"{shown(url)}: there is no such bucket; mend the address, or make the bucket first") from None
