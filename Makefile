@@ -79,5 +79,14 @@ clean-demo:
 clean-demos:
 	rm -rf $(TWINS:configs/plan/%.yaml=runs/plans/%) data/twins data/twins-transfer
 
+# make CUDA=cu126 (any word of `uv pip install --torch-backend`) installs that build of torch, once; install.sh has the details.
+ifeq ($(origin CUDA),command line)
+ifneq ($(CUDA),$(shell cat .venv/cuda 2>/dev/null))
+.PHONY: .venv/.installed
+endif
+else
+unexport CUDA
+endif
+
 .venv/.installed: requirements.lock pyproject.toml install.sh
 	sh install.sh

@@ -2,7 +2,12 @@
 # Makes .venv and installs requirements.lock into it: exact versions, checked hashes.
 #
 #   sh install.sh            what `make` calls; PYTHON=/path/to/python3.11+ picks the interpreter
+#   sh install.sh torch      torch's family alone, anew: after CUDA= below has changed
 #   sh install.sh lock       resolves pyproject.toml anew into requirements.lock
+#
+# CUDA=cu126 (cu128, cpu, rocm6.4, ... : the words of `uv pip install --torch-backend`) takes torch, torchvision and what they bring
+# for the GPU from torch's own index, at the lock's versions of the two, but without hashes; all else stays as it is in the lock.
+# TORCH_INDEX=URL is a mirror of that index. The choice is kept in .venv/cuda; CUDA=lock returns to the lock's own build.
 #
 # Pillow-SIMD takes the place of Pillow (same PIL module, never both). It is built here, with AVX2 where the CPU has
 # it; where a compiler or the JPEG headers are missing, this says what to install and takes Pillow from the same lock.
@@ -17,6 +22,11 @@ say() { printf '%s\n' "install: $*" >&2; }
 
 # lock_block NAME prints one package of the lock, without its platform marker.
 lock_block() { sed -n "/^$1==/,/[^\\\\]\$/p" requirements.lock | sed "1s/ ;.*\\\\/ \\\\/"; }
+
+# Of a lock: what comes from torch's own index, and all else.
+FAMILY='torch|torchvision|(pytorch-)?triton[a-z-]*|cuda-[a-z-]*|nvidia-[a-z0-9-]*'
+family_in() { awk -v family="^($FAMILY)==" '/^[a-z].*==/ { is_ours = $0 ~ family } is_ours' "$1"; }
+outside_family() { awk -v family="^($FAMILY)==" '/^[a-z].*==/ { is_ours = $0 ~ family } !is_ours' "$1"; }
 
 number_of() { "$1" -c 'import sys; print(*sys.version_info[:2])'; }
 
@@ -66,12 +76,52 @@ install_pillow() {
     take_pil pillow --reinstall-package pillow
 }
 
+# The build that is asked for, or was the last time; "lock" is the one in requirements.lock.
+choose_build() {
+    case ${CUDA:-} in */*) say "CUDA=$CUDA is a path, which names no build: ignored"; CUDA= ;; esac
+    BUILD=${CUDA:-$(cat $VENV/cuda 2>/dev/null || echo lock)}
+    case $BUILD in
+        lock | cpu | xpu | cu[0-9]* | rocm[0-9]*) ;;
+        *) say "CUDA=$BUILD names no build of torch; cu126, cu128, cu130, cpu, rocm6.4, ..., or lock"; exit 2 ;;
+    esac
+}
+
+install_torch() {
+    family_in requirements.lock > $VENV/torch.lock
+    if [ "$BUILD" = lock ]; then
+        set -- --require-hashes
+    else
+        # with the build's own mark, so that no other index can answer with another build; all else may not move
+        outside_family requirements.lock | sed -n '/^[a-z].*==/s/ *\\*$//p' > $VENV/constraints.lock
+        sed -n "s/^\(torch==\|torchvision==\)\([^ ]*\).*/\1\2+$BUILD/p" $VENV/torch.lock > $VENV/torch.in
+        say "looking for $(tr '\n' ' ' < $VENV/torch.in)"
+        if [ -n "${TORCH_INDEX:-}" ]; then set -- --index "$TORCH_INDEX"; else set -- --torch-backend "$BUILD"; fi
+        $VENV/bin/uv pip compile --quiet --no-config --python $VENV --no-annotate --constraints $VENV/constraints.lock "$@" $VENV/torch.in \
+            --output-file $VENV/torch.all > $VENV/torch.log || {
+            say "no such build could be had (see above): CUDA= takes another, CUDA=lock the lock's own, TORCH_INDEX= a mirror"
+            exit 1
+        }
+        family_in $VENV/torch.all > $VENV/torch.lock
+        say "without a hash: $(tr '\n' ' ' < $VENV/torch.lock)"
+    fi
+    rm -f $VENV/.installed
+    if [ "$BUILD" != "$(cat $VENV/cuda 2>/dev/null || echo lock)" ]; then # each build brings packages of its own, of gigabytes
+        $VENV/bin/uv pip freeze --python $VENV | grep -E "^($FAMILY)==" | cut -d= -f1 |
+            xargs -r $VENV/bin/uv pip uninstall --quiet --python $VENV
+    fi
+    $VENV/bin/uv pip install --python $VENV --no-deps --compile-bytecode "$@" -r $VENV/torch.lock
+    echo "$BUILD" > $VENV/cuda
+}
+
 install_all() {
     make_venv
+    choose_build
     say "installing $(grep -c '^[a-z].*==' requirements.lock) locked packages (the CUDA build of torch is 3 GB; it serves CPUs too)"
     # everything but PIL first; the lock's own pillow-simd line would reuse a cached wheel, see install_pillow
     sed '/^pillow/,/[^\\]$/d' requirements.lock > $VENV/all.lock
-    $VENV/bin/uv pip install --python $VENV --no-deps --require-hashes --compile-bytecode -r $VENV/all.lock
+    outside_family $VENV/all.lock > $VENV/others.lock
+    $VENV/bin/uv pip install --python $VENV --no-deps --require-hashes --compile-bytecode -r $VENV/others.lock
+    install_torch
     install_pillow
     $VENV/bin/python -c 'import PIL.Image'
     $VENV/bin/uv pip install --quiet --python $VENV --no-deps --no-build-isolation --editable .
@@ -86,6 +136,7 @@ make_lock() {
 
 case ${1:-install} in
     install) install_all ;;
+    torch) choose_build; install_torch; touch $VENV/.installed ;;
     lock) shift; make_lock "$@" ;;
-    *) say "unknown word: $1 (install | lock)"; exit 2 ;;
+    *) say "unknown word: $1 (install | torch | lock)"; exit 2 ;;
 esac

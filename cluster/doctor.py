@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cluster.driver import cuda_of_torch, known_driver, too_old
 from cluster.slurm import SlurmError, Submission, facts, read_submission, slurm
 
 USAGE = """\
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
         return 1
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     findings: list[Finding] = []
-    for check in (check_python, check_slurm, check_job):
+    for check in (check_python, check_driver, check_slurm, check_job):
         for finding in check(submission, os.environ):
             findings.append(finding)
             print(in_lines(finding, width=width), flush=True)  # at once: some checks take seconds
@@ -117,6 +118,16 @@ def _installed_from(lock: Path) -> bool:
     taken = Path(".venv/all.lock")
     without_pillow = re.sub(r"^pillow(?:.*\\\n)*.*\n", "", lock.read_text(), flags=re.MULTILINE)
     return taken.exists() and taken.read_text() == without_pillow
+
+
+def check_driver(_: Submission, environment: Mapping[str, str]) -> list[Finding]:
+    """Where both are known: a container has its own torch, and the nodes' pre-flight looks again."""
+    driver, cuda = known_driver(environment), cuda_of_torch(Path(".venv"))
+    if driver is None or cuda is None or environment.get("APPTAINER_IMAGE") or environment.get("PYXIS_IMAGE"):
+        return []
+    if fault := too_old(driver, cuda):
+        return [Finding("driver", "FAULT", *fault)]
+    return [Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")]
 
 
 # ---- SLURM ------------------------------------------------------------------------------------------------------------

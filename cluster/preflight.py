@@ -31,6 +31,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.driver import known_driver, too_old
 from cluster.slurm import in_columns
 from pretrain.ranks.world import World, read_world
 
@@ -186,7 +187,10 @@ def check_node(world: World, read: Sequence[str], doing: Callable[[str], None]) 
     doing("its GPUs")
     expected, visible = expected_gpus(os.environ), torch.cuda.device_count()
     if visible < expected:
-        why = "see nvidia-smi there" if torch.version.cuda else "this torch is built without CUDA: sh install.sh"
+        driver = known_driver({})
+        old = too_old(driver, torch.version.cuda) if driver and torch.version.cuda else None
+        why = "; ".join(old) if old else "see nvidia-smi there"
+        why = why if torch.version.cuda or torch.version.hip else "this torch is built without CUDA: make CUDA=lock"
         text = f"{visible or 'none'} of its {expected} GPUs visible to torch; {why} (PREFLIGHT_GPUS=ignore trains on CPUs)"
         return found | {"faults": [*faults, ["gpus" if visible else "no gpu", text]]}
     on_gpu = visible > world.local_rank
