@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
-from analysis.features.mixings import Subject, open_subjects, stored_batches
+from analysis.features.mixings import Subject, open_subjects, stored_batches, too_few
 from data_prep.manifest import Manifest
 from data_prep.progress import progress
 from data_prep.settings import UserError
@@ -29,6 +30,8 @@ from pretrain.data.reader import ShardReader, reading
 from pretrain.models.spec import ModelSpec, SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)
+FEWEST_BATCHES = 4
+"""Of fewer there is no interval: their resamples are too much alike."""
 Pair = tuple[str, str]
 
 
@@ -61,7 +64,8 @@ class Group:
     """The mean over the pairs."""
     diagonals: Sequence[float]
     """The mean of each pair's."""
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
+    """Over batches."""
     floor: float
     ceilings: tuple[float | None, float | None]
     """Of the first and of the second architecture, where there are several seeds."""
@@ -126,22 +130,41 @@ def compare(request: Request, *, device: torch.device) -> Comparison:
     with reading([part], ReadingSettings(dataset=request.dataset), image_size=size) as reader:
         count = min(request.count or reader.num_samples, reader.num_samples)
         sums, floors, seen = list[Tensor](), list[Tensor](), 0
+        if request.whole:
+            _check_room(subjects, request.pairs, size=size, device=device)
         with progress("features", total=count, unit="images") as line:
             for batch in stored_batches(reader, size=request.batch, count=count):
                 number = len(batch.samples)
-                taken = [gram_ for each in subjects.values() for gram_ in each.run(each.plain.plain(batch).images_BCHW, gram)[1]]
-                grams = Grams.of(taken)
+                grams = Grams.of(
+                    one for each in subjects.values() for one in each.run(each.plain.plain(batch).images_BCHW, gram)[1]
+                )
                 others = grams.shuffled(torch.randperm(number, generator=torch.Generator().manual_seed(seen)).to(device))
                 sums.append(hsic(grams, grams).cpu())
                 floors.append(hsic(grams, others).cpu())
                 seen += number
                 line.advance(number)
         if not sums:
-            raise UserError(f"{request.dataset}, {request.split}: too few of its pictures decode; run data_prep verify on it")
+            raise UserError(too_few(request.dataset, request.split))
         whole = {}
         if request.whole:
             whole = {pair: _whole(request, [subjects[run] for run in pair], reader, count=count) for pair in request.pairs}
     return Comparison(subjects, torch.stack(sums), torch.stack(floors), seen, whole)
+
+
+def _check_room(subjects: dict[str, Subject], pairs: Sequence[Pair], *, size: int, device: torch.device) -> None:
+    """For the whole-sample form, before an hour's work."""
+    nothing = torch.zeros(1, 3, size, size, device=device)
+    entries = {run: subject.run(nothing, torch.numel)[1] for run, subject in subjects.items()}
+    most = max(
+        entries[one][row] ** 2 + entries[other][column] ** 2 + entries[one][row] * entries[other][column]
+        for one, other in pairs
+        for row, column in diagonal(len(entries[one]), len(entries[other]))
+    )
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if most * 8 > room:
+        raise UserError(
+            f"--whole: needs {most * 8 / 1e9:,.1f} GB for mixings of so many entries, {room / 1e9:,.1f} are free; leave it out"
+        )
 
 
 def _whole(request: Request, subjects: Sequence[Subject], reader: ShardReader, *, count: int) -> list[float]:
@@ -175,7 +198,7 @@ def groups_of(found: Comparison, pairs: Sequence[Pair]) -> list[Group]:
     for specs, members in together.items():
         matrices = [found.matrix(pair) for pair in members]
         resampled = torch.stack([diagonal_of(found.resampled(pair, weights_WT)) for pair in members]).mean(0)
-        low, high = np.nanpercentile(resampled.numpy(), INTERVAL)
+        low, high = map(float, np.nanpercentile(resampled.numpy(), INTERVAL))
         first, second = (list(found.subjects[run].mixings) for run in members[0])
         groups.append(
             Group(
@@ -185,7 +208,7 @@ def groups_of(found: Comparison, pairs: Sequence[Pair]) -> list[Group]:
                 (first, second),
                 torch.stack(matrices).mean(0).numpy(),
                 [float(diagonal_of(matrix)) for matrix in matrices],
-                (float(low), float(high)),
+                (low, high) if num_batches >= FEWEST_BATCHES else None,
                 float(torch.stack([diagonal_of(found.matrix(pair, floor=True)) for pair in members]).mean()),
                 (_ceiling(found, [one for one, _ in members]), _ceiling(found, [other for _, other in members])),
             )

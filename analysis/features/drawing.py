@@ -27,9 +27,9 @@ def print_groups(groups: Sequence[Group]) -> None:
     rows = []
     for group in groups:
         spread = "" if group.std is None else f" ± {group.std:.3f}"
-        low, high = group.interval
+        between = "no interval" if group.interval is None else "{:.3f} to {:.3f}".format(*group.interval)
         ceilings = ["-" if ceiling is None else f"{ceiling:.3f}" for ceiling in group.ceilings]
-        values = [f"{group.mean:.3f}{spread}", f"{low:.3f} to {high:.3f}", *ceilings, f"{group.floor:.3f}"]
+        values = [f"{group.mean:.3f}{spread}", between, *ceilings, f"{group.floor:.3f}"]
         rows.append([*group.models, str(len(group.pairs)), *values])
     Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, rows, num_words=2))
 
@@ -83,7 +83,7 @@ def _over_density(groups: Sequence[Group]) -> Figure:
         bounds = [
             (group.std, group.std) if has_seeds else (group.mean - low, high - group.mean)
             for group in members
-            for low, high in [group.interval]
+            for low, high in [group.interval or (group.mean, group.mean)]
         ]
         style: dict[str, Any] = {"color": colour, "marker": MARKERS[number % len(MARKERS)], "capsize": 2}
         label = f"{legible(model)} ({'± SD over pairs' if has_seeds else '95 % over batches'})"

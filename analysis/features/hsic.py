@@ -42,7 +42,7 @@ class Grams:
     def shuffled(self, order_N: Tensor) -> "Grams":
         """Of the pictures in another order."""
         size = self.rows_LN.shape[1]
-        grams_LNN = self.entries_LM.view(-1, size, size)[:, order_N][:, :, order_N]
+        grams_LNN = self.entries_LM.view(-1, size, size)[:, order_N[:, None], order_N]
         return Grams(grams_LNN.flatten(1), self.rows_LN[:, order_N])
 
 

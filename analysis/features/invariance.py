@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from analysis.features.hsic import Grams, gram, hsic
-from analysis.features.mixings import Subject, stored_batches
+from analysis.features.mixings import Subject, stored_batches, too_few
 from data_prep.manifest import Manifest
 from data_prep.progress import progress
 from data_prep.settings import UserError
@@ -126,7 +126,7 @@ def measure(subject: Subject, request: Request, *, device: torch.device) -> list
             for change, tally in zip(asked, tallies, strict=True)
         ]
         if not rows[0]["num_pictures"]:
-            raise UserError(f"{request.dataset}, {request.split}: too few of its pictures decode; run data_prep verify on it")
+            raise UserError(too_few(request.dataset, request.split))
         if request.views:
             for seed in range(request.seeds):
                 batches = stored_batches(reader, size=request.batch, count=count)

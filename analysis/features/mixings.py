@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from analysis.features.hsic import FEWEST
 from data_prep.manifest import Manifest
 from data_prep.settings import UserError
 from finetune.session import Backbone, open_backbone
@@ -68,9 +69,9 @@ class Subject:
         return replace(self, mixings={name: self.mixings[name]})
 
     @torch.no_grad()
-    def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
         """(logits, what `take` makes of each mixing's output). One output is held at a time."""
-        taken, last = dict[str, Tensor](), list[tuple[str, Tensor]]()
+        taken, last = dict[str, Any](), list[tuple[str, Tensor]]()
 
         def settle() -> None:
             while last:
@@ -105,16 +106,21 @@ def open_subjects(places: Sequence[str], manifest: Manifest, *, device: torch.de
     }
 
 
+def too_few(dataset: str, split: str) -> str:
+    return f"{dataset}, {split}: too few of its pictures decode, {FEWEST} are needed; give another split, or run data_prep verify"
+
+
 def stored_batches(reader: ShardReader, *, size: int, count: int | None = None, seed: int = 0) -> Iterator[Batch]:
     """Batches of a split in one fixed random order: one that is stored class by class would show features of one class at a time.
-    `count`: no more pictures than that. What does not decode is left out; a last batch of less than half the size, too."""
+    `count`: no more pictures than that. What does not decode is left out; a last batch of less than half the size or too few for
+    HSIC1, too."""
     order = np.random.default_rng(seed).permutation(reader.num_samples)[:count]
     for first in range(0, len(order), size):
         ids = order[first : first + size]
         places, images = reader.locate(ids), torch.empty(len(ids), reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
         bad = [each.place for each in reader.read(places, images)]
         good = np.setdiff1d(np.arange(len(ids)), bad)
-        if len(good) < min(size, len(order)) / 2:
+        if len(good) < max(FEWEST, min(size, len(order)) / 2):
             continue
         labels = torch.from_numpy(np.ascontiguousarray(places.labels[good]))
         epochs = np.zeros(len(good), np.int64)

@@ -36,7 +36,7 @@ def _scaling(options: argparse.Namespace) -> int:
     check_out(options.out)
     if not 0 < options.epochs < float("inf"):
         raise UserError(f"--epochs: {options.epochs:g} will not do; give more than 0")
-    from analysis.scaling.samples import read_samples
+    from analysis.scaling.samples import SAME_T, read_samples
 
     samples, num_left_out = read_samples(options.points, targets=options.target)
     from analysis.output import write
@@ -50,6 +50,9 @@ def _scaling(options: argparse.Namespace) -> int:
         studies = [study(each, epochs=options.epochs, resamples=resamples, advance=line.advance) for each in samples]
         line.advance(line.total - line.done)  # what points were too few for
     _print(studies, num_left_out=num_left_out)
+    for each in studies:
+        if abs(each.epochs / options.epochs - 1) > SAME_T:
+            print(f"{each.sample.name}: no points at T = {options.epochs:g}; sum and allocation are of T = {each.epochs:.3g}")
     facts = facts_of(studies, resamples=resamples, num_left_out=num_left_out)
     with looks(*(each.name for each in samples)):
         written = write(options.out, facts=facts, read=options.points, rows=rows_of(studies), figures=draw(studies))

@@ -35,7 +35,8 @@ _CHUNK = 60_000
 
 @dataclass(frozen=True)
 class Term:
-    """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R (1 - e^(-(T-1)/R)))."""
+    """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R (1 - e^(-(T-1)/R))), of less than
+    one epoch what was seen."""
 
     variable: str
     factor: str
@@ -48,7 +49,7 @@ class Term:
         """u, and its slope in what stands within it."""
         x_N, value_B1 = points[self.variable], value_B[:, None]
         if self.within == "repeats":
-            again_N = points["epochs"] - 1
+            x_N, again_N = x_N * np.minimum(points["epochs"], 1), np.maximum(points["epochs"] - 1, 0)
             left_BN = np.exp(-again_N / value_B1)
             return x_N * (1 + value_B1 * (1 - left_BN)), x_N * (1 - left_BN - left_BN * again_N / value_B1)
         return x_N + value_B1, np.ones((len(value_B), len(x_N)))

@@ -167,6 +167,7 @@ def _fixes(law: Law, points: Points, weights_BN: Array) -> NDArray[np.bool_]:
 
 
 def _error_beyond(law: Law, sample: Sample, *, rest: NDArray[np.bool_], largest: NDArray[np.bool_]) -> float:
+    largest = largest & (sample.errors_N > 0)
     if not largest.any() or _lack(law, sample.points, rest):
         return float("nan")
     predicted_N = fit(law, _of(sample.points, rest), sample.errors_N[rest]).predict(_of(sample.points, largest))[0]

@@ -31,10 +31,10 @@ class Sample:
 
     @property
     def num_runs(self) -> int:
-        return int(self.runs_N.max()) + 1
+        return len(np.unique(self.runs_N))
 
     def resamples(self, count: int, *, seed: int = 0) -> Array:
-        """How often each point is in each of them: as often as its run was drawn."""
+        """How often each point is in each of them: as often as its run was drawn. Of a whole sample."""
         drawn = np.random.default_rng(seed).multinomial(self.num_runs, [1 / self.num_runs] * self.num_runs, size=count)
         return drawn[:, self.runs_N].astype(float)
 
@@ -78,7 +78,7 @@ def read_samples(paths: Sequence[Path], *, targets: Sequence[str] = ()) -> tuple
     place = {"plan": "", "stage": "", "labels": "{}", "task": "csv"}
     for path, rows in pairs.items():
         for number, (compute, error) in enumerate(rows):
-            known = {"member": number, "run": f"row {number:06}", "target": path.stem, "compute": compute, "error": error}
+            known = {"member": number, "run": f"{path} {number:06}", "target": path.stem, "compute": compute, "error": error}
             found.append(Point(**place, **known))  # type: ignore[arg-type]
     usable = [point for point in found if point.error is not None and point.compute is not None]
     names = sorted({str(point.target) for point in usable})

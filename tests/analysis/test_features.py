@@ -12,15 +12,18 @@ from torch import Tensor
 
 from analysis.cli import main
 from analysis.features.hsic import Grams, WholeCka, WholeSample, cka, gram, hsic
-from analysis.features.mixings import Subject
+from analysis.features.mixings import Subject, stored_batches
 from data_prep.manifest import load_manifest
 from finetune.session import open_backbone
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.config import ReadingSettings
+from pretrain.data.datasets import Part
+from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
-from tests.conftest import Capture
-from tests.finetune.tiny import CPU, normalised, write_folder
+from tests.conftest import Capture, Patch
+from tests.finetune.tiny import CPU, normalised, spoil, write_folder
 
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, expansion=2)
 SPARSE = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=4, depth=2, density=0.5, expansion=2, outer_activation=True)
@@ -165,10 +168,10 @@ def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found
     places = {name: str(tmp_path / name) for name in ("m0", "m1", "s0", "s1", "t0")}
     pairs = [("m0", "s0"), ("m1", "s1"), ("m0", "t0")]
     words = [places["m0"], places["s0"], str(shapes), *(w for one, two in pairs[1:] for w in ("--and", places[one], places[two]))]
-    assert main(["cka", *words, "--batch", "24", "--whole", "--device", "cpu", "--out", str(tmp_path / "out" / "cka")]) == 0
+    assert main(["cka", *words, "--batch", "18", "--whole", "--device", "cpu", "--out", str(tmp_path / "out" / "cka")]) == 0
     facts = json.loads((tmp_path / "out" / "cka.json").read_text())
-    assert (facts["num_pictures"], facts["num_batches"]) == (72, 3)
-    assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 24**2 * 8  # two Mixers of 4, three SW-MLPs of 2
+    assert (facts["num_pictures"], facts["num_batches"]) == (72, 4)
+    assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 18**2 * 8  # two Mixers of 4, three SW-MLPs of 2
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         f"cka{end}" for end in (".json", ".parquet", "-heat.png", "-heat.svg", "-density.png", "-density.svg")
     }
@@ -178,7 +181,7 @@ def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found
     for name in places:
         images, _ = normalised(tmp_path / name, shapes)
         subject = opened(tmp_path / name, shapes)
-        features[name] = [subject.run(images[ids].double(), lambda x: x)[1] for ids in torch.from_numpy(order).split(24)]
+        features[name] = [subject.run(images[ids].double(), lambda x: x)[1] for ids in torch.from_numpy(order).split(18)]
     for one, other in pairs:
         found = [row for row in rows if (row["run_a"], row["run_b"]) == (places[one], places[other])]
         matrix = np.array([row["cka"] for row in found]).reshape(4, 2)
@@ -199,6 +202,9 @@ def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found
     low, high = dense["diagonal_interval_over_batches"]
     assert low <= dense["diagonal"] <= high and abs(dense["floor"]) < 0.15 < dense["diagonal"]
     assert "ceiling" in capsys.readouterr().out
+    assert main(["cka", *words[:3], "--batch", "36", "--device", "cpu", "--out", str(tmp_path / "few")]) == 0
+    assert "no interval" in capsys.readouterr().out  # of two batches
+    assert json.loads((tmp_path / "few.json").read_text())["groups"][0]["diagonal_interval_over_batches"] is None
 
 
 def reseed(folder: Path) -> None:
@@ -218,14 +224,24 @@ def reseed(folder: Path) -> None:
         hashes.unlink()
 
 
+def test_a_batch_of_too_few_pictures_is_left_out(shapes: Path, monkeypatch: Patch) -> None:
+    with reading([Part(shapes, load_manifest(shapes), "val")], ReadingSettings(dataset=str(shapes)), image_size=16) as reader:
+        for count, found in ((4, [4]), (3, [])):
+            assert [len(batch.samples) for batch in stored_batches(reader, size=8, count=count)] == found
+        spoil(monkeypatch, next(stored_batches(reader, size=4)).samples[0])
+        assert not list(stored_batches(reader, size=4, count=4))
+
+
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, shapes: Path, capsys: Capture) -> None:
     mixer, other = write_folder(tmp_path / "mixer", shapes, spec=MIXER), tmp_path / "monarch"
     write_folder(other, shapes, spec=StructuredMlpSpec(kind="structured", form="monarch"))
+    large = write_folder(tmp_path / "large", shapes, spec=MIXER.model_copy(update={"patch_size": 1, "num_channels": 1024}))
     for words, message in (
         ([str(mixer), str(other), str(shapes)], "has no mixings"),
         ([str(mixer), str(tmp_path / "none"), str(shapes)], "is not there"),
         ([str(mixer), str(mixer), str(shapes), "--split", "test"], "test"),
         ([str(mixer), str(mixer), str(shapes), "--out", "x.png"], "has an ending"),
+        ([str(mixer), str(large), str(shapes), "--whole", "--device", "cpu"], "--whole: needs 550.0 GB for mixings of"),
     ):
         assert main(["cka", *words]) == 2
         error = capsys.readouterr().err

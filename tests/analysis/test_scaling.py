@@ -14,14 +14,14 @@ from analysis.output import write_table
 from analysis.points import Point, table_of
 from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
 from analysis.scaling.fitting import _non_negative, fit, fit_resamples
-from analysis.scaling.laws import FULL, REPEATS_LAW, SUM_LAW, Estimate, forms_of
+from analysis.scaling.laws import FULL, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
 from analysis.scaling.samples import Sample, read_samples
 from analysis.scaling.study import Study, study
 from tests import soak
 from tests.conftest import Capture
 
 FORMS = forms_of("compute")
-GRID = [(p, n, t) for p in (1e6, 3e6, 1e7, 3e7, 1e8, 3e8) for n in (1e5, 4e5, 2e6, 1e7) for t in (50, 100, 400)]
+GRID = [(p, n, t) for p in (1e6, 3e6, 1e7, 3e7, 1e8, 3e8) for n in (1e5, 4e5, 2e6, 1e7) for t in (0.5, 50, 100, 400)]
 
 
 def law(x: float, *, a: float, b: float, alpha: float, floor: float) -> float:
@@ -47,12 +47,12 @@ def test_exact_points_give_back_their_law(a: float, b: float, alpha: float, floo
 
 @pytest.mark.parametrize("again", [0.0, 15.0])
 def test_exact_laws_in_size_and_data_come_back(again: float) -> None:
-    """`again`: R*; at 0 each picture counts once, and all lengths are the same."""
+    """`again`: R*; at 0 each picture counts once, and all lengths are the same. Of half an epoch half the pictures were seen."""
     points = {
         name: np.array(column, float)
         for name, column in zip(("parameters", "images", "epochs"), zip(*GRID, strict=True), strict=True)
     }
-    effective = [n * (1 + again * (1 - np.exp(-(t - 1) / again))) if again else n for _, n, t in GRID]
+    effective = [n * (t if t < 1 else 1 + again * (1 - np.exp(-(t - 1) / again))) if again else n for _, n, t in GRID]
     error = np.array([0.1 + 3 * p**-0.25 + 20 * n**-0.4 for (p, _, _), n in zip(GRID, effective, strict=True)])
     found = fit(REPEATS_LAW if again else SUM_LAW, points, error).parameters
     planted = {"A": 3, "alpha": 0.25, "B": 20, "beta": 0.4, "E_inf": 0.1} | ({"R*": again} if again else {})
@@ -67,16 +67,16 @@ def test_factors_are_those_of_non_negative_least_squares() -> None:
         assert answer == pytest.approx(nnls(each.T, row)[0], abs=1e-8)
 
 
-def made(law_of: str, *, salt: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def made(salt: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """24 runs with 5 checkpoints each, b = 0, 1 % noise: compute, error, runs."""
-    rng = np.random.default_rng([salt, len(law_of)])
+    rng = np.random.default_rng([salt, 7])
     compute = np.concatenate([10 ** rng.uniform(14, 17) * np.array([1, 2, 4, 8, 16]) for _ in range(24)])
     error = np.array([law(value / 1e14, a=0.6, b=0, alpha=0.35, floor=0.1) for value in compute])
     return {"compute": compute}, error * rng.normal(1, 0.01, 120), np.repeat(np.arange(24), 5)
 
 
 def covers(salt: int, *, resamples: int) -> bool:
-    points, error, runs = made("compute", salt=salt)
+    points, error, runs = made(salt)
     weights = Sample("", points, error, runs).resamples(resamples, seed=salt)
     low, high = np.percentile(fit_resamples(FORMS["b = 0"], points, error, weights).parameters["alpha"], (2.5, 97.5))
     return bool(low <= 0.35 <= high)
@@ -92,7 +92,7 @@ def test_intervals_cover_the_exponent() -> None:
 
 
 def test_a_resample_is_fitted_as_its_points_alone_would_be() -> None:
-    points, error, runs = made("compute", salt=3)
+    points, error, runs = made(3)
     weights = Sample("", points, error, runs).resamples(4)
     for name, form in FORMS.items():
         together = fit_resamples(form, points, error, weights)
@@ -154,6 +154,32 @@ def test_the_frontier_is_the_least_error_so_far() -> None:
         assert row.tolist() == expected
 
 
+def test_three_runs_have_a_line_and_no_interval() -> None:
+    """Of so many more at other lengths."""
+    points = {name: np.geomspace(1, 4096, 12) for name in ("compute", "parameters", "images")}
+    sample = Sample("", points, np.linspace(0.9, 0.2, 12), np.arange(12))
+    few, all_of_them = (by_frontier(each, np.ones((3, len(each.errors_N)))) for each in (sample.of(np.arange(12) < 3), sample))
+    assert isinstance(few, Allocation) and isinstance(all_of_them, Allocation)
+    assert all_of_them.lines["images"].has_interval and not few.lines["images"].has_interval
+
+
+def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
+    compute = np.geomspace(1, 1e4, 8)
+    points = {"compute": compute, "parameters": compute}
+    for least, is_known in ((0.05, True), (0.0, False)):
+        sample = Sample("", points, np.where(compute == 1e4, least, compute**-0.2), np.arange(8))
+        found = estimate("", FORMS["b = 0"], sample, np.ones(8), np.ones((2, 8)))
+        assert isinstance(found, Estimate) and np.isfinite(found.beyond) == is_known
+
+
+def test_rows_of_two_files_of_one_name_are_different_runs(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "law.csv").write_text(csv([1, 10, 100], FALLING[:3]))
+    ((sample,), _) = read_samples([tmp_path / name / "law.csv" for name in "ab"])
+    assert sample.num_runs == 6
+
+
 def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> None:
     def studied(points: list[Point], name: str) -> Study:
         ((sample,), _) = read_samples([written(points, tmp_path / f"{name}.parquet")])
@@ -175,9 +201,10 @@ def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> Non
 
 def test_the_command_leaves_tables_pictures_and_how_it_was_done(tmp_path: Path, capsys: Capture) -> None:
     points = written(sample_of(0.35, 0.2, noise=0.01), tmp_path / "points.parquet")
-    assert main(["scaling", str(points), "--quick", "--out", str(tmp_path / "laws")]) == 0
+    assert main(["scaling", str(points), "--quick", "--epochs", "30", "--out", str(tmp_path / "laws")]) == 0
     printed = capsys.readouterr().out
     assert "shapes" in printed and "repeats" in printed and "off by" in printed
+    assert "shapes: no points at T = 30; sum and allocation are of T = 50" in printed
     facts = json.loads((tmp_path / "laws.json").read_text())
     assert facts["checklist"]["intervals"]["resamples"] == 200 and facts["read"] and facts["targets"]["shapes"]["runs"] == 36
     found = facts["targets"]["shapes"]["laws"]["sum"]["law"]
