@@ -3,6 +3,7 @@
     job.py pretrain train | finetune probe | finetune tune ... CONFIG [key=value ...] until their run_dir holds result.json
     job.py grid PLAN STAGE                                                           the same for a member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value ...]                      a part of a dataset, or their merge
+    job.py analysis figure PLAN                                                      what the plan names, drawn on this node
 
 1. The config is checked, here, in a second or two (cluster.work answers in JSON). 2. Each node is measured (cluster.preflight).
 3. The ranks run, a log each. 4. USR2 (300 s before the limit, or at preemption) and TERM are passed on to them: they save at a
@@ -485,6 +486,11 @@ def run_verb(job: Job, words: list[str]) -> int:
     return job.live([*job.python, "-m", *command[:3], *extra, *command[3:]], is_finished=is_finished, with_preflight=True)
 
 
+def draw(job: Job, words: list[str]) -> int:
+    """No ranks, and nothing to go on with: killed, it begins anew."""
+    return subprocess.run([*job.python_here, "-m", *words, f"--kept={job.snapshot}"], check=False).returncode
+
+
 def checksum(run_dir: Path) -> str:
     """Of what changes whenever a start was of use."""
     total, files = 0, ("checkpoints/latest", "result.json")
@@ -495,8 +501,8 @@ def checksum(run_dir: Path) -> str:
 
 
 def prepare(job: Job, words: list[str]) -> int:
-    stage = words[0] if words[:1] in (["--parts"], ["--merge"]) else ""
-    words = words[1:] if stage else words
+    stage = words[1] if words[1:2] in (["--parts"], ["--merge"]) else ""
+    words = words[2:] if stage else words[1:]
     if not words:
         raise End("no config given; sbatch cluster/data_prep.slurm CONFIG [key=value ...]", BAD_INPUT)
     answer = job.ask(["data_prep", "build", *words])
@@ -546,7 +552,7 @@ def main(words: list[str]) -> int:
     job.stopped = job.stopped or os.path.exists(os.environ.pop("STOPPED", ""))  # noqa: PTH110 (by a signal before: start.sh)
     try:
         try:
-            return prepare(job, words[1:]) if words[0] == "data_prep" else run_verb(job, words)
+            return {"data_prep": prepare, "analysis": draw}.get(words[0], run_verb)(job, words)
         except End:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the run can go on)

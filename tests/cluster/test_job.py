@@ -312,13 +312,20 @@ def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
 def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, "apptainer", "true")
+    stand_in(tmp_path, "apptainer", 'echo "$@" >drawn; exit 3')
     for name, value in (("APPTAINER_IMAGE", "/x y.sif"), ("CONTAINER_MOUNTS", "/data,/a:/b"), ("NODE_SCRATCH", "/scratch")):
         monkeypatch.setenv(name, value)
     python, options, here = jobs.python_words()
     assert python[:6] == ["apptainer", "exec", "--bind", f"{tmp_path},/data,/a:/b,/scratch", "--pwd", str(tmp_path)]
     assert "/x y.sif" in python and options == [] and here == python
     assert os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path) and os.environ["APPTAINERENV_PYTHONNOUSERSITE"] == "1"
+    job.python_here = here
+    assert jobs.draw(job, ["analysis", "figure", "plan.yaml"]) == 3  # the figure of a plan is drawn there, too
+    assert (
+        Path("drawn")
+        .read_text()
+        .endswith(f"/x y.sif {' '.join(jobs.IN_CONTAINER)} -m analysis figure plan.yaml --kept={job.snapshot}\n")
+    )
     monkeypatch.delenv("APPTAINER_IMAGE")
     monkeypatch.setenv("PYXIS_IMAGE", "/x.sqsh")
     python, options, here = jobs.python_words()

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from data_prep.manifest import load_manifest
@@ -33,12 +34,19 @@ finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/{name}/tune, pretrained=runs/{name}/pretrain, data.dataset={b}, schedule.warmup=0 steps, {few}]
 """.replace("{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps")
-EXPORT = """
+MORE = """
+knn:
+  config: configs/knn/demo.yaml
+  overrides: [run_dir=runs/whole/knn, pretrained=runs/whole/pretrain, data.dataset=data/whole-b, "neighbours=[5]"]
+evaluate:
+  config: configs/evaluate/demo.yaml
+  overrides: [run_dir=runs/whole/views, pretrained=runs/whole/tune, data.dataset=data/whole-b, views=2]
 export:
   config: configs/export/demo.yaml
   overrides: [out=exports/whole, pretrained=runs/whole/tune, "formats=[timm]"]
   nodes: 2
   sbatch: [--mem=500M, --cpus-per-task=1]
+figure: {kind: sweep, x: width, hue: task, facet: target}
 """
 pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
 
@@ -51,15 +59,17 @@ def jobs_of(said: str) -> list[list[str]]:
 
 def test_a_whole_plan(slurm: Cluster) -> None:
     plan = slurm.root / "whole.yaml"
-    plan.write_text(PLAN.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")) + EXPORT)
+    plan.write_text(PLAN.format(runs=RUNS.format(name="whole", a="data/whole-a", b="data/whole-b", sbatch="")) + MORE)
     jobs = jobs_of(slurm("cluster/submit", "--time=30", plan.name))
-    assert [len(each) for each in jobs] == [2, 2, 1, 1, 1, 1], jobs
-    (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,), (export,) = jobs
-    for job in (a, merge_a, b, merge_b, pretrain, probe, tune, export):
+    assert [len(each) for each in jobs] == [2, 2, 1, 1, 1, 1, 1, 1, 1], jobs
+    plan.rename(slurm.root / "later.yaml")  # all jobs, the figure's too, read what was kept
+    (a, merge_a), (b, merge_b), (pretrain,), (probe,), (tune,), (knn,), (views,), (export,), (figure,) = jobs
+    for job in (a, merge_a, b, merge_b, pretrain, probe, tune, knn, views, export, figure):
         slurm.wait(job, "COMPLETED", timeout_s=200)
 
     awaited = {merge_a: (a,), merge_b: (b,), pretrain: (merge_a,), probe: (merge_b, pretrain), tune: (merge_b, pretrain)}
-    awaited[export] = (tune,)
+    awaited |= {knn: (merge_b, pretrain), views: (merge_b, tune), export: (tune, views)}
+    awaited[figure] = tuple(awaited)
     tasks = {job: slurm.tasks(job) for job in (a, b, *awaited)}
     assert [len(tasks[job]) for job in (a, b)] == [2, 2]
     for task in (task for each in tasks.values() for task in each):
@@ -74,18 +84,24 @@ def test_a_whole_plan(slurm: Cluster) -> None:
         assert sum(shard.num_samples for shard in shards) == num_samples and len(shards) >= 3
         for shard in shards:
             assert hashlib.sha256((directory / shard.file).read_bytes()).hexdigest() == shard.sha256
-    for run in ("pretrain", "probe", "tune"):
+    for run in ("pretrain", "probe", "tune", "knn", "views"):
         assert json.loads((slurm.root / "runs/whole" / run / "result.json").read_text())
     assert (slurm.root / "exports/whole/model.safetensors").exists()  # by one process, on however many nodes
+    drawn = slurm.root / "runs/plans/whole"
+    points = pq.read_table(drawn / "figure-points.parquet", columns=["plan", "task"]).to_pylist()
+    assert points == [{"plan": "whole", "task": task} for task in ("pretrain", "probe", "tune", "knn", "evaluate")]
+    assert {path.suffix for path in drawn.glob("figure.*")} == {".png", ".svg", ".parquet", ".json"}
     parent = "select value from tags where tags.run_uuid = runs.run_uuid and key = 'mlflow.parentRunId'"
     tracked = slurm.mlflow(f"select run_uuid, name, status, ({parent}) from runs order by name", runs="runs/whole")
-    pretraining = tracked[0][0]
+    pretraining, tuned = tracked[1][0], tracked[3][0]
     assert [row[1:] for row in tracked] == [
-        ("pretrain", "FINISHED", None), ("probe", "FINISHED", pretraining), ("tune", "FINISHED", pretraining),
+        ("knn", "FINISHED", pretraining), ("pretrain", "FINISHED", None), ("probe", "FINISHED", pretraining),
+        ("tune", "FINISHED", pretraining), ("views", "FINISHED", tuned),
     ]  # fmt: skip
 
+    (slurm.root / "later.yaml").rename(plan)
     before = slurm("squeue", "--noheader", "--states=all", "--format=%i")
-    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 6
+    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 8
     assert slurm("squeue", "--noheader", "--states=all", "--format=%i") == before
 
 
