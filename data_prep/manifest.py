@@ -5,6 +5,7 @@
       train-000000.tar         a plain WebDataset shard: KEY.ppm or KEY.jpg, then KEY.cls
       train-000000.npy         its index: int64 rows (offset, num_bytes, label) of the image members
       train-000000.paths       where each sample came from: one JSON string a line, in the order of the index
+      train-wids.json          what the package `wids` reads its shards by; nothing here does
       train-real.npy           an annotation of a split: a packed bit matrix, a row for each sample in the split's order
       rejected.jsonl           one line for every input that was not written: key, path, reason, sha256
 
@@ -12,9 +13,9 @@ A shard may also lie elsewhere (`index` and `subset` copy nothing): `file` is th
 a URL. The label of a sample of an unlabelled split is -1. All text is UTF-8: `printable` of settings.py spells names that are not.
 
 Invariants: num_read = num_written + num_rejected. The manifest holds the sha256 of every other file of the dataset (but for the
-versions.json of an index, which only `index` reads), and its own hash; readers check each small file (all but the tars) when
-they open it. What is trained on is known by `content_hash`, wherever it lies and whatever it is called: it keys orders, caches
-and results; `pixels_hash` those that depend on what readers make of it.
+versions.json of an index, which only `index` reads, and for what `wids` reads), and its own hash; readers check each small file
+(all but the tars) when they open it. What is trained on is known by `content_hash`, wherever it lies and whatever it is called: it
+keys orders, caches and results; `pixels_hash` those that depend on what readers make of it.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """`data_prep merge`: the records of all shards become one dataset.
 
 Every part is verified before anything is written: a record of every planned shard, of this very build, the files as they were
-written, and the source, where it can be reached, as it was listed. Then, in this order: rejected.jsonl, annotations, manifest.json;
-the parts are removed last. Where the manifest stands, the removal is all that may be left to do.
+written, and the source, where it can be reached, as it was listed. Then, in this order: rejected.jsonl, annotations, the indices
+of `wids`, manifest.json; the parts are removed last. Where the manifest stands, the removal is all that may be left to do.
 """
 
 import hashlib
@@ -43,6 +43,7 @@ from data_prep.workers import Pool, Tally, sweep, worker_pool
 NUM_COMPARISONS = 512
 """About as many jobs compare a source with its listing, however many containers it has."""
 NUM_NAMED = 3
+WIDS_NAME = "wids.json"
 _Changes = tuple[int, tuple[str, ...]]
 """Of one container: how many of its files have changed, and the first of them."""
 
@@ -182,6 +183,8 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
         annotations = {key: write_annotation(directory, f"{name}-{key}", bits) for key, bits in found}
         splits[name] = splits[name].model_copy(update={"annotations": annotations})
     manifest = manifest.model_copy(update={"splits": splits})
+    for split, content in splits.items():
+        write_atomic(directory / f"{split}-{WIDS_NAME}", wids_index(manifest.name, content))
     save_manifest(directory, manifest)
     extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
     if len(extensions) > 1:  # which Hugging Face's `datasets` takes from the first samples; it fails at the first other one
@@ -191,6 +194,12 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
             file=sys.stderr,
         )
     return manifest
+
+
+def wids_index(name: str, split: Split) -> bytes:
+    """The file that the package `wids` asks for: its ShardListDataset has random access to these tars, too."""
+    shards = [{"url": shard.file, "nsamples": shard.num_samples, "filesize": shard.num_bytes} for shard in split.shards]
+    return json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": shards}).encode() + b"\n"
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.build.merge import WIDS_NAME, wids_index
 from data_prep.check.stored import Storage, each_shard, known_files, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import (
@@ -88,6 +89,9 @@ def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = N
         check = partial(check_shard, directory, alone, storage or {})
         found = each_shard(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
         faults.extend(_split_faults(directory, name, split, found, num_classes=len(manifest.classes)))
+        of_wids = directory / f"{name}-{WIDS_NAME}"
+        if of_wids.exists() and of_wids.read_bytes() != wids_index(manifest.name, split):
+            faults.add(f"{of_wids.name}: lists other shards than the manifest; remove it, only the package wids reads it")
     return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
 
 

@@ -106,7 +106,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
         out = tmp_path / str(workers) / "animals"
         assert build(source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2") == 0
     one, three = files_of(tmp_path / "1"), files_of(tmp_path / "3")
-    assert len(one) == 1 + 7 * 3 + 2  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, manifest
+    assert len(one) == 1 + 7 * 3 + 3  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, wids, manifest
     assert len(one["animals/rejected.jsonl"].splitlines()) == 3
     assert one == three
 
@@ -146,7 +146,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     source, out = write_classes(tmp_path / "source", {"ant": 5, "bee": 5}), tmp_path / "out"
     assert build(source, out) == 0
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
-    assert len(before) == 5
+    assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
     held = f"data_prep: out: {out} holds a dataset of"
     for change in ("image_size: 24, was 16", "seed: 1, was 0", "encoding: jpeg, was raw", "samples_per_shard: 3, was 8192"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+import wids
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -82,6 +83,42 @@ def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(shards: dict
             assert [name for name, _ in rest] == [f"{key}.{extension}" for extension in others]
             np.testing.assert_array_equal(pixels_of(first[1]), pixels)
             assert rest[0][1] == str(label).encode()
+
+
+@pytest.mark.parametrize("encoding", EXTENSIONS)
+def test_wids_finds_every_sample_by_the_index_beside_our_shards(
+    shards: dict[str, list[Path]], encoding: str, tmp_path: Path
+) -> None:
+    for split, count in (("train", 14), ("val", 5)):
+        ours = [shard for shard in shards[encoding] if shard.name.startswith(split)]
+        expected = [each for shard in ours for each in by_index(shard)]
+        index = str(ours[0].parent / f"{split}-wids.json")
+        found = wids.ShardListDataset(index, cache_dir=str(tmp_path), transformations=[dict])
+        assert len(found) == len(expected) == count
+        for number in (count - 1, *range(count)):  # in any order
+            sample, (pixels, label) = found[number], expected[number]
+            (extension,) = {f".{each}" for each in EXTENSIONS[encoding]} & sample.keys()
+            assert int(sample[".cls"].read()) == label
+            np.testing.assert_array_equal(pixels_of(sample[extension].read()), pixels)
+        found.close()
+
+
+def test_datasets_of_hugging_face_reads_what_we_build(
+    shards: dict[str, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    for encoding in ("raw", "jpeg"):  # in shards that mix formats it takes only the first
+        (extension,) = EXTENSIONS[encoding]
+        for split in ("train", "val"):
+            ours = [shard for shard in shards[encoding] if shard.name.startswith(split)]
+            expected = [each for shard in ours for each in by_index(shard)]
+            files = {split: [str(shard) for shard in ours]}
+            found = datasets.load_dataset("webdataset", data_files=files, split=split, streaming=True)
+            for sample, (pixels, label) in zip(found, expected, strict=True):
+                assert sample["cls"] == label
+                np.testing.assert_array_equal(np.asarray(sample[extension].convert("RGB")), pixels)
 
 
 def test_no_trace_of_time_or_user_is_in_a_tar(shards: dict[str, list[Path]]) -> None:

@@ -150,13 +150,13 @@ def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, sa
 
     random = np.random.default_rng(8 + salt)
     files, missed = files_of(out), []
-    assert len(files) == 5  # manifest, rejects, tar, index, paths
+    assert len(files) == 6  # manifest, rejects, tar, index, paths, and what wids reads
     for name, content in files.items():
         for place in random.integers(len(content), size=400 if name == "manifest.json" else 60).tolist():
             flipped = bytearray(content)
             flipped[place] ^= 1 << int(random.integers(8))
             (out / name).write_bytes(flipped)
-            by_reader = name.endswith(".tar") or is_found(read)
+            by_reader = name.endswith((".tar", "wids.json")) or is_found(read)
             if not by_reader or not is_found(lambda: verify(out).num_faults):
                 missed.append((name, place, flipped[place]))
         (out / name).write_bytes(content)
