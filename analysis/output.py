@@ -19,6 +19,7 @@ from pretrain.tracking.run_tags import git_commit
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
@@ -88,6 +89,19 @@ def written(files: Sequence[Path]) -> int:
     """The last line of a verb, and its exit code."""
     print(f"written: {', '.join(map(str, files))}")
     return 0
+
+
+def mark(number: int) -> dict[str, Any]:
+    """The colour and the marker of the nth line."""
+    from finetune.looks import COLOURS, MARKERS
+
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: Any) -> None:
+    """A line with what is about it: an interval, or the least and the greatest."""
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    axes.plot(x, middle, **style)
 
 
 def hash_of(place: Path) -> str:

@@ -1,22 +1,15 @@
 """`analysis scaling`. Light: what takes time is imported once the arguments are known to be good."""
 
 import argparse
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from analysis.output import add_out, check_out, write, written
 from data_prep.explain import Verbs
 from data_prep.settings import UserError
 
-if TYPE_CHECKING:
-    from analysis.scaling.study import Study
-
-DEFAULT_EPOCHS = 50.0
-
 
 def add_verbs(verbs: Verbs) -> None:
-    from analysis.output import add_out
-
     scaling = verbs.add_parser(
         "scaling",
         help="scaling laws of points with intervals: the frontier, laws in C, P and N, repeated data, the best P and N",
@@ -24,24 +17,21 @@ def add_verbs(verbs: Verbs) -> None:
     )
     scaling.add_argument("points", type=Path, nargs="+", help="Parquet of `analysis points`, or a CSV with compute,error")
     scaling.add_argument("--target", action="append", default=[], help="only what is judged on this dataset; may be repeated")
-    scaling.add_argument("--epochs", type=float, default=DEFAULT_EPOCHS, help="T of the allocation and of the law in P and N")
+    scaling.add_argument("--epochs", type=float, default=50.0, help="T of the allocation and of the law in P and N")
     scaling.add_argument("--quick", action="store_true", help="200 resamples in the place of 2,000")
     add_out(scaling, "scaling")
     scaling.set_defaults(run=_scaling)
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    from analysis.output import check_out
-
     check_out(options.out)
     if not 0 < options.epochs < float("inf"):
         raise UserError(f"--epochs: {options.epochs:g} will not do; give more than 0")
     from analysis.scaling.samples import SAME_T, read_samples
 
     samples, num_left_out = read_samples(options.points, targets=options.target)
-    from analysis.output import write
     from analysis.scaling.figures import draw
-    from analysis.scaling.study import FITS, QUICK_RESAMPLES, RESAMPLES, facts_of, rows_of, study
+    from analysis.scaling.study import FITS, QUICK_RESAMPLES, RESAMPLES, facts_of, study
     from data_prep.progress import progress
     from finetune.looks import looks
 
@@ -49,41 +39,33 @@ def _scaling(options: argparse.Namespace) -> int:
     with progress("resamples", total=FITS * resamples * len(samples), unit="fits") as line:
         studies = [study(each, epochs=options.epochs, resamples=resamples, advance=line.advance) for each in samples]
         line.advance(line.total - line.done)  # what points were too few for
-    _print(studies, num_left_out=num_left_out)
+    rows = [row for each in studies for row in each.rows()]
+    _print(rows)
     for each in studies:
         if abs(each.epochs / options.epochs - 1) > SAME_T:
             print(f"{each.sample.name}: no points at T = {options.epochs:g}; sum and allocation are of T = {each.epochs:.3g}")
-    facts = facts_of(studies, resamples=resamples, num_left_out=num_left_out)
-    with looks(*(each.name for each in samples)):
-        written = write(options.out, facts=facts, read=options.points, rows=rows_of(studies), figures=draw(studies))
-    print(f"written: {', '.join(str(path) for path in written if path.suffix != '.svg')}")
-    return 0
-
-
-def _print(studies: list["Study"], *, num_left_out: int) -> None:
-    """Of each law the form that is drawn; the others, the factors and the offset stand in the files."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from analysis.scaling.study import rows_of
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(box=None, header_style="bold")
-    for name in ("target", "law", "parameter", "value", "95 % interval", "points", "largest left out", ""):
-        table.add_column(name, justify="right" if name in ("value", "points", "largest left out") else "left", no_wrap=True)
-    for row in (row for row in rows_of(studies) if row["drawn"] and row["parameter"] not in ("a", "A", "B", "b")):
-        between = "no interval" if row["low"] is None else f"{row['low']:.3g} to {row['high']:.3g}"
-        beyond = "" if row["beyond"] is None or row["beyond"] != row["beyond"] else f"off by {row['beyond']:.1%}"
-        law = f"{row['law']}, {row['form']}" if row["form"] not in ("", "full") else row["law"]
-        words = [row["target"], law, row["parameter"], f"{row['value']:.4g}", between, str(row["points"]), beyond]
-        share = row["at_bound"]
-        table.add_row(*words, "at its bound" if share == 1 else f"{share:.0%} at a bound" if share > 0.02 else "")
-    if table.row_count:
-        console.print(table)
-    for each in studies:
         for law, form in each.fewer_parameters():
             print(f"{each.sample.name}: {law}: {form} has the lower AICc")
-        for name, why in each.lacking().items():
-            print(f"{each.sample.name}: {name}: {why}")
+        for law, why in each.lacking().items():
+            print(f"{each.sample.name}: {law}: {why}")
     if num_left_out:
         print(f"{num_left_out:,} points without an error or a compute are left out")
+    facts = facts_of(studies, resamples=resamples, num_left_out=num_left_out)
+    with looks(*(each.name for each in samples)):
+        return written(write(options.out, facts=facts, read=options.points, rows=rows, figures=draw(studies)))
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    """Of each law the form that is drawn; the others, the factors and the offset stand in the files."""
+    from analysis.tables.pages import show
+
+    table = []
+    for row in (row for row in rows if row["drawn"] and row["parameter"] not in ("a", "A", "B", "b")):
+        between = "no interval" if row["low"] is None else f"{row['low']:.3g} to {row['high']:.3g}"
+        beyond = "" if row["beyond"] is None or row["beyond"] != row["beyond"] else f"off by {row['beyond']:.1%}"
+        law, share = f"{row['law']}, {row['form']}" if row["form"] not in ("", "full") else row["law"], row["at_bound"]
+        words = [row["target"], law, row["parameter"], f"{row['value']:.4g}", between, str(row["points"]), beyond]
+        table.append([*words, "at its bound" if share == 1 else f"{share:.0%} at a bound" if share > 0.02 else ""])
+    if table:
+        header = ("target", "law", "parameter", "value", "95 % interval", "points", "largest left out", "")
+        show(header, table, num_words=3)

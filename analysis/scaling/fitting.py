@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
 from typing import Literal
 
 import numpy as np
@@ -45,14 +44,14 @@ class Term:
     name: str = ""
     """Of what stands within."""
 
-    def inside(self, points: Points, value_B: Array) -> tuple[Array, Array]:
+    def inside(self, points: Points, value_B1: Array) -> tuple[Array, Array]:
         """u, and its slope in what stands within it."""
-        x_N, value_B1 = points[self.variable], value_B[:, None]
+        x_N = points[self.variable]
         if self.within == "repeats":
             x_N, again_N = x_N * np.minimum(points["epochs"], 1), np.maximum(points["epochs"] - 1, 0)
             left_BN = np.exp(-again_N / value_B1)
             return x_N * (1 + value_B1 * (1 - left_BN)), x_N * (1 - left_BN - left_BN * again_N / value_B1)
-        return x_N + value_B1, np.ones((len(value_B), len(x_N)))
+        return x_N + value_B1, np.ones_like(x_N)
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,20 @@ class Law:
     def bounds(self) -> Array:
         return np.array([BOUNDS[kind] for kind in self.shape.values()]).T
 
-    def columns(self, points: Points, shape_BQ: Array) -> tuple[Array, list[tuple[int, int, Array]]]:
-        """BKN, and (shape parameter, column, slope of the column in it BN)."""
-        names, slopes = list(self.shape), list[tuple[int, int, Array]]()
-        columns_BKN = np.ones((len(shape_BQ), len(self.linear), len(points[self.terms[0].variable])))
+    def columns(self, points: Points, shape_BQ: Array) -> tuple[Array, Array]:
+        """BKN, and their slopes in the shape BQKN."""
+        names, size = list(self.shape), (len(self.linear), len(points[self.terms[0].variable]))
+        columns_BKN, slopes_BQKN = np.ones((len(shape_BQ), *size)), np.zeros((*shape_BQ.shape, *size))
         for column, term in enumerate(self.terms):
             exponent = names.index(term.exponent)
-            alpha_B1 = shape_BQ[:, exponent, None]
-            inner = names.index(term.name) if term.within else None
-            u_BN, inner_slope_BN = term.inside(points, shape_BQ[:, inner] if inner is not None else np.zeros(len(shape_BQ)))
-            log_BN = np.log(u_BN)
+            inner_B1 = shape_BQ[:, [names.index(term.name)]] if term.within else np.zeros((1, 1))
+            u_BN, slope_BN = term.inside(points, inner_B1)
+            log_BN, alpha_B1 = np.log(u_BN), shape_BQ[:, [exponent]]
             columns_BKN[:, column] = power_BN = np.exp(-alpha_B1 * log_BN)
-            slopes.append((exponent, column, -log_BN * power_BN))
-            if inner is not None:
-                slopes.append((inner, column, -alpha_B1 * power_BN / u_BN * inner_slope_BN))
-        return columns_BKN, slopes
+            slopes_BQKN[:, exponent, column] = -log_BN * power_BN
+            if term.within:
+                slopes_BQKN[:, names.index(term.name), column] = -alpha_B1 * power_BN / u_BN * slope_BN
+        return columns_BKN, slopes_BQKN
 
 
 @dataclass(frozen=True)
@@ -128,12 +126,10 @@ class Fit:
 
 
 def fit(law: Law, points: Points, errors_N: Array) -> Fit:
-    """To the points as they are: the whole grid, and its best places polished."""
-    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
-    grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
-    squares_B = _squares_of_grid(law, _scaled(points, units), errors_N, grid_BQ, np.ones(len(errors_N)))
-    starts_BQ = grid_BQ[_best_by_axis(squares_B, law)[:STARTS]]
-    found = _polish(law, _scaled(points, units), errors_N, np.ones((len(starts_BQ), len(errors_N))), starts_BQ)
+    """To the points as they are: the grid's best places polished."""
+    units, scaled, starts_BQ = _starts(law, points, errors_N, np.ones(len(errors_N)))
+    starts_BQ = starts_BQ[:STARTS]
+    found = _polish(law, scaled, errors_N, np.ones((len(starts_BQ), len(errors_N))), starts_BQ)
     best = np.argmin(found[2])
     return Fit(law, units, *(each[best : best + 1] for each in found))
 
@@ -141,24 +137,18 @@ def fit(law: Law, points: Points, errors_N: Array) -> Fit:
 def fit_resamples(
     law: Law, points: Points, errors_N: Array, weights_BN: Array, *, advance: Callable[[int], None] = lambda _: None
 ) -> Fit:
-    """To each resample, given by how often it has each point. They start from the best of the grid's places that are best for all
-    resamples together at some value of a parameter: all values of each are tried."""
-    weights_N = weights_BN.mean(axis=0)
-    used = weights_N > 0
-    points, errors_N, weights_N = {name: values[used] for name, values in points.items()}, errors_N[used], weights_N[used]
-    weights_BN = weights_BN[:, used]
-    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
-    scaled = _scaled(points, units)
-    grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
-    grid_BQ = grid_BQ[_best_by_axis(_squares_of_grid(law, scaled, errors_N, grid_BQ, weights_N), law)]
+    """To each resample, given by how often it has each point. It starts from the best for it of the grid's places that are good for
+    all resamples together."""
+    used = weights_BN.any(axis=0)
+    points, errors_N, weights_BN = {name: values[used] for name, values in points.items()}, errors_N[used], weights_BN[:, used]
+    units, scaled, grid_BQ = _starts(law, points, errors_N, weights_BN.mean(axis=0))
     columns_GKN, _ = law.columns(scaled, grid_BQ)
     products = (columns_GKN[:, :, None] * columns_GKN[:, None]).reshape(-1, len(errors_N))
-    num_columns, pieces = len(law.linear), list[tuple[Array, Array, Array]]()
+    sides, pieces = [len(grid_BQ), *[len(law.linear)] * 2], list[tuple[Array, ...]]()
     size = max(1, _CHUNK // len(errors_N))
     for first in range(0, len(weights_BN), size):
         weights = weights_BN[first : first + size]
-        gram = (products @ weights.T).T.reshape(len(weights), len(grid_BQ), num_columns, num_columns)
-        right = np.moveaxis(columns_GKN @ (weights * errors_N).T, -1, 0)
+        gram, right = (products @ weights.T).T.reshape(-1, *sides), np.moveaxis(columns_GKN @ (weights * errors_N).T, -1, 0)
         starts = np.argmax((right * _non_negative(gram, right)).sum(-1), axis=1)
         pieces.append(_polish(law, scaled, errors_N, weights, grid_BQ[starts]))
         advance(len(weights))
@@ -169,23 +159,15 @@ def _scaled(points: Points, units: Mapping[str, float]) -> Points:
     return {name: values / units.get(name, 1.0) for name, values in points.items()}
 
 
-def _squares_of_grid(law: Law, points: Points, errors_N: Array, grid_BQ: Array, weights_N: Array) -> Array:
-    size = max(1, _CHUNK // len(errors_N))
-    pieces = [grid_BQ[first : first + size] for first in range(0, len(grid_BQ), size)]
-    return np.concatenate([_project(law, points, errors_N, weights_N[None], piece)[-1] for piece in pieces])
-
-
-def _best_by_axis(squares_B: Array, law: Law) -> NDArray[np.intp]:
-    """Places of the grid, the best first: of each value of each parameter the best place."""
-    sides = [len(GRIDS[kind]) for kind in law.shape.values()]
-    cube, numbers = squares_B.reshape(sides), np.arange(prod(sides)).reshape(sides)
-    found = set[int]()
-    for axis, side in enumerate(sides):
-        rows = np.moveaxis(cube, axis, 0).reshape(side, -1)
-        which = np.moveaxis(numbers, axis, 0).reshape(side, -1)
-        found |= set(which[np.arange(side), rows.argmin(axis=1)].tolist())
-    places = np.array(sorted(found))
-    return places[np.argsort(squares_B[places], kind="stable")]
+def _starts(law: Law, points: Points, errors_N: Array, weights_N: Array) -> tuple[dict[str, float], Points, Array]:
+    """The units, the points in them, and of each value of each parameter the grid's best place, the best first."""
+    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
+    grid_BQ, scaled = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values())))), _scaled(points, units)
+    pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * len(errors_N) // _CHUNK))
+    squares_B = np.concatenate([_project(law, scaled, errors_N, weights_N[None], piece)[2] for piece in pieces])
+    alike = [np.flatnonzero(column == value) for column in grid_BQ.T for value in np.unique(column)]
+    places = np.unique([places[squares_B[places].argmin()] for places in alike])
+    return units, scaled, grid_BQ[places[np.argsort(squares_B[places], kind="stable")]]
 
 
 def _non_negative(gram: Array, right: Array) -> Array:
@@ -205,67 +187,56 @@ def _non_negative(gram: Array, right: Array) -> Array:
     return best
 
 
-def _project(
-    law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
-) -> tuple[Array, list[tuple[int, int, Array]], Array, Array, Array]:
-    """Columns with their slopes, the best factors, what is left of the errors, and its squares."""
-    columns_BKN, slopes = law.columns(points, shape_BQ)
+def _project(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
+    """The shape, its best factors, the squares that these leave, what they leave, the columns and their slopes."""
+    columns_BKN, slopes_BQKN = law.columns(points, shape_BQ)
     weighted_BKN = columns_BKN * weights_BN[:, None]
     linear_BK = _non_negative(weighted_BKN @ columns_BKN.mT, weighted_BKN @ errors_N)
     rest_BN = errors_N - (linear_BK[:, None] @ columns_BKN)[:, 0]
-    return columns_BKN, slopes, linear_BK, rest_BN, (weights_BN * rest_BN**2).sum(-1)
+    return shape_BQ, linear_BK, (weights_BN * rest_BN**2).sum(-1), rest_BN, columns_BKN, slopes_BQKN
 
 
-def _polish(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array) -> tuple[Array, Array, Array]:
+def _polish(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
     """Levenberg-Marquardt steps of the shape, the factors projected out (Kaufman); who has arrived leaves the batch."""
-    found_BQ, (low, high) = shape_BQ.copy(), law.bounds
-    *_, linear, _, squares = state = _project(law, points, errors_N, weights_BN, found_BQ)
-    found_BK, found_B = linear.copy(), squares.copy()
-    live, weights, shape, damping = np.arange(len(found_BQ)), weights_BN, found_BQ.copy(), np.full(len(found_BQ), 1e-3)
+    low, high = law.bounds
+    live, damping, state = (
+        np.arange(len(shape_BQ)),
+        np.full(len(shape_BQ), 1e-3),
+        _project(law, points, errors_N, weights_BN, shape_BQ),
+    )
+    found = tuple(each.copy() for each in state[:3])
     for _ in range(ROUNDS):
-        normal, gradient = _normal_equations(*state[:-1], weights=weights, num_shape=shape.shape[1])
+        (shape, _, before, *_), weights = state, weights_BN[live]
+        normal, gradient = _normal_equations(state, weights)
         stuck = (shape <= low) & (gradient <= 0) | (shape >= high) & (gradient >= 0)
         normal = np.where(stuck[:, None] | stuck[..., None], 0.0, normal)
         diagonal = np.einsum("bqq->bq", normal)
         diagonal += np.where(stuck | (diagonal <= 0), 1.0, damping[:, None] * diagonal)
         step = np.linalg.solve(normal, np.where(stuck, 0.0, gradient)[..., None])[..., 0]
-        tried = np.clip(shape + step, low, high)
-        after = _project(law, points, errors_N, weights, tried)
-        before_B, after_B = state[-1], after[-1]
-        better = after_B < before_B
+        after = _project(law, points, errors_N, weights, np.clip(shape + step, low, high))
+        better = after[2] < before
+        for kept, new in zip(found, after, strict=False):
+            kept[live[better]] = new[better]
         damping = np.where(better, np.maximum(damping / 5, 1e-12), damping * 4)
-        moved = live[better]
-        found_BQ[moved], found_BK[moved], found_B[moved] = tried[better], after[2][better], after_B[better]
-        arrived = better & (after_B > (1 - 1e-10) * before_B) | (damping > 1e8) | stuck.all(-1)
-        live, weights, damping = live[~arrived], weights[~arrived], damping[~arrived]
-        if not len(live):
+        stay = ~(better & (after[2] > (1 - 1e-10) * before) | (damping > 1e8) | stuck.all(-1))
+        if not stay.any():
             break
-        shape, state = found_BQ[live], _chosen(state, after, better=better, stay=~arrived)
-    return found_BQ, found_BK, found_B
+        live, damping = live[stay], damping[stay]
+        state = tuple(
+            np.where(better[stay].reshape(-1, *[1] * (new.ndim - 1)), new[stay], old[stay])
+            for old, new in zip(state, after, strict=True)
+        )
+    return found
 
 
-def _chosen(before: tuple, after: tuple, *, better: NDArray[np.bool_], stay: NDArray[np.bool_]) -> tuple:  # type: ignore[type-arg]
-    """Of two projections row by row the better, of those that stay."""
-
-    def choose(old: Array, new: Array) -> Array:
-        return np.asarray(np.where(better[stay].reshape(-1, *[1] * (old.ndim - 1)), new[stay], old[stay]))
-
-    slopes = [(which, column, choose(old, new)) for (which, column, old), (*_, new) in zip(before[1], after[1], strict=True)]
-    columns, *rest = (choose(old, new) for old, new in zip(before[:1] + before[2:], after[:1] + after[2:], strict=True))
-    return (columns, slopes, *rest)
-
-
-def _normal_equations(
-    columns_BKN: Array, slopes: list[tuple[int, int, Array]], linear_BK: Array, rest_BN: Array, *, weights: Array, num_shape: int
-) -> tuple[Array, Array]:
+def _normal_equations(state: tuple[Array, ...], weights_BN: Array) -> tuple[Array, Array]:
     """BQQ and BQ of the tangents, without what the columns in use can follow."""
-    tangents_BQN = np.zeros((len(rest_BN), num_shape, rest_BN.shape[1]))
-    for which, column, slope_BN in slopes:
-        tangents_BQN[:, which] += linear_BK[:, column, None] * slope_BN
+    _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
+    tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)
     used = np.where((linear_BK > 0)[..., None], columns_BKN, 0.0)
-    weighted = used * weights[:, None]
-    gram = weighted @ used.mT
-    gram += (linear_BK <= 0)[..., None] * np.eye(gram.shape[-1]) + 1e-12 * gram * np.eye(gram.shape[-1])
+    weighted = used * weights_BN[:, None]
+    gram, unit = weighted @ used.mT, np.eye(linear_BK.shape[1])
+    gram += (linear_BK <= 0)[..., None] * unit + 1e-12 * gram * unit
     tangents_BQN -= np.linalg.solve(gram, weighted @ tangents_BQN.mT).mT @ used
-    weighted = tangents_BQN * weights[:, None]
+    weighted = tangents_BQN * weights_BN[:, None]
     return weighted @ tangents_BQN.mT, (weighted @ rest_BN[..., None])[..., 0]

@@ -1,10 +1,11 @@
 """What laws are fitted to: the points of one target in columns, their frontier, and resamples of their runs."""
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,10 @@ class Sample:
     @property
     def num_runs(self) -> int:
         return len(np.unique(self.runs_N))
+
+    def num_different(self, name: str) -> int:
+        values = self.points[name]
+        return len(np.unique(values[np.isfinite(values)]))
 
     def resamples(self, count: int, *, seed: int = 0) -> Array:
         """How often each point is in each of them: as often as its run was drawn. Of a whole sample."""
@@ -68,56 +73,49 @@ class Sample:
 
 
 def read_samples(paths: Sequence[Path], *, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
-    """One for each target, and the number of points that say too little (no error, no compute)."""
+    """One for each target and task, and the number of points that say too little (no error, no compute)."""
     if folder := next((path for path in paths if path.is_dir()), None):
         raise ValueError(f"{folder}: is a folder; name the file that `analysis points` has written, or a CSV")
-    pairs = {path: _pairs(path) for path in paths if path.suffix == ".csv"}
+    pairs = [(path, pair) for path in paths if path.suffix == ".csv" for pair in _pairs(path)]
     from analysis.points import Point, read_points  # it takes a while, and what is wrong with a path is said before
 
-    found = read_points(path for path in paths if path not in pairs)
-    place = {"plan": "", "stage": "", "labels": "{}", "task": "csv"}
-    for path, rows in pairs.items():
-        for number, (compute, error) in enumerate(rows):
-            known = {"member": number, "run": f"{path} {number:06}", "target": path.stem, "compute": compute, "error": error}
-            found.append(Point(**place, **known))  # type: ignore[arg-type]
-    usable = [point for point in found if point.error is not None and point.compute is not None]
-    names = sorted({str(point.target) for point in usable})
-    if unknown := [each for each in targets if each not in names]:
-        raise ValueError(f"--target: there are no points on {unknown[0]}; there are some on {', '.join(names) or 'nothing'}")
-    chosen = [point for point in usable if not targets or point.target in targets]
-    if not chosen:
+    found = read_points(path for path in paths if path.suffix != ".csv")
+    for number, (path, pair) in enumerate(pairs):  # each is a run of its own
+        place: dict[str, Any] = {"plan": "", "stage": "", "labels": "{}", "task": "csv", "target": path.stem}
+        found.append(Point(**place, member=number, run=f"row {number:06}", **pair))
+    kinds: dict[tuple[str, str], list[Point]] = {}
+    for point in (point for point in found if point.error is not None and point.compute is not None):
+        kinds.setdefault((str(point.target), point.task), []).append(point)
+    tasks = Counter(target for target, _ in kinds)
+    if not kinds:
         raise ValueError(f"{', '.join(map(str, paths))}: no point has a compute and an error; give points of plans that pretrain")
-    kinds = sorted({(str(point.target), point.task) for point in chosen})
-    several = {target for target, task in kinds if (target, task) != kinds[[each for each, _ in kinds].index(target)]}
-    return [
-        _sample(
-            f"{target} ({task})" if target in several else target,
-            [point for point in chosen if (str(point.target), point.task) == (target, task)],
-        )
-        for target, task in kinds
-    ], len(found) - len(usable)
+    if unknown := [each for each in targets if each not in tasks]:
+        raise ValueError(f"--target: there are no points on {unknown[0]}; there are some on {', '.join(sorted(tasks))}")
+    samples = [
+        _sample(target if tasks[target] == 1 else f"{target} ({task})", points)
+        for (target, task), points in sorted(kinds.items())
+        if target in (targets or tasks)
+    ]
+    return samples, len(found) - sum(map(len, kinds.values()))
 
 
 def _sample(name: str, points: "Iterable[Point]") -> Sample:
     rows = sorted(points, key=lambda point: (float(f"{point.compute:.9e}"), point.error or 0.0, point.weights or point.run))
-    runs = {run: number for number, run in enumerate(sorted({point.weights or point.run for point in rows}))}
     columns = {each: np.array([getattr(point, each) or np.nan for point in rows], float) for each in COLUMNS}
     errors_N = np.array([point.error for point in rows], float)
     if not (np.isfinite(columns["compute"]) & (columns["compute"] > 0)).all():
         raise ValueError(f"{name}: every compute must be a positive number; remove the other points")
     if not ((errors_N >= 0) & (errors_N <= 1)).all():
         raise ValueError(f"{name}: every error must be a share between 0 and 1; divide percents by 100")
-    return Sample(name, columns, errors_N, np.array([runs[point.weights or point.run] for point in rows]))
+    return Sample(name, columns, errors_N, np.unique([point.weights or point.run for point in rows], return_inverse=True)[1])
 
 
-def _pairs(path: Path) -> list[tuple[float, float]]:
-    """Columns `compute` and `error` (0..1) of a CSV; each row is a run of its own."""
+def _pairs(path: Path) -> list[dict[str, Any]]:
+    """Compute and error (0..1) of each row."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            return [(float(row["compute"]), float(row["error"])) for row in csv.DictReader(file)]
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; give points, or a CSV with the columns compute and error") from None
+            return [{name: float(row[name]) for name in ("compute", "error")} for row in csv.DictReader(file)]
     except OSError as problem:
-        raise ValueError(f"{path}: cannot be read ({problem.strerror}); give a CSV with the columns compute and error") from None
+        raise ValueError(f"{path}: {problem.strerror}; give points, or a CSV with the columns compute and error") from None
     except (KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{path}: needs the columns compute and error, all numbers ({problem})") from None

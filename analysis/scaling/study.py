@@ -17,115 +17,95 @@ FITS = 11
 """For progress: three laws in three forms, and two in P and N."""
 VARIABLES = {"compute": ("compute", "parameters"), "size": ("parameters", "parameters"), "data": ("images", "images")}
 """The laws in one variable: which, and whose largest value is left out."""
-Found = Estimate | str
 
 
 @dataclass(frozen=True)
 class Study:
     sample: Sample
-    frontier_N: Array
-    laws: Mapping[str, Mapping[str, Found]]
-    """compute (of the frontier), size, data: by form; sum (at one number of epochs) and repeats (at all)."""
+    laws: Mapping[str, Mapping[str, Estimate | Allocation | str]]
+    """compute (of the frontier), size, data: by form; sum, allocation (at one number of epochs), repeats and isoFLOP (at all)."""
     used: Mapping[str, Array]
-    """1 for the points of each."""
+    """1 for the points of each law in P, N and C."""
     epochs: float
     """Of the allocation and of the law `sum`."""
-    allocation: Allocation | str
     isoflop: IsoFlop | str
 
-    def estimates(self) -> Iterator[tuple[str, Estimate]]:
-        for name, forms in self.laws.items():
-            yield from ((name, each) for each in forms.values() if isinstance(each, Estimate))
+    def found(self) -> Iterator[tuple[str, str, Estimate | Allocation]]:
+        """Each law, each form."""
+        for law, forms in self.laws.items():
+            yield from ((law, form, each) for form, each in forms.items() if not isinstance(each, str))
+
+    def drawn(self, law: str) -> Estimate | Allocation | str:
+        return fullest(self.laws[law])
 
     def fewer_parameters(self) -> Iterator[tuple[str, str]]:
         """Laws of which another form than the drawn one has the least AICc, and which."""
-        for name, forms in self.laws.items():
-            known = [each for each in forms.values() if isinstance(each, Estimate) and np.isfinite(each.aicc)]
-            best = min(known, key=lambda each: each.aicc, default=None)
-            if best is not None and best is not fullest(forms):
-                yield name, best.form
+        for law in self.laws:
+            known = {form: each.facts.get("aicc", np.nan) for name, form, each in self.found() if name == law}
+            known = {form: aicc for form, aicc in known.items() if np.isfinite(aicc)}
+            best = min(known, key=known.__getitem__, default=None)
+            if best is not None and self.laws[law][best] is not self.drawn(law):
+                yield law, best
 
     def lacking(self) -> dict[str, str]:
         """What the points are too few for, and why."""
-        found = {name: each for name, forms in self.laws.items() if isinstance(each := fullest(forms), str)}
-        iso = self.isoflop if isinstance(self.isoflop, str) else self.isoflop.allocation
-        return found | {name: each for name, each in (("allocation", self.allocation), ("isoFLOP", iso)) if isinstance(each, str)}
+        return {law: each for law in self.laws if isinstance(each := self.drawn(law), str)}
+
+    def facts(self) -> dict[str, Any]:
+        points, on = self.sample.points, self.used["compute"] > 0
+        return {
+            "points": len(on),
+            "runs": self.sample.num_runs,
+            "different": {name: self.sample.num_different(name) for name in points},
+            "epochs_of_sum_and_allocation": self.epochs,
+            "frontier": {"compute": points["compute"][on].tolist(), "error": self.sample.errors_N[on].tolist()},
+            "laws": {
+                law: {form or "law": each if isinstance(each, str) else each.facts for form, each in forms.items()}
+                for law, forms in self.laws.items()
+            },
+            "too_few_points": self.lacking(),
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One for each parameter of each law."""
+        for law, form, each in self.found():
+            facts = each.facts
+            for name, value in facts["parameters"].items():
+                low, high = facts["intervals_95"].get(name, (None, None))
+                place = {"target": self.sample.name, "law": law, "form": form, "parameter": name}
+                about = {"points": facts["points"], "aicc": facts.get("aicc"), "drawn": each is self.drawn(law)}
+                about |= {"at_bound": facts.get("at_bounds", {}).get(name, 0.0), "beyond": facts.get("largest_size_left_out")}
+                yield {**place, "value": value, "low": low, "high": high, **about}
 
 
 def study(sample: Sample, *, epochs: float, resamples: int, advance: Advance = lambda _: None) -> Study:
-    ones, weights_BN = np.ones(len(sample.errors_N)), sample.resamples(resamples)
-    largest = sample.largest("parameters")
+    ones, weights_BN = np.ones((1, len(sample.errors_N))), sample.resamples(resamples)
     known = np.isfinite(sample.points["parameters"]) & np.isfinite(sample.points["images"])
     at, epochs = sample.at_epochs(epochs)
     used = {
-        "compute": sample.frontier(ones[None])[0],
+        "compute": sample.frontier(ones)[0],
         "size": sample.largest("images", "epochs") * known * 1.0,
         "data": sample.largest("parameters", "epochs") * known * 1.0,
         "sum": at * known * 1.0,
         "repeats": np.isfinite(sample.points["epochs"]) * known * 1.0,
     }
-    laws: dict[str, dict[str, Found]] = {}
-    for name, (variable, size) in VARIABLES.items():
-        on_frontier = name == "compute"
-        each_BN = sample.frontier(weights_BN) if on_frontier else weights_BN * used[name]
-        without_N = sample.frontier(ones[None] * ~largest)[0] if on_frontier else None
-        more: dict[str, Any] = {"size": size, "without_N": without_N, "advance": advance}
-        laws[name] = {form: estimate(form, law, sample, used[name], each_BN, **more) for form, law in forms_of(variable).items()}
-    for name, law in (("sum", SUM_LAW), ("repeats", REPEATS_LAW)):
-        laws[name] = {"": estimate("", law, sample, used[name], weights_BN * used[name], advance=advance)}
-    allocation = by_frontier(sample.of(at), weights_BN[:, at]) if at.any() else "no epochs are known"
-    return Study(sample, used["compute"], laws, used, epochs, allocation, by_parabolas(sample, weights_BN))
-
-
-def rows_of(studies: Sequence[Study]) -> list[dict[str, Any]]:
-    """One for each parameter of each law."""
-    rows = []
-    for each in studies:
-        for law, found in each.estimates():
-            shares = found.at_bounds
-            for name, value in found.values.items():
-                low, high = found.intervals.get(name, (None, None))
-                place = {"target": each.sample.name, "law": law, "form": found.form, "parameter": name}
-                about = {"points": found.num_points, "aicc": found.aicc, "at_bound": shares.get(name, 0.0)}
-                about |= {"drawn": fullest(each.laws[law]) is found, "beyond": found.beyond}
-                rows.append({**place, "value": value, "low": low, "high": high, **about})
-        for way, allocation in allocations(each):
-            for name, line in allocation.lines.items():
-                low, high = line.facts().get("interval_95", (None, None))
-                place = {"target": each.sample.name, "law": way, "form": "", "parameter": f"{name} exponent"}
-                counts = {"points": len(allocation.compute), "aicc": None, "at_bound": 0.0, "drawn": True, "beyond": None}
-                rows.append({**place, "value": float(line.exponents_B[0]), "low": low, "high": high, **counts})
-    return rows
-
-
-def allocations(each: Study) -> Iterator[tuple[str, Allocation]]:
-    if isinstance(each.allocation, Allocation):
-        yield "allocation", each.allocation
-    if isinstance(each.isoflop, IsoFlop) and isinstance(each.isoflop.allocation, Allocation):
-        yield "isoFLOP", each.isoflop.allocation
+    resampled = {law: weights_BN * held for law, held in used.items()} | {"compute": sample.frontier(weights_BN)}
+    without_N = sample.frontier(ones * ~sample.largest("parameters"))[0]
+    laws: dict[str, dict[str, Estimate | Allocation | str]] = {}
+    for law, (variable, size) in VARIABLES.items():
+        more: dict[str, Any] = {"size": size, "without_N": without_N if law == "compute" else None, "advance": advance}
+        forms = forms_of(variable).items()
+        laws[law] = {form: estimate(each, sample, used[law], resampled[law], **more) for form, each in forms}
+    for law, each in (("sum", SUM_LAW), ("repeats", REPEATS_LAW)):
+        laws[law] = {"": estimate(each, sample, used[law], resampled[law], advance=advance)}
+    isoflop = by_parabolas(sample, weights_BN)
+    laws["allocation"] = {"": by_frontier(sample.of(at), weights_BN[:, at]) if at.any() else "no epochs are known"}
+    laws["isoFLOP"] = {"": isoflop if isinstance(isoflop, str) else isoflop.allocation}
+    return Study(sample, laws, used, epochs, isoflop)
 
 
 def facts_of(studies: Sequence[Study], *, resamples: int, num_left_out: int) -> dict[str, Any]:
-    return {"checklist": _checklist(resamples, num_left_out), "targets": {each.sample.name: _facts(each) for each in studies}}
-
-
-def _facts(each: Study) -> dict[str, Any]:
-    points, on = each.sample.points, each.frontier_N > 0
-    counts = {name: len(np.unique(values[np.isfinite(values)])) for name, values in points.items()}
-    laws = {
-        name: {form or "law": found.facts() if isinstance(found, Estimate) else found for form, found in forms.items()}
-        for name, forms in each.laws.items()
-    }
-    return {
-        "points": len(on),
-        "runs": each.sample.num_runs,
-        "different": counts,
-        "epochs_of_sum_and_allocation": each.epochs,
-        "frontier": {"compute": points["compute"][on].tolist(), "error": each.sample.errors_N[on].tolist()},
-        "laws": laws,
-        **{way: found.facts() for way, found in allocations(each)},
-        "too_few_points": each.lacking(),
-    }
+    return {"checklist": _checklist(resamples, num_left_out), "targets": {each.sample.name: each.facts() for each in studies}}
 
 
 def _checklist(resamples: int, num_left_out: int) -> dict[str, Any]:

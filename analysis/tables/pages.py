@@ -1,10 +1,11 @@
 """The papers' tables with our numbers as Markdown, on the console, and as one picture: the same cells, the same words."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table as ConsoleTable
 from rich.text import Text
 
@@ -63,6 +64,11 @@ def for_console(
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int = 1, title: str | None = None) -> None:
+    """On the console; into a file or a pipe 120 wide."""
+    Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, rows, num_words=num_words, title=title))
 
 
 def words_of(cell: Cell, table: Filled, *, between: str = " / ") -> str:

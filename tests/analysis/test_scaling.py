@@ -160,7 +160,7 @@ def test_three_runs_have_a_line_and_no_interval() -> None:
     sample = Sample("", points, np.linspace(0.9, 0.2, 12), np.arange(12))
     few, all_of_them = (by_frontier(each, np.ones((3, len(each.errors_N)))) for each in (sample.of(np.arange(12) < 3), sample))
     assert isinstance(few, Allocation) and isinstance(all_of_them, Allocation)
-    assert all_of_them.lines["images"].has_interval and not few.lines["images"].has_interval
+    assert all_of_them.lines["images"].interval and not few.lines["images"].interval
 
 
 def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
@@ -168,8 +168,8 @@ def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
     points = {"compute": compute, "parameters": compute}
     for least, is_known in ((0.05, True), (0.0, False)):
         sample = Sample("", points, np.where(compute == 1e4, least, compute**-0.2), np.arange(8))
-        found = estimate("", FORMS["b = 0"], sample, np.ones(8), np.ones((2, 8)))
-        assert isinstance(found, Estimate) and np.isfinite(found.beyond) == is_known
+        found = estimate(FORMS["b = 0"], sample, np.ones(8), np.ones((2, 8)))
+        assert isinstance(found, Estimate) and np.isfinite(found.facts["largest_size_left_out"]) == is_known
 
 
 def test_rows_of_two_files_of_one_name_are_different_runs(tmp_path: Path) -> None:
@@ -188,15 +188,14 @@ def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> Non
     plain = studied(points := sample_of(0.3, 0.25, noise=0.01), "plain")
     mixed = studied([points[number] for number in np.random.default_rng(2).permutation(len(points))], "mixed")
     other = studied(sample_of(0.3, 0.25, noise=0.01, unit=1e-15), "other")
-    for (name, one), (_, same), (_, scaled) in zip(plain.estimates(), mixed.estimates(), other.estimates(), strict=True):
-        assert one.values == same.values and one.intervals == same.intervals, name
-        free = {key for key in one.values if not (name == "compute" and key in ("a", "b"))}
-        assert {key: scaled.values[key] for key in free} == pytest.approx(
-            {key: one.values[key] for key in free}, rel=1e-6, abs=1e-9
-        )
+    for (name, _, one), (_, _, same), (_, _, scaled) in zip(plain.found(), mixed.found(), other.found(), strict=True):
+        assert all(one.facts[key] == same.facts[key] for key in ("parameters", "intervals_95")), name
+        first, second = one.facts["parameters"], scaled.facts["parameters"]
+        free = {key for key in first if not (name == "compute" and key in ("a", "b"))}
+        assert {key: second[key] for key in free} == pytest.approx({key: first[key] for key in free}, rel=1e-6, abs=1e-9)
     best = plain.laws["compute"][FULL], other.laws["compute"][FULL]
     assert isinstance(best[0], Estimate) and isinstance(best[1], Estimate)
-    assert best[1].values["b"] == pytest.approx(best[0].values["b"] * 1e-15, rel=1e-5)
+    assert best[1].facts["parameters"]["b"] == pytest.approx(best[0].facts["parameters"]["b"] * 1e-15, rel=1e-5)
 
 
 def test_the_command_leaves_tables_pictures_and_how_it_was_done(tmp_path: Path, capsys: Capture) -> None:
@@ -209,7 +208,7 @@ def test_the_command_leaves_tables_pictures_and_how_it_was_done(tmp_path: Path, 
     assert facts["checklist"]["intervals"]["resamples"] == 200 and facts["read"] and facts["targets"]["shapes"]["runs"] == 36
     found = facts["targets"]["shapes"]["laws"]["sum"]["law"]
     low, high = found["intervals_95"]["P* exponent"]
-    assert low <= 0.2 / 0.55 <= high and found["points"] == 36 and found["largest_size_left_out_relative_error"] < 0.05
+    assert low <= 0.2 / 0.55 <= high and found["points"] == 36 and found["largest_size_left_out"] < 0.05
     rows = pq.read_table(tmp_path / "laws.parquet").to_pylist()
     assert {row["law"] for row in rows} >= {"compute", "size", "data", "sum", "repeats", "allocation"}
     assert all(row["low"] <= row["high"] for row in rows)
@@ -232,7 +231,7 @@ FALLING = (0.9, 0.8, 0.7, 0.6, 0.5)
         (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "divide percents by 100"),
         (csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]), "every error must be a share"),
         (csv([0, 10, 100, 1000, 1e4], FALLING), "every compute must be a positive number"),
-        (None, "no such file; give points, or a CSV with the columns compute and error"),
+        (None, "No such file or directory; give points, or a CSV with the columns compute and error"),
         ("a folder", "points.csv"),
         ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
         ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
