@@ -3,7 +3,7 @@
     a/{000..146}.tar, a/*.tar, https://host/{train,val}-{0..9}.tar, s3://bucket/*.tar
 
 Braces are expanded as the shell does it, before anything is looked up; `*`, `?` and `[...]` are looked up where files can be listed
-(locally and in s3; a web server has no listing). What a pattern names is sorted, so the same files give the same dataset.
+(everywhere but on a web server). What a pattern names is sorted, so the same files give the same dataset.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from data_prep import remote
+from data_prep import clients, remote
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PARTS
 from data_prep.pictures import COMPRESSED
@@ -137,7 +137,7 @@ def _titles(places: list[str]) -> list[str]:
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The local paths or the URLs that `pattern` names, sorted."""
     if pattern.startswith("pipe:"):
-        raise UserError("pipe: webdataset's commands are not run here; give what they read, as local files, http(s):// or s3://")
+        raise UserError(f"pipe: webdataset's commands are not run here; give what they read, as local files or {clients.SCHEMES}")
     if "://" in pattern:
         _check_url(pattern)
         found = [file for part in braces(pattern) for file in _listed(part, storage)]
@@ -180,10 +180,10 @@ def _local(path: str) -> list[str]:
 def _listed(url: str, storage: dict[str, Any]) -> list[str]:
     if url.startswith("file://"):
         return _local(url.removeprefix("file://"))
-    is_s3 = url.startswith("s3://")
-    if not any(character in (url if is_s3 else urlsplit(url).path) for character in ("*?[" if is_s3 else "*[")):
+    can_list = urlsplit(url).scheme not in ("http", "https")
+    if not any(character in (url if can_list else urlsplit(url).path) for character in ("*?[" if can_list else "*[")):
         return [url]
-    if not is_s3:
+    if not can_list:
         raise UserError(f"{url}: a web server cannot be asked for its files; name them, such as shard-{{000..146}}.tar")
     found = remote.listing(url, storage=storage)
     if not found:
@@ -194,14 +194,14 @@ def _listed(url: str, storage: dict[str, Any]) -> list[str]:
 def _check_url(url: str) -> None:
     """A manifest is for everybody to read: it must hold no password and no key; nor may an error show one."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", "s3", "file"):
-        raise UserError(f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use http(s):// or s3://")
-    if "@" in parts.netloc:
+    if parts.scheme not in clients.KINDS and parts.scheme != "file":
+        raise UserError(f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use {clients.SCHEMES}")
+    if "@" in parts.netloc and (parts.password is not None or parts.scheme not in ("abfs", "abfss", "az")):
         raise UserError(
             f"{remote.shown(url)}: holds a password, which would stand in the manifest; "
             "give it through storage (or ~/.netrc, or AWS_*) instead"
         )
-    if parts.scheme == "s3" and "=" not in parts.query and "=" not in parts.fragment:
+    if not parts.scheme.startswith(("http", "file")) and "=" not in parts.query and "=" not in parts.fragment:
         return  # there ? and # are characters of a name or a pattern
     words = [*parts.query.split("&"), parts.fragment]
     doubtful = [word for word in words if word and not _HARMLESS.fullmatch(word)]

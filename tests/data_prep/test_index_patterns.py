@@ -43,7 +43,7 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
         ("https://host/{{a,a}}.tar", "names https://host/a.tar twice; name every shard once"),
         ("https://host/*.tar", "a web server cannot be asked for its files; name them"),
         ("https://host/a.tar.gz", "is compressed, so its pictures cannot be reached one by one; decompress it"),
-        ("gs://bucket/a.tar", "gs:// is not read; copy the shards here, or use http(s):// or s3://"),
+        ("ftp://host/a.tar", "ftp:// is not read; copy the shards here, or use http(s)://, s3://, gs://, az:// or hf://"),
         ("https://me:word@host/a.tar", "https://host/a.tar: holds a password, which would stand in the manifest"),
         ("https://host/a.tar?X-Amz-Signature=ab", "https://host/a.tar: holds X-Amz-Signature, which would stand in the"),
         ("https://host/a.tar?download=true&api_key=word", "https://host/a.tar: holds api_key, which would stand in"),
@@ -54,7 +54,7 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
         ("https://host/a.tar{{?key=word,}}", "https://host/a.tar{{: holds key, which would stand in the manifest"),
         ("https://host/{{0..3.tar?key=word", ": holds key, which would stand in the manifest"),
         ("s3://bucket/a.tar?X-Amz-Signature=word", "s3://bucket/a.tar: holds X-Amz-Signature, which would stand in"),
-        ("gs://me:word@bucket/a.tar?key=word", "gs://bucket/a.tar: gs:// is not read"),
+        ("gs://me:word@bucket/a.tar?key=word", "gs://bucket/a.tar: holds a password, which would stand in"),
     ],
 )
 def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, words: str) -> None:

@@ -95,7 +95,7 @@ def test_a_missing_bucket_object_or_right_is_one_line(tmp_path: Path, bucket: st
     for pattern, words in [
         ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: no object has such a name"),
         ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: there is no such file; mend the address"),
-        ("s3://nowhere/a.tar", "s3://nowhere/a.tar: there is no such file; mend the address"),
+        ("s3://nowhere/a.tar", "s3://nowhere/a.tar: there is no such bucket; mend the address"),
     ]:
         refused(index(tmp_path / "out", pattern, f"storage={bucket}"), f"data_prep: {words}")
     refused(

@@ -139,7 +139,7 @@ def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
         ("stall", 4, r"cannot be read after 4 attempts"),
         (500, 4, r"cannot be read after 4 attempts \(500"),
         (404, 1, r"there is no such file; mend the address"),
-        (403, 1, r"access is refused; give credentials"),
+        (403, 2, r"access is refused; give credentials"),  # once more, with credentials read anew
     ],
 )
 def test_what_stays_is_one_line_without_secrets_and_leaves_nothing(
@@ -172,7 +172,7 @@ def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(place: Path,
 
 
 def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("data_prep.remote._S3_CHUNK_BYTES", SIZE * 2 // 5)
+    monkeypatch.setattr("data_prep.remote.RANGE_BYTES", SIZE * 2 // 5)
     place = tmp_path / "cache"
     with s3_server(folder) as storage:
         there = [far(folder / f"{number}.tar", "s3://pictures/some") for number in range(3)]

@@ -1,0 +1,192 @@
+"""The clients of stores, which are fsspec's: how each kind is made, and what its errors mean to a user.
+
+Invariants: storage options go to a client and nowhere else; how long a server may be silent, and how often it is asked again, is
+for remote.py to say, so a client's own patience is turned off as far as it can be.
+"""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from data_prep.settings import UserError
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
+
+
+class Kind(NamedTuple):
+    package: str
+    extra: str
+    credentials: str
+    """Where its client finds them."""
+    public: str
+    """The storage option for those who have none."""
+    payer: str = ""
+    """The storage option where the reader pays."""
+
+
+_S3 = Kind("s3fs", "remote", "AWS_*, aws configure", "anon=true", "requester_pays=true")
+_GS = Kind("gcsfs", "gcs", "gcloud auth application-default login", "token=anon", "requester_pays=PROJECT")
+_AZ = Kind("adlfs", "azure", "AZURE_STORAGE_* with account_name, az login", "anon=true")
+_HTTP = Kind("aiohttp", "remote", "~/.netrc", "no key")
+_HF = Kind("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false")
+KINDS = {"http": _HTTP, "https": _HTTP, "s3": _S3, "gs": _GS, **dict.fromkeys(("az", "abfs", "abfss"), _AZ), "hf": _HF}
+"""By scheme."""
+SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
+_QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
+_EXPIRED = re.compile(r"expired|RequestExpired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE)
+_SKEWED = re.compile(r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE)
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"}
+_NOT_ON_THE_HUB = {"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"}
+
+
+class MissingError(UserError):
+    """A server that has no such file."""
+
+
+def shown(url: str) -> str:
+    """The URL as it may be printed."""
+    parts = urlsplit(url)
+    has_user = "@" in parts.netloc and (parts.password is not None or KINDS.get(parts.scheme) is not _AZ)
+    if KINDS.get(parts.scheme, _HTTP) is not _HTTP and "=" not in url and not has_user:
+        return url  # its ? is part of a pattern; CONTAINER@ACCOUNT is a place
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def client(url: str, storage: dict[str, Any], *, silence_s: float = READ_TIMEOUT_S, retries: bool = True) -> Any:
+    """Without `retries` of its own, of which s3 has two layers, a caller's are all there are."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    kind = KINDS.get(protocol)
+    if kind is None and protocol != "file":
+        raise UserError(f"{shown(url)}: {protocol}:// is no store that can be read; use {SCHEMES}")
+    if kind is not None and find_spec(kind.package) is None:
+        raise UserError(f"{protocol}://: {kind.package} is not installed; pip install 'wide-mlps[{kind.extra}]'")
+    options = dict(storage)
+    if protocol in ("http", "https", "gs"):
+        import aiohttp
+
+        # no limit on the whole of a large shard, one on silence; proxies and ~/.netrc count, as for any command
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        if protocol == "gs":
+            options = {"requests_timeout": timeout} | options
+        else:
+            options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **options.get("client_kwargs", {})}
+    elif protocol == "s3":
+        limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": silence_s}
+        if not retries:
+            limits["retries"] = {"total_max_attempts": 1}
+        options["config_kwargs"] = limits | dict(options.get("config_kwargs", {}))
+    elif kind is _AZ:
+        patience = {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": int(silence_s) or 1}
+        options = patience | fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url) | options
+    try:
+        system = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+    except (TypeError, ValueError, ImportError, FileNotFoundError) as error:
+        raise _wrong_options(url, error) from None
+    if protocol == "s3" and not retries:
+        system.retries = 1
+    elif protocol == "gs":  # sleeps for half a minute between six attempts of its own, and prints tracebacks
+        system._request = MethodType(type(system)._request.__wrapped__, system)
+    elif kind is _AZ:  # waits for a quarter of a minute before its first second attempt
+        system.service_client._config.retry_policy.total_retries = 0
+    return system
+
+
+def renew(url: str) -> None:
+    """The next client reads its credentials anew: those that a provider's chain gives expire in the middle of a run."""
+    import fsspec
+
+    fsspec.get_filesystem_class(url.partition("://")[0]).clear_instance_cache()
+
+
+def info(url: str, storage: dict[str, Any], *, silence_s: float) -> dict[str, Any]:
+    """What the store says of the file without reading it."""
+    system = client(url, storage, silence_s=silence_s, retries=False)
+    if url.startswith("hf://"):  # which remembers what it has once listed
+        return dict(system.info(url, refresh=True, expand_info=True))
+    try:
+        found = system.info(url)
+    except OSError as error:
+        if url.startswith("s3://") and _status(error) in (400, 403):
+            system.cat_file(url, start=0, end=1)  # a HEAD is refused without a reason; this is refused with one
+        raise
+    if found.get("type") == "directory":
+        raise MissingError(f"{shown(url)}: is a folder, no file; name what is in it")
+    return dict(found)
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether other credentials might do."""
+    return isinstance(error, PermissionError) or _status(error) in (401, 403) or bool(_EXPIRED.search(_facts(error)))
+
+
+def refuse_hopeless(url: str, error: Exception) -> None:
+    """What will not pass is an error of its own, with a remedy; all else is left to the caller."""
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):  # s3fs takes any option until it is used
+        raise _wrong_options(url, error) from None
+    if isinstance(error, ValueError) and "Invalid endpoint" in str(error):
+        raise UserError("storage.endpoint_url: is no address; write it as https://HOST:PORT") from None
+    kind, facts, status = KINDS.get(url.partition("://")[0], _HTTP), _facts(error), _status(error)
+    names = {each.__name__ for found in _chain(error) for each in type(found).__mro__}
+    if names & _NOT_ON_THE_HUB:
+        remedy = f"mend the address (hf://datasets/USER/NAME/FILE), or give a token ({kind.credentials})"
+        raise MissingError(f"{shown(url)}: there is no such file, or you may not see it; {remedy}") from None
+    if "NoSuchBucket" in facts or "ContainerNotFound" in facts:
+        raise MissingError(f"{shown(url)}: there is no such bucket; mend the address, or make it") from None
+    if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
+        if status is None and names & {"ClientConnectorError", "TimeoutError", "ServerDisconnectedError"}:
+            return
+        raise MissingError(f"{shown(url)}: there is no such file; mend the address, or put it back") from None
+    if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
+        raise UserError(f"{shown(url)}: the reader pays there; agree by the storage option {kind.payer}") from None
+    if _SKEWED.search(facts):
+        raise UserError(f"{shown(url)}: the store finds this machine's clock wrong; set it (timedatectl), or ask who may") from None
+    if is_refused(error) and _EXPIRED.search(facts):
+        raise UserError(f"{shown(url)}: the credentials have expired; renew them ({kind.credentials}, or storage)") from None
+    if is_refused(error) or names & _NO_CREDENTIALS or "Forbidden: " in facts:
+        payer = f", {kind.payer} where the reader pays" if kind.payer else ""
+        ways = f"give credentials ({kind.credentials}, or storage), or the storage option {kind.public} for what is public{payer}"
+        raise UserError(f"{shown(url)}: access is refused; {ways}") from None
+
+
+def said(error: Exception) -> str:
+    """fsspec raises FileNotFoundError for whatever goes wrong with a web server; what it was is the cause."""
+    root = error.__cause__ or error
+    return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: Exception) -> int | None:
+    """The answer of the server as a number of HTTP, wherever the client has put it."""
+    for found in _chain(error):
+        answer = getattr(found, "response", None)
+        if isinstance(answer, dict):  # botocore's
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        for each in (found, answer):
+            for name in ("status", "status_code", "code"):
+                if isinstance(value := getattr(each, name, None), int):
+                    return value
+    return None
+
+
+def _facts(error: Exception) -> str:
+    """All that the chain of errors says: kinds, codes and messages."""
+    return " ".join(f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error))
+
+
+def _wrong_options(url: str, error: Exception) -> UserError:
+    protocol = url.partition("://")[0]
+    if "account_name" in str(error):
+        return UserError(
+            f"{shown(url)}: the account is missing; set AZURE_STORAGE_ACCOUNT_NAME, or the storage option account_name"
+        )
+    return UserError(f"storage: {protocol} does not take these options ({error})")
