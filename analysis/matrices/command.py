@@ -6,7 +6,7 @@ from pathlib import Path
 
 from analysis.device import add_device, device_of
 from analysis.output import add_out, check_out, write, written
-from data_prep.explain import Verbs
+from data_prep.explain import Verbs, at_least
 from data_prep.progress import doing
 from data_prep.settings import UserError
 
@@ -17,21 +17,14 @@ def add_verbs(verbs: Verbs) -> None:
         help="singular values of a run's matrices, from its first weights on; or of initial ones (paper A's Figures 4, S.1)",
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
-    _add_runs(spectra, nargs="*")
     spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; 2 minutes and 300 MB")
     spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega")
-    spectra.add_argument("--quick", action="store_true", help="the newest checkpoint of each run alone; of the figures 2 seeds")
-    add_device(spectra)
-    add_out(spectra, "spectra")
     spectra.set_defaults(run=_spectra)
     structure = verbs.add_parser(
         "structure",
         help="how near trained matrices are to Monarch and Kronecker ones, beside random matrices of equal spectrum",
         epilog="analysis structure runs/mine --out runs/mine-structure",
     )
-    _add_runs(structure, nargs="*")
-    structure.add_argument("--quick", action="store_true", help="the newest checkpoint alone, one random matrix for each")
-    add_out(structure, "structure")
     structure.set_defaults(run=_structure)
     masks = verbs.add_parser(
         "masks",
@@ -40,7 +33,7 @@ def add_verbs(verbs: Verbs) -> None:
     )
     masks.add_argument("--tokens", type=int, default=8, help="S: how many tokens")
     masks.add_argument("--channels", type=int, default=8, help="C: how many channels")
-    masks.add_argument("--seed", type=int, default=1, help="of permutations and of the SW-MLP's mask")
+    masks.add_argument("--seed", type=at_least(0), default=1, help="of permutations and of the SW-MLP's mask")
     add_out(masks, "masks")
     masks.set_defaults(run=_masks)
     filters = verbs.add_parser(
@@ -48,18 +41,17 @@ def add_verbs(verbs: Verbs) -> None:
         help="the first-layer filters of MLPs and Mixers as pictures side by side, and how local they are",
         epilog="analysis filters runs/mine",
     )
-    _add_runs(filters, nargs="+")
     filters.add_argument("--which", choices=["first", "largest", "all"], default="first", help="which neurons")
-    filters.add_argument("--count", type=int, default=25, help="how many are drawn of each (not with --which all)")
+    filters.add_argument("--count", type=at_least(1), default=25, help="how many are drawn of each (not with --which all)")
     filters.add_argument("--init", action="store_true", help="beside each the weights that its run began with")
-    add_out(filters, "filters")
     filters.set_defaults(run=_filters)
-
-
-def _add_runs(verb: argparse.ArgumentParser, *, nargs: str) -> None:
-    verb.add_argument(
-        "runs", type=Path, nargs=nargs, metavar="RUN", help="run directories, checkpoints, RUN@50epochs, imported folders"
-    )
+    what = "run directories, checkpoints, RUN@50epochs, imported folders"
+    for verb, name, nargs in ((spectra, "spectra", "*"), (structure, "structure", "*"), (filters, "filters", "+")):
+        verb.add_argument("runs", type=Path, nargs=nargs, metavar="RUN", help=what)
+        add_out(verb, name)
+        if verb is not filters:
+            verb.add_argument("--quick", action="store_true", help="the newest checkpoint alone, and fewer random matrices")
+            add_device(verb)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -83,29 +75,33 @@ def _spectra(options: argparse.Namespace) -> int:
         figures = {"": initial.draw_widths(rows, what="Ω = 2^19, γ = 2")}
         return written(write(options.out, facts=initial.facts_of(rows), read=(), rows=rows, figures=figures))
     if options.figs1:
-        centre, right = initial.sparser(seeds=2 if options.quick else 50), initial.exponents(seeds=2 if options.quick else 10)
+        centre = initial.sparser(seeds=2 if options.quick else 50, whole=True)
+        right = initial.sparser((0.5, 1.0, 1.5), omegas=(100, 300, 1_000, 3_000), seeds=2 if options.quick else 10, whole=False)
         figures = {"": initial.draw_sparser(centre, right)}
         return written(write(options.out, facts={"seeds": len(centre)}, read=(), rows=[*centre, *right], figures=figures))
     device = device_of(options.device).type
     runs = checkpoints_of(options.runs, newest_only=options.quick)
-    found = list(spectra.spectra(runs, device=device))
-    training = spectra.draw_training(found)
-    figures = {"": spectra.draw(found)} | ({"training": training} if training else {})
+    rows = list(spectra.spectra(runs, device=device))
     read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
-    return written(write(options.out, facts={"device": device}, read=read, rows=spectra.rows_of(found), figures=figures))
+    return written(write(options.out, facts={"device": device}, read=read, rows=rows, figures=spectra.draw(rows)))
 
 
 def _structure(options: argparse.Namespace) -> int:
     _check(options)
     with doing("loading torch"):
         from analysis.matrices import structure
+        from analysis.matrices.spectra import LARGEST_DENSE
         from analysis.matrices.weights import checkpoints_of
+    device = device_of(options.device).type
     runs = checkpoints_of(options.runs, newest_only=options.quick)
-    rows = list(structure.distances(runs, randoms=1 if options.quick else 3))
+    rows = list(structure.distances(runs, randoms=1 if options.quick else 3, device=device))
+    if left_out := dict.fromkeys(f"{row['run']}, {row['name']} ({row['form']})" for row in rows if not row["random"]):
+        print(f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:", *left_out, sep="\n  ")
     bound = structure.bound_on_random_matrices()
     figures = {"prop33": structure.draw_bound(bound)} | ({"": structure.draw(rows)} if rows else {})
     read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
-    facts = {"proposition 3.3": structure.bound_facts(bound)}
+    largest = {kind: max(ratios) for kind, ratios in bound.items()}
+    facts = {"device": device, "proposition 3.3": {"holds": max(largest.values()) <= 1 + 1e-12, "largest ratio": largest}}
     return written(write(options.out, facts=facts, read=read, rows=rows, figures=figures))
 
 
@@ -126,17 +122,20 @@ def _masks(options: argparse.Namespace) -> int:
 
 
 def _filters(options: argparse.Namespace) -> int:
-    if options.count < 1:
-        raise UserError(f"--count: {options.count} will not do; give 1 or more")
     _check(options)
     with doing("loading torch"):
+        from rich.console import Console
+
         from analysis.matrices import filters
+        from analysis.tables.pages import for_console
         from pretrain.checkpoints.checkpoint import Checkpoint
     opened = [Checkpoint.open(place) for place in options.runs]
     layers = filters.first_layers(options.runs, opened, with_initial=options.init)
-    sheet = filters.sheet(layers, which=options.which, count=options.count)
-    rows = [row for layer in layers for row in filters.rows_of(layer)]
-    facts = filters.facts_of(layers)
-    filters.print_facts(facts, file=sys.stdout)
-    figures = {"": sheet, "locality": filters.draw_locality(layers)}
+    facts = {layer.name: layer.medians for layer in layers}
+    words = [[name, *(f"{value:.3f}" for value in medians.values())] for name, medians in facts.items()]
+    Console(width=None if sys.stdout.isatty() else 120).print(
+        for_console(["median over the neurons", *filters.MEASURES.values()], words)
+    )
+    figures = {"": filters.sheet(layers, which=options.which, count=options.count), "locality": filters.draw_locality(layers)}
+    rows = [row for layer in layers for row in layer.rows]
     return written(write(options.out, facts=facts, read=[each.directory for each in opened], rows=rows, figures=figures))

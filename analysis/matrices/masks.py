@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from finetune.looks import looks
+from finetune.looks import PAGE, looks
 
 Mask = NDArray[np.bool_]
 
@@ -13,24 +13,21 @@ def masks(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
     """The SW-MLP's has as many connections as a mixing on average, (C S^2 + C^2 S) / 2."""
     generator = np.random.default_rng(seed)
     width = tokens * channels
-    across_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
-    across_channels = np.kron(np.eye(tokens, dtype=bool), np.ones((channels, channels), bool))
-
-    def permuted(mask: Mask) -> Mask:
-        """J2 M J1"""
-        return mask[generator.permutation(width)][:, generator.permutation(width)]
-
-    rp_tokens, rp_channels = permuted(across_tokens), permuted(across_channels)
-    density = (tokens + channels) / 2 / width
+    of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
+    of_channels = np.kron(np.eye(tokens, dtype=bool), np.ones((channels, channels), bool))
+    rp_tokens, rp_channels = (  # J2 M J1
+        mask[generator.permutation(width)][:, generator.permutation(width)] for mask in (of_tokens, of_channels)
+    )
+    sparse, *two = generator.random((3, width, width)) < (tokens + channels) / 2 / width
     return {
-        "token mixing, V ⊗ I": across_tokens,
-        "channel mixing, I ⊗ W": across_channels,
-        "both, (I ⊗ W)(V ⊗ I)": _product(across_channels, across_tokens),
-        "SW-MLP, M ⊙ A": generator.random((width, width)) < density,
+        "token mixing, V ⊗ I": of_tokens,
+        "channel mixing, I ⊗ W": of_channels,
+        "both, (I ⊗ W)(V ⊗ I)": _product(of_channels, of_tokens),
+        "SW-MLP, M ⊙ A": sparse,
         "RP token mixing": rp_tokens,
         "RP channel mixing": rp_channels,
         "both of RP": _product(rp_channels, rp_tokens),
-        "two of SW-MLP": _product(*(generator.random((2, width, width)) < density)),
+        "two of SW-MLP": _product(*two),
     }
 
 
@@ -41,12 +38,9 @@ def _product(left: Mask, right: Mask) -> Mask:
 
 def draw(found: dict[str, Mask]) -> Figure:
     with looks():
-        figure = Figure(figsize=(6.9, 3.9))
+        figure = Figure(figsize=(PAGE, 3.9))
         for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
             axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
             axes.spines[:].set_visible(True)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            axes.set_title(name, fontsize=8)
-            axes.set_xlabel(f"{mask.mean():.1%} of {len(mask)}²")
+            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} of {len(mask)}²")
     return figure

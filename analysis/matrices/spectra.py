@@ -3,102 +3,71 @@
 All of them come from the eigenvalues of the small Gram matrix in float64, which takes a third of a singular value decomposition's
 time. An eigenvalue is wrong by about 1e-15 of the largest one, so a singular value of a thousandth of the largest by 1e-9 of
 itself; below 1e-7 of the largest they are noise, and count in nothing that is measured here.
+
+A row for each matrix W and step; of the effective matrix both ranks are `copies` times those of W:
+
+    gaussian_edge   largest singular value of a dense Gaussian matrix with these sides and this Frobenius norm
+    stable_rank     |W|_F^2 / sigma_max^2
+    effective_rank  exp(H) of the singular values as shares of their sum; null, as the next, where the shorter side is too long
+    distance        Kolmogorov's, of the squared singular values to Marchenko and Pastur's law of W's own variance
+    drift           |W - W0|_F / |W0|_F; null where the initial W0 is not known
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import cycle
+from itertools import cycle, product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.sparse import csr_matrix
 
-from analysis.matrices.weights import Array, Matrix, initial_model, matrices_of
+from analysis.matrices.weights import Array, Matrix, steps_of
 from data_prep.images.lettering import legible
-from data_prep.progress import progress
-from finetune.looks import MARKERS, looks, panels
+from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.files import load_model
 from pretrain.models.layers.sparse import largest_singular_value
 
+Row = Mapping[str, Any]
+Value = Callable[[Row], float | None]
 LONGEST_SIDE = 4096
 """Of a Gram matrix: 134 MB of float64, of which three are there at once. Beyond it only the largest singular value is computed."""
 LARGEST_DENSE = 4096 * 4096
 """Entries that a sparse matrix is filled up to before it is multiplied."""
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """Of one matrix W at one step; stable and effective rank of the effective matrix are `copies` times those of W."""
-
-    run: str
-    step: int
-    block: int | None
-    name: str
-    rows: int
-    columns: int
-    copies: int
-    nonzero: int
-    sigma_max: float
-    frobenius: float
-    gaussian_edge: float
-    """The largest singular value of a dense Gaussian matrix with these sides and this Frobenius norm: Marchenko-Pastur's edge."""
-    stable_rank: float
-    """|W|_F^2 / sigma_max^2"""
-    effective_rank: float | None
-    """exp(H) of the singular values as shares of their sum; this and the next are None where the shorter side is too long."""
-    distance: float | None
-    """Kolmogorov's, of the squared singular values to Marchenko and Pastur's law of W's own variance: 0 of a random matrix."""
-    drift: float | None
-    """|W - W0|_F / |W0|_F; None where the initial W0 is not known."""
+def spectra(runs: dict[str, list[Checkpoint]], *, device: str = "cpu") -> Iterator[Row]:
+    for run, _, step, matrices, initial in steps_of(runs, what="spectra"):
+        for number, matrix in enumerate(matrices):
+            yield {"run": run, "step": step, **spectrum(matrix, initial=initial[number] if initial else None, device=device)}
 
 
-def spectra(runs: dict[str, list[Checkpoint]], *, device: str = "cpu") -> Iterator[Spectrum]:
-    with progress("spectra", total=sum(map(len, runs.values())), unit="checkpoints") as line:
-        for run, checkpoints in runs.items():
-            card, begun = checkpoints[0].card, initial_model(checkpoints[0])
-            size = card.image_size
-            initial = [] if begun is None else list(matrices_of(begun, card.model, image_size=size))
-            for matrix in initial:
-                yield spectrum(matrix, run=run, step=0, initial=matrix, device=device)
-            for opened in checkpoints:
-                for number, matrix in enumerate(matrices_of(load_model(opened), card.model, image_size=size)):
-                    before = initial[number] if initial else None
-                    yield spectrum(matrix, run=run, step=opened.card.step, initial=before, device=device)
-                line.advance(note=f"{run}, step {opened.card.step:,}")
-
-
-def spectrum(matrix: Matrix, *, run: str, step: int, initial: Matrix | None, device: str = "cpu") -> Spectrum:
+def spectrum(matrix: Matrix, *, initial: Matrix | None, device: str = "cpu") -> Row:
     weight, (rows, columns) = matrix.weight, matrix.weight.shape[-2:]
-    values = singular_values(weight, device=device)
-    of_weight = norm(weight)
+    values, frobenius = singular_values(weight, device=device), norm(weight)
     if values is None:
         largest = max(largest_singular_value(csr_matrix(each)) for each in (weight if weight.ndim == 3 else [weight]))
     else:
         largest = float(values[0])
-    num_entries = int(np.prod(weight.shape))
-    return Spectrum(
-        run=run,
-        step=step,
-        block=matrix.block,
-        name=matrix.name,
-        rows=rows,
-        columns=columns,
-        copies=matrix.copies,
-        nonzero=int(np.count_nonzero(weight) if isinstance(weight, np.ndarray) else weight.nnz),
-        sigma_max=largest,
-        frobenius=of_weight,
-        gaussian_edge=of_weight * (num_entries**-0.5) * (rows**0.5 + columns**0.5),
-        stable_rank=(of_weight / largest) ** 2 if largest else 0.0,
-        effective_rank=None if values is None else effective_rank(values),
-        distance=None if values is None else distance(values, rows=rows, columns=columns),
-        drift=None if initial is None else norm(weight - initial.weight) / (norm(initial.weight) or 1.0),
-    )
+    return {
+        "block": matrix.block,
+        "name": matrix.name,
+        "rows": rows,
+        "columns": columns,
+        "slices": int(np.prod(weight.shape[:-2])),
+        "copies": matrix.copies,
+        "nonzero": int(np.count_nonzero(weight) if isinstance(weight, np.ndarray) else weight.nnz),
+        "sigma_max": largest,
+        "frobenius": frobenius,
+        "gaussian_edge": float(frobenius * np.prod(weight.shape) ** -0.5 * (rows**0.5 + columns**0.5)),
+        "stable_rank": (frobenius / largest) ** 2 if largest else 0.0,
+        "effective_rank": None if values is None else effective_rank(values),
+        "distance": None if values is None else distance(values, ratio=min(rows, columns) / max(rows, columns)),
+        "drift": None if initial is None else norm(weight - initial.weight) / (norm(initial.weight) or 1.0),
+    }
 
 
 def norm(weight: Array | csr_matrix) -> float:
@@ -107,41 +76,31 @@ def norm(weight: Array | csr_matrix) -> float:
 
 def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
     """As many as the shorter side, the largest first; of several matrices those of all. None where the side is too long."""
-    num_values = int(np.prod(weight.shape[:-2])) * min(weight.shape[-2:])
     if weight.ndim == 3:
         found = [singular_values(each, device=device) for each in weight]
         return None if any(each is None for each in found) else -np.sort(-np.concatenate(found))  # type: ignore[arg-type]
-    kept = weight if isinstance(weight, np.ndarray) else _without_empty(weight)
+    kept = weight
+    if not isinstance(weight, np.ndarray):  # empty rows and columns add singular values of 0 at most
+        kept = weight[weight.getnnz(1) > 0][:, weight.getnnz(0) > 0]
     if min(kept.shape) > LONGEST_SIDE:
         return None
-    values = np.zeros(num_values)
-    if kept.size:
-        found_here = np.sqrt(np.maximum(_eigenvalues(kept, device=device), 0))[::-1]
-        values[: len(found_here)] = found_here
+    if not isinstance(kept, np.ndarray) and np.prod(kept.shape) > LARGEST_DENSE:
+        gram = kept.T @ kept if kept.shape[0] >= kept.shape[1] else kept @ kept.T
+        squares = np.linalg.eigvalsh(gram.toarray())
+    else:
+        squares = squared_singular_values(kept if isinstance(kept, np.ndarray) else kept.toarray(), device=device)
+    values = np.zeros(min(weight.shape))
+    values[: len(squares)] = np.sqrt(np.maximum(squares, 0))[::-1]
     return values
 
 
-def _without_empty(weight: csr_matrix) -> csr_matrix:
-    """Rows and columns: they add singular values of 0 at most."""
-    rows, columns = (weight.getnnz(axis) > 0 for axis in (1, 0))
-    return weight[rows][:, columns]
-
-
-def _eigenvalues(weight: Array | csr_matrix, *, device: str) -> Array:
-    """Of the smaller of W W' and W'W, ascending."""
-    tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    if not isinstance(tall, np.ndarray) and np.prod(tall.shape) > LARGEST_DENSE:
-        gram = (tall.T @ tall).toarray()
-    else:
-        dense = (tall if isinstance(tall, np.ndarray) else tall.toarray()).astype(np.float64, copy=False)
-        if device != "cpu":
-            on_device = torch.from_numpy(dense).to(device)
-            on_gpu: Array = torch.linalg.eigvalsh(on_device.T @ on_device).cpu().numpy()
-            return on_gpu
-        gram = dense.T @ dense  # numpy computes half of it
-    if not np.isfinite(gram.trace()):
-        raise ValueError("the weights are not finite; take an earlier checkpoint")
-    found: Array = np.linalg.eigvalsh(gram)
+def squared_singular_values(dense: Array, *, device: str) -> Array:
+    """Ascending, of a matrix or of each of many: the eigenvalues of the smaller of W W' and W'W."""
+    tall = (dense if dense.shape[-2] >= dense.shape[-1] else dense.swapaxes(-1, -2)).astype(np.float64, copy=False)
+    if device == "cpu":
+        return np.linalg.eigvalsh(tall.swapaxes(-1, -2) @ tall)  # of one matrix numpy computes half of the product
+    on_device = torch.from_numpy(tall).to(device)
+    found: Array = torch.linalg.eigvalsh(on_device.mT @ on_device).cpu().numpy()
     return found
 
 
@@ -150,13 +109,12 @@ def effective_rank(values: Array) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def distance(values: Array, *, rows: int, columns: int) -> float:
+def distance(values: Array, *, ratio: float) -> float:
     """The law is that of entries with W's own mean square, so a matrix that has only grown is as near as it was."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
-    places, shares = marchenko_pastur(min(rows, columns) / max(rows, columns))
-    law = np.interp(squares / squares.mean(), places, shares, left=0.0, right=1.0)
+    law = np.interp(squares / squares.mean(), *marchenko_pastur(ratio), left=0.0, right=1.0)
     steps = np.arange(len(squares) + 1) / len(squares)
     return float(max(np.abs(law - steps[1:]).max(), np.abs(law - steps[:-1]).max()))
 
@@ -175,75 +133,59 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     return 1 + ratio - 2 * np.sqrt(ratio) * np.cos(edges), shares / shares[-1]
 
 
-def rows_of(found: list[Spectrum]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in found]
+def draw(rows: Sequence[Row]) -> dict[str, Figure]:
+    """Of each run's last step, block by block; and where there are three steps the largest singular value over them."""
+    of_blocks = [row for row in rows if row["block"] is not None]
+    if not of_blocks:
+        raise ValueError(f"{rows[0]['run']}: has no blocks with matrices; give an MLP, a Mixer or a SW-MLP")
 
+    def per_side(name: str) -> Value:
+        return lambda row: row[name] and row[name] / (row["slices"] * min(row["rows"], row["columns"]))
 
-def draw(found: list[Spectrum]) -> Figure:
-    """Of each run's last step, block by block; pale what it began with. The lines of one run have one colour, those of one kind of
-    matrix one mark."""
-    runs = list(dict.fromkeys(each.run for each in found))
-    names = list(dict.fromkeys(each.name for each in found if each.block is not None))
-    if not names:
-        raise ValueError(f"{runs[0]}: has no blocks with matrices, so there is nothing to draw; give an MLP, a Mixer or a SW-MLP")
-    shown: dict[str, Callable[[Spectrum], float | None]] = {
-        "largest singular value": lambda each: each.sigma_max,
-        "largest / Gaussian edge": lambda each: each.sigma_max / (each.gaussian_edge or 1),
-        "stable rank / side": lambda each: each.stable_rank / min(each.rows, each.columns),
-        "effective rank / side": lambda each: each.effective_rank and each.effective_rank / min(each.rows, each.columns),
-        "distance to Marchenko-Pastur": lambda each: each.distance,
-        "drift from the initial": lambda each: each.drift if each.step else None,
+    shown: dict[str, Value] = {
+        "largest singular value": lambda row: row["sigma_max"],
+        "largest / Gaussian edge": lambda row: row["sigma_max"] / (row["gaussian_edge"] or 1),
+        "stable rank / side": per_side("stable_rank"),
+        "effective rank / side": per_side("effective_rank"),
+        "distance to Marchenko-Pastur": lambda row: row["distance"],
+        "drift from the initial": lambda row: row["drift"] if row["step"] else None,
     }
+    figures = {"": draw_lines(of_blocks, shown, x="block")}
+    figures[""].axes[1].axhline(1, color=GREY, lw=0.8)
+    steps = {run: {row["step"] for row in of_blocks if row["run"] == run} for run in {row["run"] for row in of_blocks}}
+    if trained := [row for row in of_blocks if len(steps[row["run"]]) > 2]:
+        figures["training"] = draw_lines(trained, {"largest singular value": shown["largest singular value"]}, x="step")
+    return figures
+
+
+def draw_lines(rows: Sequence[Row], shown: Mapping[str, Value], *, x: str) -> Figure:
+    """A panel for each value; the lines of one run have one colour, those of one kind of matrix one mark. Over blocks: at the run's
+    last step, pale what it began with; over steps: the mean of all blocks, and their range."""
+    runs, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("run", "name"))
+    last = {run: max(row["step"] for row in rows if row["run"] == run) for run in runs}
+    colours, marks = dict(zip(runs, cycle(COLOURS), strict=False)), dict(zip(names, cycle(MARKERS), strict=False))
     with looks(*runs):
-        figure, axes = panels(len(shown))
+        figure, axes = panels(len(shown), height=2.3 if len(shown) > 1 else 2.8)
         for panel, (title, value) in zip(axes, shown.items(), strict=True):
-            for number, run in enumerate(runs):
-                _draw_run(panel, [each for each in found if each.run == run], names, value, colour=f"C{number % 6}")
-            panel.set_title(title)
+            for run, name in product(runs, names):
+                own = [row for row in rows if (row["run"], row["name"]) == (run, name)]
+                styles: dict[Any, dict[str, Any]] = {0: {"ls": ":", "alpha": 0.4}, last[run]: {"marker": marks[name]}}
+                for step, style in styles.items() if x == "block" else [(None, styles[last[run]])]:
+                    groups: dict[int, list[float]] = {}
+                    for row in own:
+                        if step in (None, row["step"]) and (found := value(row)) is not None:
+                            groups.setdefault(row[x], []).append(found)
+                    low, high = (list(map(each, groups.values())) for each in (min, max))
+                    panel.plot([*groups], [fmean(each) for each in groups.values()], color=colours[run], lw=1, **style)
+                    panel.fill_between([*groups], low, high, color=colours[run], alpha=0.15, linewidth=0)
+            panel.set(title=title, xlabel=x)
             panel.set_ylim(bottom=0)
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes[1].axhline(1, color="grey", lw=0.8)
-        for panel in axes[3:]:
-            panel.set_xlabel("block")
-        for number, run in enumerate(runs):
-            axes[0].plot([], [], color=f"C{number % 6}", label=legible(run))
-        for name, mark in zip(names, cycle(MARKERS), strict=False):
-            axes[0].plot([], [], mark, color="grey", label=name, ms=4, ls="none")
-        axes[0].plot([], [], color="grey", alpha=0.4, ls=":", label="initial")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def _draw_run(panel: Axes, of_run: list[Spectrum], names: list[str], value: Any, *, colour: str) -> None:
-    last = max(each.step for each in of_run)
-    for name, mark in zip(names, cycle(MARKERS), strict=False):
-        style: dict[str, Any] = {"ls": "-", "marker": mark, "ms": 4}
-        for step in (last, 0):
-            pairs = [(each.block, value(each)) for each in of_run if each.name == name and each.step == step]
-            drawn = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
-            if drawn:
-                panel.plot(*zip(*drawn, strict=True), color=colour, lw=1, **style)
-            style = {"ls": ":", "alpha": 0.4}
-
-
-def draw_training(found: list[Spectrum]) -> Figure | None:
-    """The largest singular value over the steps, a line for each kind of matrix: mean over the blocks, and their range. None where
-    no run has three steps."""
-    lines: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for each in found:
-        if each.block is not None:
-            lines.setdefault((each.run, each.name), {}).setdefault(each.step, []).append(each.sigma_max)
-    lines = {key: steps for key, steps in lines.items() if len(steps) > 2}
-    if not lines:
-        return None
-    with looks(*(run for run, _ in lines)):
-        figure, (axes,) = panels(1, height=2.8)
-        runs, names = (list(dict.fromkeys(each)) for each in zip(*lines, strict=True))
-        for (run, name), steps in lines.items():
-            colour, mark = f"C{runs.index(run) % 6}", MARKERS[names.index(name) % len(MARKERS)]
-            low, mean, high = (list(map(each, steps.values())) for each in (min, np.mean, max))
-            axes.plot(list(steps), mean, label=f"{legible(run)}, {name}", color=colour, marker=mark)
-            axes.fill_between(list(steps), low, high, color=colour, alpha=0.15)
-        axes.set(xlabel="step", ylabel="largest singular value", ylim=(0, None))
-        figure.legend(loc="outside lower center", ncols=1)
+            panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        for run, colour in colours.items():
+            axes[0].plot([], [], color=colour, label=legible(run))
+        for name, mark in marks.items():
+            axes[0].plot([], [], mark, color=GREY, label=name)
+        if x == "block" and any(row["step"] < last[row["run"]] for row in rows):
+            axes[0].plot([], [], ":", color=GREY, alpha=0.4, label="initial")
+        figure.legend(loc="outside lower center", ncols=3 if len(shown) > 1 else 2)
     return figure

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
+from data_prep.progress import progress
 from finetune.runs import read_run
+from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import begun_with, list_checkpoints
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -48,15 +51,10 @@ def matrices_of(model: ImageModel, spec: AnySpec, *, image_size: int) -> Iterato
         if isinstance(module, MaskedLinear | SparseLinear):
             yield Matrix(name, block, module.matrix(), copies)
         elif isinstance(module, nn.Linear):
-            yield Matrix(name, block, _array(module.weight), copies)
+            yield Matrix(name, block, module.weight.detach().numpy(), copies)
         elif isinstance(module, Kronecker | Monarch):
             for which, weight in module.named_parameters():
-                yield Matrix(f"{name}.{which}", block, _array(weight), copies)
-
-
-def _array(weight: Tensor) -> Array:
-    array: Array = weight.detach().cpu().numpy()
-    return array
+                yield Matrix(f"{name}.{which}", block, weight.detach().numpy(), copies)
 
 
 def _copies(name: str, spec: AnySpec, *, image_size: int) -> int:
@@ -88,6 +86,21 @@ def checkpoints_of(places: list[Path], *, newest_only: bool) -> dict[str, list[C
         steps = [] if newest_only else list_checkpoints(place)
         found[name if names.count(name) == 1 else str(place)] = [Checkpoint.open(each) for each in steps or [place]]
     return found
+
+
+def steps_of(runs: dict[str, list[Checkpoint]], *, what: str) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
+    """(run, card, step, matrices, initial matrices) of each checkpoint, before them those of step 0 where the run began from a
+    seed; else there are no initial ones."""
+    with progress(what, total=sum(map(len, runs.values())), unit="checkpoints") as line:
+        for run, checkpoints in runs.items():
+            card, begun = checkpoints[0].card, initial_model(checkpoints[0])
+            initial = list(matrices_of(begun, card.model, image_size=card.image_size)) if begun is not None else []
+            if initial:
+                yield run, card, 0, initial, initial
+            for opened in checkpoints:
+                found = list(matrices_of(load_model(opened), card.model, image_size=card.image_size))
+                yield run, card, opened.card.step, found, initial
+                line.advance(note=f"{run}, step {opened.card.step:,}")
 
 
 def name_of(place: Path) -> str:

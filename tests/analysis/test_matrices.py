@@ -19,6 +19,7 @@ from pretrain.models.build import build_model
 from pretrain.models.mixer import Mixer
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from tests.analysis.conftest import write_checkpoint
+from tests.conftest import Capture, Patch
 
 GENERATOR = np.random.default_rng(0)
 S, C, H, V = 4, 3, 5, 2
@@ -53,8 +54,8 @@ def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: pytest.
     assert spectra.singular_values(csr_matrix(weight)) is None
     largest = np.linalg.norm(weight, 2)
     for given in (weight, csr_matrix(weight), np.stack([weight / 2, weight])):
-        found = spectra.spectrum(spectra.Matrix("x", 0, given, 1), run="a", step=0, initial=None)
-        assert found.sigma_max == pytest.approx(largest, rel=1e-8) and found.effective_rank is found.distance is None
+        found = spectra.spectrum(spectra.Matrix("x", 0, given, 1), initial=None)
+        assert found["sigma_max"] == pytest.approx(largest, rel=1e-8) and found["effective_rank"] is found["distance"] is None
 
 
 @pytest.mark.parametrize("permuted", [(), "all"])
@@ -81,13 +82,13 @@ def test_a_mixing_stands_for_its_effective_matrix(permuted: object) -> None:
     values = spectra.singular_values(matrix.weight)
     assert values is not None
     np.testing.assert_allclose(np.repeat(values, 6), torch.linalg.svdvals(effective).numpy(), rtol=1e-5)
-    found = spectra.spectrum(matrix, run="a", step=0, initial=None)
+    found = spectra.spectrum(matrix, initial=None)
     norm = float(effective.norm())
-    assert found.stable_rank * matrix.copies == pytest.approx(norm**2 / found.sigma_max**2, rel=1e-5)
+    assert found["stable_rank"] * matrix.copies == pytest.approx(norm**2 / found["sigma_max"] ** 2, rel=1e-5)
     shares = torch.linalg.svdvals(effective)
     shares = shares / shares.sum()
-    assert found.effective_rank is not None
-    assert found.effective_rank * matrix.copies == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-5)
+    assert found["effective_rank"] is not None
+    assert found["effective_rank"] * matrix.copies == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-5)
 
 
 def test_measures_of_known_spectra() -> None:
@@ -95,11 +96,11 @@ def test_measures_of_known_spectra() -> None:
     assert spectra.effective_rank(np.array([2.0, 0, 0])) == pytest.approx(1)
     dense = spectra.Matrix("x", 0, GENERATOR.standard_normal((600, 300)) * 5, 1)
     spiked = spectra.Matrix("x", 0, dense.weight + 10 * np.ones((600, 300)), 1)
-    small, large = (spectra.spectrum(each, run="a", step=1, initial=dense) for each in (dense, spiked))
-    assert small.distance is not None and small.distance < 0.01 and small.drift == 0
-    assert small.sigma_max == pytest.approx(small.gaussian_edge, rel=0.03) == 5 * (600**0.5 + 300**0.5)
-    assert large.distance is not None and large.distance > 0.5 and large.stable_rank < 2
-    assert large.drift == pytest.approx(10 / 5, rel=0.01)
+    small, large = (spectra.spectrum(each, initial=dense) for each in (dense, spiked))
+    assert small["distance"] is not None and small["distance"] < 0.01 and small["drift"] == 0
+    assert small["sigma_max"] == pytest.approx(small["gaussian_edge"], rel=0.03) == 5 * (600**0.5 + 300**0.5)
+    assert large["distance"] is not None and large["distance"] > 0.5 and large["stable_rank"] < 2
+    assert large["drift"] == pytest.approx(10 / 5, rel=0.01)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
@@ -126,7 +127,7 @@ def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)}))
 
 
-def test_spectra_and_structure_of_runs(tmp_path: Path) -> None:
+def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     for name, spec, grown in (("mlp", MLP, 1.5), ("sw", SW, 3.0)):
         write_trained(tmp_path / name, spec, grown=grown)
     runs = [str(tmp_path / name) for name in ("mlp", "sw")]
@@ -147,13 +148,28 @@ def test_spectra_and_structure_of_runs(tmp_path: Path) -> None:
     assert {(row["form"], row["step"]) for row in found} == {(form, step) for form in structure.FORMS for step in (0, 10)}
     assert {tuple(row["out"]) for row in found if row["run"] == "sw"} == {(4, 8)}  # tokens by channels
     assert all(0.5 < row["distance"] / row["random"] < 1.5 for row in found)
-    assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds in"] == 1
+    assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds"]
+    assert "left out" not in capsys.readouterr().out
 
 
-def test_a_line_over_the_training_needs_three_steps() -> None:
+def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    """Of a prime side, and one that is too large: null in the table, and said."""
+    prime = MlpSpec(kind="mlp", depth=1, width=13)
+    write_trained(tmp_path / "prime", prime, grown=1.0)
+    write_trained(tmp_path / "mlp", MLP, grown=1.0)
+    words = ["structure", "--quick", "--out", str(tmp_path / "x")]
+    assert main([*words, str(tmp_path / "prime")]) == 0
+    assert "entries:\n  prime, contract (monarch)\nwritten" in capsys.readouterr().out
+    monkeypatch.setattr(structure, "LARGEST_DENSE", 16 * 32 - 1)
+    assert main([*words, str(tmp_path / "mlp")]) == 0
+    assert {row["distance"] for row in pq.read_table(tmp_path / "x.parquet").to_pylist()} == {None}
+    assert "mlp, expand (monarch)" in capsys.readouterr().out
+
+
+def test_a_picture_of_the_training_needs_three_steps() -> None:
     matrix = spectra.Matrix("linear", 0, GENERATOR.standard_normal((8, 4)), 1)
-    found = [spectra.spectrum(matrix, run="a", step=step, initial=matrix) for step in (0, 5, 9)]
-    assert spectra.draw_training(found[:2]) is None and isinstance(spectra.draw_training(found), Figure)
+    rows = [{"run": "a", "step": step, **spectra.spectrum(matrix, initial=matrix)} for step in (0, 5, 9)]
+    assert set(spectra.draw(rows[:2])) == {""} and set(spectra.draw(rows)) == {"", "training"}
 
 
 # ---- structure -------------------------------------------------------------------------------------------------------
@@ -172,7 +188,7 @@ def test_matrices_of_a_form_have_no_distance_to_it() -> None:
 
 def nearest(weight: np.ndarray, form: str) -> np.ndarray:
     """Each slice by its best approximation of rank 1, put back where it was."""
-    left, values, right = np.linalg.svd(structure.slices_of(weight, form, out=(S, C), into=(H, V)), full_matrices=False)
+    left, values, right = np.linalg.svd(structure.slices_of(weight, form, out=(S, C), into=(H, V)).numpy(), full_matrices=False)
     of_rank_1 = (left[..., :1] * values[:, :1, None]) @ right[:, :1]
     if form == "monarch":
         return of_rank_1.reshape(C, H, S, V).transpose(2, 0, 1, 3).reshape(weight.shape)
@@ -205,7 +221,7 @@ def test_the_nearest_kronecker_product_by_torch() -> None:
 
 def test_a_random_matrix_of_equal_spectrum_is_another_one() -> None:
     weight = GENERATOR.standard_normal((12, 30)) ** 3
-    other = structure.of_equal_spectrum(weight, GENERATOR)
+    other = structure.of_equal_spectrum(np.linalg.svd(weight, compute_uv=False), weight.shape, GENERATOR).numpy()
     values = [np.linalg.svd(each, compute_uv=False) for each in (weight, other)]
     np.testing.assert_allclose(*values, rtol=1e-8)
     assert abs((weight * other).sum()) < 0.5 * np.linalg.norm(weight) ** 2
@@ -219,9 +235,8 @@ def test_proposition_3_3_point_by_point() -> None:
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
     found = structure.bound_on_random_matrices(draws=30)
-    facts = structure.bound_facts(found)
-    assert facts["holds in"] == 1 and min(found["signs, of equal norms"]) == pytest.approx(1)
-    assert all(0 < facts["largest ratio"][kind] < 0.9 for kind in ("Gaussian", "Student's t, 2 degrees"))
+    assert max(map(max, found.values())) <= 1 + 1e-12 and min(found["signs, of equal norms"]) == pytest.approx(1)
+    assert all(0 < max(found[kind]) < 0.9 for kind in ("Gaussian", "Student's t, 2 degrees"))
 
 
 # ---- without a run ---------------------------------------------------------------------------------------------------
@@ -244,10 +259,11 @@ def test_at_fixed_omega_measured_values_grow_and_meet_the_law_with_gamma() -> No
 
 def test_the_sparsest_matrices() -> None:
     """S.1 centre: of connections far apart each is a singular value of its own."""
-    rows = initial.sparser(a=1.9, omega=100, seeds=2)
+    rows = initial.sparser((1.9,), omegas=(100,), seeds=2, whole=True)
     assert rows[0]["width"] == round(100**1.45) and rows[0]["density"] == pytest.approx(100**-1.9)
     assert all(len(row["values"]) <= row["connections"] for row in rows)
-    largest = initial.exponents((0.5, 1.5), omegas=(30, 100), seeds=1)
+    largest = initial.sparser((0.5, 1.5), omegas=(30, 100), seeds=1, whole=False)
+    assert [set(row) for row in largest] == [set(rows[0])] * 4  # one table
     assert [(row["a"], row["width"]) for row in largest] == [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
     assert isinstance(initial.draw_sparser(rows, largest), Figure)
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from analysis.cli import main
-from analysis.matrices.filters import Layer, first_layer, locality, sheet
+from analysis.matrices.filters import Layer, first_layer, sheet
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import StructuredMlpSpec
 from pretrain.tracking.pictures import HEAD, filters_of
@@ -80,18 +80,18 @@ def test_locality_in_closed_form() -> None:
     kinds[0, 1, 5, 9] = -2.0
     kinds[1] = torch.tensor([1.0, -2.0, 3.0]).view(3, 1, 1)
     kinds[2, 0, 10, 10] = kinds[2, 2, 10, 42] = 1.0
-    found = locality(kinds.flatten(1), side=side)
+    found = Layer("x", kinds.flatten(1), side).locality
     assert found["area"].tolist() == pytest.approx([1 / side**2, 1.0, 2 / side**2, 0.0], abs=1e-12)
     assert found["radius"].tolist() == pytest.approx([0, ((side**2 - 1) / 6) ** 0.5 / side, 16 / side, 0], abs=1e-9)
     assert found["neighbours"].tolist() == pytest.approx([0, 1, 0, 0], abs=1e-12)
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(40, 3 * side**2, generator=generator)
     uniform = torch.rand(40, 3 * side**2, generator=generator) - 0.5
-    assert locality(normal, side=side)["area"].mean() == pytest.approx(3 / 5, abs=0.005)
-    assert locality(uniform, side=side)["area"].mean() == pytest.approx(15 / 19, abs=0.005)
+    assert Layer("x", normal, side).locality["area"].mean() == pytest.approx(3 / 5, abs=0.005)
+    assert Layer("x", uniform, side).locality["area"].mean() == pytest.approx(15 / 19, abs=0.005)
     smooth = (normal.view(40, 3, side, side)[..., 1:] + normal.view(40, 3, side, side)[..., :-1])[..., :32, :32]
     across, down = 1 / 2, 0  # neighbours in a row share one of two summands, those in a column nothing
-    assert locality(smooth.flatten(1), side=32)["neighbours"].mean() == pytest.approx((across + down) / 2, abs=0.01)
+    assert Layer("x", smooth.flatten(1), 32).locality["neighbours"].mean() == pytest.approx((across + down) / 2, abs=0.01)
 
 
 def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
@@ -107,10 +107,12 @@ def test_what_has_no_filters_is_one_clear_line(tmp_path: Path, weights: torch.Te
     write_checkpoint(tmp_path / "structured", spec, {"head.bias": torch.zeros(2)})
     damaged = write_checkpoint(tmp_path / "damaged", MLP, {"stem.weight": weights}, image_size=4) / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    write_checkpoint(tmp_path / "nan", MLP, {"stem.weight": weights / 0}, image_size=4)
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("structured", "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer"),
         ("damaged/checkpoints/step-00000010", "model.safetensors has changed"),
+        ("nan", "stem.weight has numbers that are not finite; give an earlier checkpoint"),
         ("empty", "holds no checkpoint; give a run directory"),
     ):
         assert main(["filters", str(tmp_path / name), "--out", str(tmp_path / "x")]) == 2
