@@ -49,14 +49,15 @@ missing_for_simd() {
     [ -e "$include/Python.h" ] || echo "Python's headers (Debian: apt-get install python3-dev)"
 }
 
-# take_pil NAME UV_OPTIONS... installs it in the place of the other one: both own the same files.
+# take_pil NAME UV_OPTIONS... installs it in the place of the other one: both own the same files. From another directory, or the override in
+# pyproject.toml, by which the lock has plain Pillow for other machines alone, would leave it out here.
 take_pil() {
     lock_block "$1" > $VENV/pillow.lock
     for name in pillow pillow-simd; do
         [ "$name" = "$1" ] || $VENV/bin/uv pip uninstall --quiet --python $VENV "$name"
     done
     shift
-    $VENV/bin/uv pip install --quiet --python $VENV --no-deps --require-hashes "$@" -r $VENV/pillow.lock
+    $VENV/bin/uv pip install --quiet --directory / --python "$PWD/$VENV" --no-deps --require-hashes "$@" -r "$PWD/$VENV/pillow.lock"
 }
 
 install_pillow() {
@@ -96,7 +97,7 @@ install_torch() {
         sed -n "s/^\(torch==\|torchvision==\)\([^ ]*\).*/\1\2+$BUILD/p" $VENV/torch.lock > $VENV/torch.in
         say "looking for $(tr '\n' ' ' < $VENV/torch.in)"
         if [ -n "${TORCH_INDEX:-}" ]; then set -- --index "$TORCH_INDEX"; else set -- --torch-backend "$BUILD"; fi
-        $VENV/bin/uv pip compile --quiet --no-config --python $VENV --no-annotate --constraints $VENV/constraints.lock "$@" $VENV/torch.in \
+        $VENV/bin/uv pip compile --quiet --python $VENV --no-annotate --constraints $VENV/constraints.lock "$@" $VENV/torch.in \
             --output-file $VENV/torch.all > $VENV/torch.log || {
             say "no such build could be had (see above): CUDA= takes another, CUDA=lock the lock's own, TORCH_INDEX= a mirror"
             exit 1
