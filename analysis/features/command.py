@@ -2,14 +2,18 @@
 imported once the arguments are known to be good."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from analysis.device import add_device, device_of
-from analysis.output import add_out, check_out
+from analysis.output import add_out, check_out, write, written
 from data_prep.explain import Verbs, at_least
-from data_prep.manifest import load_manifest
+from data_prep.manifest import Manifest, load_manifest
 from data_prep.progress import doing
 from finetune.split import check_split, class_numbers
 from pretrain.checkpoints.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from analysis.features.mixings import Pictures
 
 QUICK_PICTURES, QUICK_VIEWS = 1024, 5
 
@@ -54,6 +58,13 @@ def _add_data(verb: argparse.ArgumentParser) -> None:
     add_device(verb)
 
 
+def _pictures(options: argparse.Namespace, manifest: Manifest) -> "Pictures":
+    from analysis.features.mixings import Pictures
+
+    count = min(options.count or QUICK_PICTURES, QUICK_PICTURES) if options.quick else options.count
+    return Pictures(options.dataset, manifest, options.split, options.batch, count)
+
+
 def _cka(options: argparse.Namespace) -> int:
     check_out(options.out)
     manifest = load_manifest(options.dataset)
@@ -63,22 +74,15 @@ def _cka(options: argparse.Namespace) -> int:
         Checkpoint.open(run, verify=False)  # that it is there; its hashes are held to it when it is read
     with doing("loading torch"):
         from analysis.features import cka, drawing
-        from analysis.output import write
         from finetune.looks import looks
-    request = cka.Request(pairs, options.dataset, manifest, options.split, options.batch, _count(options), options.whole)
-    found = cka.compare(request, device=device_of(options.device))
+    pictures = _pictures(options, manifest)
+    found = cka.compare(pictures, pairs, whole=options.whole, device=device_of(options.device))
     groups = cka.groups_of(found, pairs)
     drawing.print_groups(groups)
-    with looks(*(model for group in groups for model in group.models)):
-        written = write(
-            options.out,
-            facts=cka.facts_of(found, groups, request),
-            read=[options.dataset, *found.subjects],
-            rows=cka.rows_of(found, pairs),
-            figures=drawing.cka_figures(groups),
-        )
-    print(*written, sep="\n")
-    return 0
+    facts, read = cka.facts_of(found, groups, pictures), [options.dataset, *found.subjects]
+    with looks(*(group.facts[model] for group in groups for model in ("model_a", "model_b"))):
+        figures = drawing.cka_figures(groups)
+        return written(write(options.out, facts=facts, read=read, rows=cka.rows_of(found, pairs), figures=figures))
 
 
 def _invariance(options: argparse.Namespace) -> int:
@@ -89,24 +93,15 @@ def _invariance(options: argparse.Namespace) -> int:
         class_numbers(Checkpoint.open(run, verify=False).card, manifest, dataset=options.dataset)
     with doing("loading torch"):
         from analysis.features import drawing
-        from analysis.features.invariance import Request, measure
+        from analysis.features.invariance import measure
         from analysis.features.mixings import open_subjects
-        from analysis.output import write
         from finetune.looks import looks
     device, views = device_of(options.device), min(options.views, QUICK_VIEWS) if options.quick else options.views
-    data = (options.dataset, manifest, options.split, options.batch, _count(options))
-    request = Request(*data, quick=options.quick, views=views, seeds=options.seeds)
+    how: dict[str, Any] = {"views": views, "seeds": options.seeds, "quick": options.quick, "device": device}
     subjects = (open_subjects([run], manifest, device=device)[run] for run in dict.fromkeys(options.runs))  # one at a time
-    rows = [row for subject in subjects for row in measure(subject, request, device=device)]
+    rows = [row for subject in subjects for row in measure(subject, _pictures(options, manifest), **how)]
     drawing.print_changes(rows)
     facts = {"split": options.split, "batch": options.batch, "views": views, "seeds": options.seeds}
     with looks(*(row["run"] for row in rows)):
         figures = drawing.invariance_figures(rows)
-        written = write(options.out, facts=facts, read=[options.dataset, *options.runs], rows=rows, figures=figures)
-    print(*written, sep="\n")
-    return 0
-
-
-def _count(options: argparse.Namespace) -> int | None:
-    count: int | None = options.count
-    return min(count or QUICK_PICTURES, QUICK_PICTURES) if options.quick else count
+        return written(write(options.out, facts=facts, read=[options.dataset, *options.runs], rows=rows, figures=figures))

@@ -69,30 +69,22 @@ class WholeSample:
     """HSIC1 of two layers over all pictures that are added, of which none is kept."""
 
     def __init__(self) -> None:
-        self._size = 0
+        self._size, self._sums = 0, [torch.zeros(())] * 7
 
     def add(self, x_ND: Tensor, y_ND: Tensor) -> None:
         x_ND, y_ND = x_ND.flatten(1).double(), y_ND.flatten(1).double()
         if not self._size:
             self._centres = x_ND.mean(0), y_ND.mean(0)
-            self._sums = [x_ND.new_zeros(x_ND.shape[1]), y_ND.new_zeros(y_ND.shape[1])]
-            self._weighted = [torch.zeros_like(each) for each in self._sums]
             self._product = x_ND.new_zeros(x_ND.shape[1], y_ND.shape[1])
-            self._squares = [x_ND.new_zeros(()) for _ in range(3)]
         x_ND, y_ND = x_ND - self._centres[0], y_ND - self._centres[1]
         of_x_N, of_y_N = x_ND.square().sum(1), y_ND.square().sum(1)  # the diagonals of the Grams, which are left out
         self._size += len(x_ND)
         self._product.addmm_(x_ND.T, y_ND)
-        for total, more in zip(self._sums, (x_ND.sum(0), y_ND.sum(0)), strict=True):
-            total.add_(more)
-        for total, more in zip(self._weighted, (of_y_N @ x_ND, of_x_N @ y_ND), strict=True):
-            total.add_(more)
-        for total, more in zip(self._squares, (of_x_N.sum(), of_y_N.sum(), of_x_N @ of_y_N), strict=True):
-            total.add_(more)
+        more = (x_ND.sum(0), y_ND.sum(0), of_y_N @ x_ND, of_x_N @ y_ND, of_x_N.sum(), of_y_N.sum(), of_x_N @ of_y_N)
+        self._sums = [each + total for each, total in zip(more, self._sums, strict=True)]
 
     def hsic(self) -> Tensor:
-        of_x, of_y, of_both = self._squares
-        (sum_x, sum_y), (weighted_x, weighted_y) = self._sums, self._weighted
+        sum_x, sum_y, weighted_x, weighted_y, of_x, of_y, of_both = self._sums
         crossed = sum_x @ self._product @ sum_y - sum_x @ weighted_x - sum_y @ weighted_y + of_both
         sums = (sum_x @ sum_x - of_x) * (sum_y @ sum_y - of_y)
         return _hsic(self._size, self._product.square().sum() - of_both, crossed, sums)
@@ -102,12 +94,12 @@ class WholeCka:
     """Of two layers over all pictures that are added. Three products: (d^2 + e^2 + d e) x 8 bytes of d and e entries."""
 
     def __init__(self) -> None:
-        self._pairs = WholeSample(), WholeSample(), WholeSample()
+        self._cross, self._one, self._other = WholeSample(), WholeSample(), WholeSample()
 
     def add(self, x_ND: Tensor, y_ND: Tensor) -> None:
-        for pair, (one, other) in zip(self._pairs, ((x_ND, y_ND), (x_ND, x_ND), (y_ND, y_ND)), strict=True):
-            pair.add(one, other)
+        self._cross.add(x_ND, y_ND)
+        self._one.add(x_ND, x_ND)
+        self._other.add(y_ND, y_ND)
 
     def value(self) -> float:
-        cross, one, other = (pair.hsic() for pair in self._pairs)
-        return float(cka(cross[None, None], one[None], other[None]))
+        return float(cka(self._cross.hsic()[None, None], self._one.hsic()[None], self._other.hsic()[None]))

@@ -1,8 +1,9 @@
 """What a model's mixings put out just before they are added to the skip path: two in a block of a Mixer (across tokens, across
 channels), one in each layer of an MLP or a SW-MLP, in the order in which the forward pass makes them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 
 from analysis.features.hsic import FEWEST
 from data_prep.manifest import Manifest
+from data_prep.progress import progress
 from data_prep.settings import UserError
 from finetune.session import Backbone, open_backbone
 from pretrain.augment.augmentation import Augmentation
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.config import ReadingSettings
+from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
-from pretrain.data.reader import ShardReader
+from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
 from pretrain.models.mlp import Block
@@ -42,26 +46,17 @@ class Subject:
 
     place: str
     backbone: Backbone
+    card: ModelCard
     mixings: dict[str, nn.Module]
     plain: Augmentation
 
     @classmethod
     def of(cls, place: str, backbone: Backbone, *, device: torch.device) -> "Subject":
         assert backbone.model is not None and backbone.checkpoint is not None
+        card = backbone.checkpoint.card
         if not (mixings := mixings_of(backbone.model)):
-            raise UserError(
-                f"{place}: is {backbone.checkpoint.card.model.label}, which has no mixings; give a Mixer, MLP or SW-MLP"
-            )
-        return cls(place, backbone, mixings, backbone.augmentation(device=device))
-
-    @property
-    def card(self) -> ModelCard:
-        assert self.backbone.checkpoint is not None
-        return self.backbone.checkpoint.card
-
-    @property
-    def label(self) -> str:
-        return self.card.model.label
+            raise UserError(f"{place}: is {card.model.label}, which has no mixings; give a Mixer, MLP or SW-MLP")
+        return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
         """With one of its mixings."""
@@ -70,35 +65,28 @@ class Subject:
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """(logits, what `take` makes of each mixing's output). One output is held at a time."""
-        taken, last = dict[str, Any](), list[tuple[str, Tensor]]()
+        """(logits, what `take` makes of each mixing's output). One output is held at a time: until another mixing has one."""
+        assert self.backbone.model is not None
+        taken, last = dict[str, Any](), dict[str, Tensor]()
 
-        def settle() -> None:
-            while last:
-                name, output = last.pop()
-                taken[name] = take(output)
+        def note(name: str, output: Tensor) -> None:
+            for before in last.keys() - {name}:
+                taken[before] = take(last.pop(before))
+            last[name] = output
 
-        def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-            def note(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
-                if last and last[0][0] == name:
-                    last.clear()  # it was not the last one of this mixing
-                settle()
-                last.append((name, output))
-
-            return note
-
-        handles = [module.register_forward_hook(hook(name)) for name, module in self.mixings.items()]
+        handles = [
+            module.register_forward_hook(lambda _module, _arguments, output, name=name: note(name, output))
+            for name, module in self.mixings.items()
+        ]
         try:
-            assert self.backbone.model is not None
-            logits = self.backbone.model(images_BCHW)
+            note("logits", self.backbone.model(images_BCHW))
         finally:
             for handle in handles:
                 handle.remove()
-        settle()
-        return logits, [taken[name] for name in self.mixings]
+        return last["logits"], [taken[name] for name in self.mixings]
 
 
-def open_subjects(places: Sequence[str], manifest: Manifest, *, device: torch.device) -> dict[str, Subject]:
+def open_subjects(places: Iterable[str], manifest: Manifest, *, device: torch.device) -> dict[str, Subject]:
     """Each run once, in the order in which they are named first."""
     return {
         place: Subject.of(place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device)
@@ -106,22 +94,34 @@ def open_subjects(places: Sequence[str], manifest: Manifest, *, device: torch.de
     }
 
 
-def too_few(dataset: str, split: str) -> str:
-    return f"{dataset}, {split}: too few of its pictures decode, {FEWEST} are needed; give another split, or run data_prep verify"
+@dataclass(frozen=True)
+class Pictures:
+    """What subjects are shown."""
 
+    dataset: str
+    manifest: Manifest
+    split: str
+    batch: int = 256
+    count: int | None = None
+    """No more than that; None: all of the split."""
 
-def stored_batches(reader: ShardReader, *, size: int, count: int | None = None, seed: int = 0) -> Iterator[Batch]:
-    """Batches of a split in one fixed random order: one that is stored class by class would show features of one class at a time.
-    `count`: no more pictures than that. What does not decode is left out; a last batch of less than half the size or too few for
-    HSIC1, too."""
-    order = np.random.default_rng(seed).permutation(reader.num_samples)[:count]
-    for first in range(0, len(order), size):
-        ids = order[first : first + size]
-        places, images = reader.locate(ids), torch.empty(len(ids), reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
-        bad = [each.place for each in reader.read(places, images)]
-        good = np.setdiff1d(np.arange(len(ids)), bad)
-        if len(good) < max(FEWEST, min(size, len(order)) / 2):
-            continue
-        labels = torch.from_numpy(np.ascontiguousarray(places.labels[good]))
-        epochs = np.zeros(len(good), np.int64)
-        yield Batch(images[torch.from_numpy(good)], labels, epochs, ids[good], epochs)
+    def batches(self, title: str, *, size: int, times: int = 1) -> Iterator[Batch]:
+        """At this size, in one fixed random order: a split that is stored class by class would show features of one class at a
+        time. What does not decode is left out; a batch of which less than half is left or too little for HSIC1, too. `times`: how
+        often each picture is looked at, for the progress."""
+        part, found = Part(Path(self.dataset), self.manifest, self.split), False
+        with reading([part], ReadingSettings(dataset=self.dataset), image_size=size) as reader:
+            order = np.random.default_rng(0).permutation(reader.num_samples)[: self.count]
+            with progress(title, total=len(order) * times, unit="images") as line:
+                for first in range(0, len(order), self.batch):
+                    ids = order[first : first + self.batch]
+                    places, images = reader.locate(ids), torch.empty(len(ids), *[reader.stored_size] * 2, 3, dtype=torch.uint8)
+                    good = np.setdiff1d(np.arange(len(ids)), [each.place for each in reader.read(places, images)])
+                    if len(good) >= max(FEWEST, min(self.batch, len(order)) / 2):
+                        labels, epochs = torch.from_numpy(np.ascontiguousarray(places.labels[good])), np.zeros(len(good), np.int64)
+                        yield Batch(images[torch.from_numpy(good)], labels, epochs, ids[good], epochs)
+                        found = True
+                    line.advance(len(ids) * times)
+        if not found:
+            lack = f"too few of its pictures decode, {FEWEST} are needed; give another split, or run data_prep verify"
+            raise UserError(f"{self.dataset}, {self.split}: {lack}")

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from analysis.cli import main
 from analysis.features.hsic import Grams, WholeCka, WholeSample, cka, gram, hsic
-from analysis.features.mixings import Subject, stored_batches
+from analysis.features.mixings import Pictures, Subject
 from data_prep.manifest import load_manifest
+from data_prep.settings import UserError
 from finetune.session import open_backbone
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.config import ReadingSettings
-from pretrain.data.datasets import Part
-from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
@@ -225,11 +223,15 @@ def reseed(folder: Path) -> None:
 
 
 def test_a_batch_of_too_few_pictures_is_left_out(shapes: Path, monkeypatch: Patch) -> None:
-    with reading([Part(shapes, load_manifest(shapes), "val")], ReadingSettings(dataset=str(shapes)), image_size=16) as reader:
-        for count, found in ((4, [4]), (3, [])):
-            assert [len(batch.samples) for batch in stored_batches(reader, size=8, count=count)] == found
-        spoil(monkeypatch, next(stored_batches(reader, size=4)).samples[0])
-        assert not list(stored_batches(reader, size=4, count=4))
+    def batches(count: int) -> list[int]:
+        shown = Pictures(str(shapes), load_manifest(shapes), "val", batch=8, count=count)
+        return [len(batch.samples) for batch in shown.batches("", size=16)]
+
+    assert (batches(4), batches(72)) == ([4], [8] * 9)
+    spoil(monkeypatch, int(np.random.default_rng(0).permutation(72)[0]))
+    assert batches(72) == [7] + [8] * 8
+    with pytest.raises(UserError, match="too few of its pictures decode, 4 are needed"):
+        batches(4)
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, shapes: Path, capsys: Capture) -> None:
