@@ -373,6 +373,8 @@ def _write(
 
     def attempt() -> None:
         system = client(url, storage, retries=False)
+        if url.startswith("file://"):  # where alone directories are no names
+            system.makedirs(system._parent(url), exist_ok=True)
         put(system)
         if not is_ours():
             return

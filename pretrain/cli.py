@@ -20,6 +20,7 @@ from data_prep.settings import SettingsError, UserError, differences, dump, load
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.mirror import bring
 from pretrain.checkpoints.run import (
     check_branch,
     check_length,
@@ -180,6 +181,7 @@ def _train(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
+    bring(settings, world)
     result = finished_result(run_dir, settings)
     if result is not None:
         if world.is_first:

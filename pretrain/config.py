@@ -26,6 +26,9 @@ Shuffle = Literal["full", "block", "none"]
 LastBatch = Literal["carry", "drop", "pad"]
 MixWith = Literal["neighbour", "previous"]
 
+MIRRORS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
+"""What can be written to, listed and pruned."""
+
 Unit = Literal["steps", "epochs", "samples"]
 _FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
 
@@ -374,6 +377,26 @@ class CheckpointSettings(Settings):
     keep_best: bool | None = None
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
     RUN/checkpoints/best.json. By default wherever there is an evaluation (data.eval_split)."""
+    mirror: str | None = Field(None, examples=["s3://bucket/runs/mine"])
+    """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are brought there behind training,
+    and a start goes on from the newest checkpoint of both: run_dir may lie on each node's own disk."""
+    mirror_storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}])
+    """Options for fsspec, as data.storage. They may be secrets, so no dump of the settings holds them."""
+    grace_s: float = Field(30.0, ge=1)
+    """Seconds from SIGTERM until this process is killed (Kubernetes gives 30, most spot offers 120): for so long a run that is
+    stopped waits until its last checkpoint is in the mirror. If it is not whole there by then, the one before counts there."""
+
+    @model_validator(mode="after")
+    def _mirror_is_a_store(self) -> Self:
+        kind, _, place = (self.mirror or "s3://run").partition("://")
+        if kind not in MIRRORS or not place.strip("/"):
+            raise ValueError(f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file in the place of s3")
+        if "?" in place or ":" in place.rpartition("@")[0]:
+            remedy = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
+            raise ValueError(f"checkpoint.mirror: no more than an address belongs here; {remedy}")
+        if self.mirror_storage and self.mirror is None:
+            raise ValueError("checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave it out")
+        return self
 
 
 class TrackingSettings(Settings):

@@ -217,17 +217,18 @@ class Retention:
         return step in self.steps or (self.keep_every_steps is not None and step % self.keep_every_steps == 0)
 
 
-def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
-    """Steps 3 to 5."""
+def settle(run_dir: Path, snapshot: Snapshot, retention: Retention, *, spared: int | None = None) -> None:
+    """Steps 3 to 5. `spared`: the step of one that is being read, whose turn comes later."""
     newest, trainer = snapshot.place(run_dir), snapshot.trainer
     best = published_best(run_dir, trainer.best, newest_step=trainer.step)
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
     write_best(run_dir, best)
-    for path in _superfluous(list_checkpoints(run_dir), newest=newest, retention=retention, best=best):
-        withdraw(path)
+    for path in superfluous(list_checkpoints(run_dir), newest=newest, retention=retention, best=best):
+        if step_of(path) != spared:
+            withdraw(path)
 
 
-def _superfluous(found: list[Path], *, newest: Path, retention: Retention, best: Best | None) -> list[Path]:
+def superfluous(found: list[Path], *, newest: Path, retention: Retention, best: Best | None) -> list[Path]:
     """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`: training had gone on there."""
     older = [path for path in found if path.name < newest.name]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}

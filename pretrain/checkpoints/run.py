@@ -10,6 +10,7 @@ RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
 RUN/starts/           see starts.py
+RUN/mirror/           see mirror.py; only with checkpoint.mirror
 RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
 RUN/result.json       written last; a run that has it is finished
 """
@@ -184,7 +185,7 @@ def check_settings(run_dir: Path, settings: Settings) -> bool:
         verbs = verbs_of(read_yaml(run_dir / CONFIG_FILE).keys())
         if verbs and settings.of_verb not in ("", *verbs):
             raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
-    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=_is_free)
+    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=may_change)
 
 
 def check_branch(source: str, settings: Settings) -> None:
@@ -192,13 +193,14 @@ def check_branch(source: str, settings: Settings) -> None:
     begun = validate(type(settings), read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)).model_dump(mode="json")
     own = ("run_dir", "start_from", "schedule", "tracking")
     wanted = settings.model_dump(mode="json")
-    changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or _is_free(*change))
+    changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or may_change(*change))
     if changes:
         remedy = "set them as there, or name the checkpoint's own directory to take its weights alone"
         raise SettingsError(f"start_from: {source} goes on as its run does, with other settings ({changes}); {remedy}")
 
 
-def _is_free(key: str, old: Any, new: Any) -> bool:
+def may_change(key: str, old: Any, new: Any) -> bool:
+    """When a run goes on."""
     if key in PLACES and _is_moved(old, new):
         return True
     return any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)

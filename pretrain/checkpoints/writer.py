@@ -3,7 +3,8 @@
 A checkpoint's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make the
 snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread publishes
 it, and tries again, with growing pauses, as long as the file system refuses: a full disk costs a checkpoint, never the run. What
-training loses is the snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s).
+training loses is the snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With
+checkpoint.mirror another thread brings it to a store (mirror.py).
 
 The best is the best of the checkpoints that came to be: what an evaluation found is forgotten, by all ranks, where the checkpoint
 of its step is left out, or could not be written and made room for the next. So whatever a checkpoint calls the best is there.
@@ -21,12 +22,14 @@ from pathlib import Path
 
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, publish, published_best, settle, write_best
+from pretrain.checkpoints.mirror import GRACE_SHARE, Mirror, MirrorWriter
 from pretrain.checkpoints.run import checkpoints_dir
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
 from pretrain.ranks.collectives import any_rank, highest, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
 _REMEDIES = {
@@ -68,7 +71,8 @@ class Saver:
         self._longest_wait_s = settings.engine.timeout_s / 2
         """For the write before: well before the other ranks give up a collective."""
         self._engine, self._world, self._card, self._data_is_right = engine, world, card, data_is_right
-        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention)
+        self._grace_s, self.mirror = wanted.grace_s, Mirror.of(settings)
+        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention, mirror=self.mirror if world.is_first else None)
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
         self._judged: list[Best] = []
@@ -76,6 +80,8 @@ class Saver:
 
     def go_on(self, start: TrainerState) -> None:
         self.saved_step, self._judged = start.step, [start.best] if start.best else []
+        if self.writer.mirror is not None:
+            self.writer.mirror.start()
 
     @property
     def best(self) -> Best | None:
@@ -121,13 +127,34 @@ class Saver:
             self.writer.report({"usage/checkpoint_stall_s": time.monotonic() - began_s})
         self.saved_step = step
 
-    def finish(self) -> None:
-        """Returns when all is on disk. The other ranks wait for the first one, however long it takes, while it is alive."""
+    def finish(self, stop: StopFlag | None = None) -> None:
+        """Returns when all is on disk, and in the mirror, unless a `stop` leaves no time for that. The other ranks wait for the
+        first one, however long it takes, while it is alive."""
         PROGRESS.mark("writing the last checkpoint")
         on_all_ranks(
-            lambda: self.writer.finish(self.best) if self._world.is_first else None,
+            lambda: self._finish(stop) if self._world.is_first else None,
             device=self._engine.device,
             failed="the last checkpoint could not be written; see the message of the first rank",
+        )
+
+    def _finish(self, stop: StopFlag | None) -> None:
+        began_s = time.monotonic()
+        self.writer.finish(self.best)
+        if self.writer.mirror is not None:
+
+            def left_s() -> float:
+                passed_s = max(time.monotonic() - began_s, stop.ignored_s(0) if stop else 0)  # another rank may have been told
+                return GRACE_SHARE * self._grace_s - passed_s
+
+            self.writer.mirror.catch_up(left_s if stop else None)
+            self.writer.raise_defect()
+
+    def close(self, *, finished: bool) -> None:
+        """When nothing more is written in the run's directory."""
+        on_all_ranks(
+            lambda: self.writer.mirror.close(finished=finished) if self.writer.mirror is not None else None,
+            device=self._engine.device,
+            failed="the mirror is not complete; see the message of the first rank",
         )
 
     def _bests(self) -> list[Best]:
@@ -155,7 +182,15 @@ class Saver:
 class CheckpointWriter:
     """The first rank's side: writes snapshots one at a time, in a thread of its own."""
 
-    def __init__(self, run_dir: Path, retention: Retention, *, first_pause_s: float = 2.0, longest_pause_s: float = 60.0):
+    def __init__(
+        self,
+        run_dir: Path,
+        retention: Retention,
+        *,
+        mirror: Mirror | None = None,
+        first_pause_s: float = 2.0,
+        longest_pause_s: float = 60.0,
+    ):
         """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`."""
         self._run_dir, self._retention = run_dir, retention
         self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
@@ -170,12 +205,13 @@ class CheckpointWriter:
         self._defect: Exception | None = None
         self._news: dict[str, float] = {}
         self._thread: threading.Thread | None = None
+        self.mirror = MirrorWriter(mirror, retention, report=self.report) if mirror else None
 
     def make_room(self, *, timeout_s: float) -> bool:
         """Waits until the last snapshot is written, or has failed. False: neither yet, and a new one has to be left out."""
         with self._changed:
             self._held_back = self._changed.wait_for(self._has_room, timeout_s)
-            self._raise_defect()
+            self.raise_defect()
             return self._held_back
 
     @property
@@ -208,8 +244,11 @@ class CheckpointWriter:
 
     def wait(self, timeout_s: float) -> None:
         """For a write that is under way, before the process ends for another reason."""
+        end_s = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(self._has_room, timeout_s)
+        if self.mirror is not None:
+            self.mirror.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self, best: Best | None) -> None:
         """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
@@ -226,16 +265,17 @@ class CheckpointWriter:
                         f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not be written "
                         f"{_in_words(self._fault)}, and the same command goes on from the one before"
                     )
-            self._raise_defect()
+            self.raise_defect()
         if best is not None:
             write_best(self._run_dir, published_best(self._run_dir, best))
 
     def _has_room(self) -> bool:
         return not self._is_writing and (self._snapshot is None or self._fault is not None)
 
-    def _raise_defect(self) -> None:
-        if self._defect is not None:
-            raise self._defect
+    def raise_defect(self) -> None:
+        for found in (self._defect, self.mirror.defect if self.mirror else None):
+            if found is not None:
+                raise found
 
     def _work(self) -> None:
         while True:
@@ -267,7 +307,9 @@ class CheckpointWriter:
             began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
             self._is_published = True
             self.report({"usage/checkpoint_write_s": time.monotonic() - began_s, "usage/checkpoint_gb": num_bytes / 1e9})
-        settle(self._run_dir, snapshot, self._retention)
+        settle(self._run_dir, snapshot, self._retention, spared=self.mirror.holding if self.mirror else None)
+        if self.mirror is not None:
+            self.mirror.offer()
 
     def _warn(self, step: int, error: OSError) -> None:
         PROGRESS.touch()

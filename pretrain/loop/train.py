@@ -24,6 +24,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
+from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, run_and_length, save_result, step_of
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
@@ -38,7 +39,7 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
+from pretrain.ranks.collectives import any_rank, barrier, highest, lowest_over_ranks, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
@@ -227,6 +228,12 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     if threads is not None:
         tracker.params({"num_cpu_threads": threads})
     PROGRESS.mark("reading the newest checkpoint")
+    if (mirror := trainer.saver.mirror) is not None:
+        on_all_ranks(
+            lambda: mirror.begin() if trainer.world.is_first else None,
+            device=device,
+            failed=f"{mirror}: no start could begin there; see the message of the first rank",
+        )
     outcome = trainer.fit(restore(trainer, branch_of=task.start if task.is_branch else None))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
@@ -245,13 +252,14 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
         device=device,
         failed="the run could not be closed; see the message of the first rank",
     )
+    trainer.saver.close(finished=outcome.finished)
     return outcome
 
 
 def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> TrainerState:
     """Every rank reads the newest whole checkpoint itself; where there is none yet, that which the run branches from."""
     device = trainer.engine.device
-    own = agreed_checkpoint(trainer.run_dir, trainer.world, device=device)
+    own = agreed_checkpoint(trainer.run_dir, trainer.world, device=device, mirror=trainer.saver.mirror)
     newest = own or branch_of
     if newest is None:
         return TrainerState(step=0, samples_consumed=0)
@@ -278,11 +286,15 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     return state if own else replace(state, best=None, lengths=())  # which are the other run's
 
 
-def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> Checkpoint | None:
+def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device, mirror: Mirror | None = None) -> Checkpoint | None:
     """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
-    same disks, and if they do not, its hashes differ."""
+    same disks, and if they do not, its hashes differ. With a mirror each node has disks of its own, and is given what it lacks."""
+
+    def own() -> Checkpoint | None:
+        return Checkpoint.newest(run_dir) if mirror is None else mirror.newest(is_first=world.is_first)
+
     found = on_all_ranks(
-        lambda: Checkpoint.newest(run_dir) if world.local_rank == 0 else None,
+        lambda: own() if world.local_rank == 0 else None,
         device=device,
         failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
     )
@@ -291,11 +303,21 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device) -> C
         return None
     differ = f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
     place = checkpoints_dir(run_dir) / f"step-{step:08d}"
+    if mirror is not None:
+        mark = _mark_of(found) if found and found.directory == place else -1
+        holder = lowest_over_ranks(world.rank if mark >= 0 else world.num_ranks, device=device)
+        lacks = world.local_rank == 0 and mark != highest(mark if world.rank == holder else -1, device=device)
+        if any_rank(lacks, device=device):  # that has not come to the mirror yet
+            on_all_ranks(lambda: mirror.give(place) if world.rank == holder else None, device=device, failed=f"{mirror}: {differ}")
+            found = on_all_ranks(lambda: mirror.receive(step) if lacks else found, device=device, failed=f"{mirror}: {differ}")
     newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
-    mark = int(hash_of_json([newest.directory.name, newest.hashes])[:14], 16)
-    if not same_on_all_ranks(mark, device=device):
+    if not same_on_all_ranks(_mark_of(newest), device=device):
         raise CheckpointError(differ)
     return newest
+
+
+def _mark_of(checkpoint: Checkpoint) -> int:
+    return int(hash_of_json([checkpoint.directory.name, checkpoint.hashes])[:14], 16)
 
 
 def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_weights: int) -> tuple[str, Tracker]:

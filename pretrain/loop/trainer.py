@@ -180,7 +180,7 @@ class Trainer:
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
         try:
-            self.saver.finish()
+            self.saver.finish(self.stop if self.stopping else None)
         finally:
             self._log_saving()
         is_saved = self.saver.saved_step == self.step  # it may have been left out

@@ -130,11 +130,15 @@ def summary(part: Part) -> dict[str, Any]:
     }
 
 
+_OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))=.*", re.DOTALL)
+"""Of a store, given by themselves or with their section."""
+
+
 def shown_command(words: list[str]) -> str:
     """The command line as one would type it, without what only fsspec may know."""
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    known = [re.sub(r"^(data\.storage[^=]*)=.*", r"\1=...", _given(word), flags=re.DOTALL) for word in words[1:]]
+    known = [_OPTIONS.sub(r"\1=...", _given(word)) for word in words[1:]]
     return shlex.join([name, *known, *os.environ.get(LAUNCHED_WITH, "").split()])
 
 
