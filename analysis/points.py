@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from analysis.tables.table import AUGMENTATIONS, OFF
+from analysis.tables.table import is_augmented
 from cluster import plan_file
 from cluster.plan_file import Plan, Stage
 from cluster.work import place_of
@@ -172,7 +172,7 @@ def collect(plans: Sequence[Plan], *, partial: bool = False) -> list[Point]:
     found, undone = list[Point](), list[str]()
     for plan in plans:
         labels = dict[Path, Mapping[str, str]]()
-        for stage in _with_results(plan):
+        for stage in [stage for stage in plan.stages if stage.kind in STAGES]:
             points = list(_of_stage(stage, plan=Path(plan.path).stem, undone=undone, labels=labels))
             if not points and not undone:
                 raise SettingsError(f"{plan.path}: {stage.name} has no accuracies; its configs need data.eval_split")
@@ -183,10 +183,6 @@ def collect(plans: Sequence[Plan], *, partial: bool = False) -> list[Point]:
     if not found:
         raise SettingsError(f"{', '.join(plan.path for plan in plans)}: nothing in it is finished; run it first")
     return found
-
-
-def _with_results(plan: Plan) -> list[Stage]:
-    return [stage for stage in plan.stages if stage.kind in STAGES]
 
 
 def _of_stage(stage: Stage, *, plan: str, undone: list[str], labels: dict[Path, Mapping[str, str]]) -> Iterator[Point]:
@@ -208,52 +204,47 @@ def _of_stage(stage: Stage, *, plan: str, undone: list[str], labels: dict[Path, 
 
 
 def _of_run(run: Run, stage: Mapping[str, Any]) -> Iterator[Point]:
-    place = {**stage, "run": str(run.directory), "task": run.task}
+    known: dict[str, Any] = {**stage, "run": str(run.directory), "task": run.task, "images_per_s": run.result.get("images_per_s")}
+    manifest = run.manifest
+    known |= {"target": run.dataset_name, "split": run.split}
+    if manifest is not None:
+        split = manifest.splits.get(run.split)
+        known |= {"target_hash": manifest.content_hash, "num_test": split.num_samples if split else None}
+    top1 = next((run.accuracies[words] for words in ("top-1", *run.accuracies) if words in run.accuracies), None)
+    right = {"error": top1, "error_real": run.accuracies.get("top-1, ReaL labels")}
+    scores: dict[str, Any] = {name: 1 - value for name, value in right.items() if value is not None}
+    scores["loss"] = run.result.get("eval/loss")
     if run.task in ("pretrain", "scratch"):
-        yield from _of_training(run, {**place, "weights": str(run.directory)})
+        yield from _of_training(run, {**known, "weights": str(run.directory)}, scores)
         return
-    top1 = run.accuracies.get("top-1", next(iter(run.accuracies.values()), None))
     chain = [run]  # to the run that was pretrained; a tuning in between has weights of it
-    while (source := chain[-1].pretrained) is not None and chain[-1].task not in ("pretrain", "scratch"):
+    while chain[-1].task not in ("pretrain", "scratch") and (source := chain[-1].pretrained) is not None:
         above = _run_at(source)
         if above is None:
             break
         chain.append(above)
     base = chain[-1] if chain[-1].task in ("pretrain", "scratch") else None
     weights = base.directory if base else source
-    known: dict[str, Any] = {**place, "weights": weights and os.path.relpath(weights)}
+    known["weights"] = weights and os.path.relpath(weights)
     if base is not None:
         known |= _of_weights(base, step=int(chain[-2].result.get("weights_step", base.result.get("step", 0))))
     elif source is not None and (card := _card_in(source)) is not None:  # imported
         known |= _of_model(card) | {"step": card.step, "trained_on": card.dataset}
     tuned = next((each for each in chain if each.task == "tune"), run)
     own_seed = tuned.settings.get("seed", (tuned.settings.get("train") or {}).get("seed"))
-    own = {"own_seed": own_seed, "own_augmented": _is_augmented(tuned), "views": run.settings.get("views")}
-    known |= own | (_curves(run) if run.task == "tune" else {})
-    yield Point(**known, **_of_target(run), **_scores(run, top1=top1, loss=run.result.get("eval/loss")))
+    known |= {"own_seed": own_seed, "own_augmented": is_augmented(tuned), "views": run.settings.get("views")}
+    yield Point(**known, **scores, **(_curves(run) if run.task == "tune" else {}))
 
 
-def _of_training(run: Run, place: Mapping[str, Any]) -> Iterator[Point]:
+def _of_training(run: Run, known: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[Point]:
     """Its end, and before that the kept checkpoints of which the journal has an evaluation."""
-    curves, last = _curves(run), int(run.result.get("step", 0))
+    last = int(run.result.get("step", 0))
     kept = [step_of(each) for each in list_checkpoints(run.directory)] if run.settings["checkpoint"].get("keep_at") else []
-    seen = {step: 1 - value for step, value in zip(*run.curve("eval/top1"), strict=True)}
-    losses = dict(zip(*run.curve("eval/loss"), strict=True))
+    seen, losses = (dict(zip(*run.curve(name), strict=True)) for name in ("eval/top1", "eval/loss"))
     for step in [step for step in kept if step in seen and step < last]:
-        scores: dict[str, Any] = {"error": seen[step], "loss": losses.get(step)}
-        yield Point(**place, **_of_weights(run, step=step), **_of_target(run), **scores)
-    scores = _scores(run, top1=run.top1, loss=run.result.get("eval/loss"))
-    yield Point(**place, **_of_weights(run, step=last), **_of_target(run), **scores, **curves)
-
-
-def _scores(run: Run, *, top1: float | None, loss: float | None) -> dict[str, Any]:
-    real = run.accuracies.get("top-1, ReaL labels")
-    return {
-        "error": None if top1 is None else 1 - top1,
-        "error_real": None if real is None else 1 - real,
-        "loss": loss,
-        "images_per_s": run.result.get("images_per_s"),
-    }
+        then = {"error": 1 - seen[step], "loss": losses.get(step), "images_per_s": None}
+        yield Point(**{**known, **_of_weights(run, step=step), **then})
+    yield Point(**known, **_of_weights(run, step=last), **scores, **_curves(run))
 
 
 def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
@@ -275,7 +266,7 @@ def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
         "lr": optimizer["lr"],
         "weight_decay": optimizer["weight_decay"],
         "global_batch_size": train["global_batch_size"],
-        "augmented": _is_augmented(run),
+        "augmented": is_augmented(run),
     }
 
 
@@ -310,41 +301,24 @@ def _of_model(card: ModelCard) -> dict[str, Any]:
     return found
 
 
-def _of_target(run: Run) -> dict[str, Any]:
-    manifest = run.manifest
-    known = manifest is not None and run.split in manifest.splits
-    return {
-        "target": run.dataset_name,
-        "target_hash": manifest.content_hash if manifest else None,
-        "split": run.split,
-        "num_test": manifest.splits[run.split].num_samples if manifest and known else None,
-    }
-
-
 def _curves(run: Run) -> dict[str, Any]:
     """In epochs; {} without a journal."""
     data, batch = _data_of(run), run.settings["train"]["global_batch_size"]
     found: dict[str, Any] = {}
+
+    def means(values: Sequence[float]) -> list[float]:
+        return [float(each.mean()) for each in np.array_split(values, min(len(values), LONGEST_CURVE))]
+
     for name, metric in (("train", "train/loss"), ("test", "eval/loss")):
         steps, values = run.curve(metric)
         if steps and data is not None:
-            pieces = min(len(steps), LONGEST_CURVE)
-            found[f"{name}_epochs"] = [float(each.mean()) * batch / data.num_samples for each in np.array_split(steps, pieces)]
-            found[f"{name}_losses"] = [float(each.mean()) for each in np.array_split(values, pieces)]
+            found |= {f"{name}_epochs": [step * batch / data.num_samples for step in means(steps)], f"{name}_losses": means(values)}
     if "train_losses" in found:
         values = run.curve("train/loss")[1]
         found["train_loss"] = float(np.mean(values[-max(1, len(values) // 10) :]))
     if "test_losses" in found:
-        pieces = len(found["test_losses"])
-        found["test_errors"] = [1 - float(each.mean()) for each in np.array_split(run.curve("eval/top1")[1], pieces)]
+        found["test_errors"] = [1 - top1 for top1 in means(run.curve("eval/top1")[1])]
     return found
-
-
-def _is_augmented(run: Run) -> bool:
-    if run.task in ("probe", "knn"):
-        return str(run.settings.get("views")) not in OFF
-    augment = run.settings.get("augment") or {}
-    return any(str(augment.get(name, "")) not in OFF for name in AUGMENTATIONS)
 
 
 def _data_of(run: Run) -> TrainingData | None:

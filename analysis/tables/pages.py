@@ -15,17 +15,18 @@ from finetune.looks import looks, save
 
 NOT_RUN, CITED = "not run", "cited"
 NOTES = (
-    "A cell is ours / the paper's / the gap in points, top-1 in per cent. Ours is the mean over the runs of the recipe "
-    "that was run last, with the sample deviation and their number n where they differ in seeds or folds; +N counts the "
-    "finished runs that are left out: of earlier recipes, or of a seed or fold that was run again. Where ours stands "
-    "alone the paper prints no number, or we have not seen it. Understanding MLP-Mixer prints errors: here is what they leave "
-    "of 100. ReaL accuracies need an ImageNet that was built with source.real.",
-    "DA: any of crop, flip, auto-augment, erasing and mixing is on; of a linear probe, augmented views. TTA: an "
-    "evaluation with augmented views of a tuned checkpoint. Only finished runs count. A row of a paper takes runs of its "
-    "model alone, in all its settings, judged on the split that everybody's numbers are of (test of CIFAR and STL-10, val of "
-    "TinyImageNet and ImageNet): from scratch for its number of epochs, where one is named, or straight from 400 epochs of "
-    "ImageNet-21k (the public checkpoint: 800), which were augmented if what follows is. Runs on single folds stand by "
-    "themselves: the papers' numbers are of whole splits.",
+    "A cell is ours / the paper's / the gap in points, top-1 in per cent. Ours is the mean over the runs of the recipe that "
+    "was run last (in a paper's table of those of its own plan, if that has any), with the sample deviation and their number "
+    "n where they differ in seeds or folds; +N counts the finished runs that are left out: of other settings, such as another "
+    "batch size (`analysis points` has each), or of a seed or fold that was run again. Where ours stands alone the paper "
+    "prints no number, or we have not seen it. Understanding MLP-Mixer prints errors: here is what they leave of 100. ReaL "
+    "accuracies need an ImageNet that was built with source.real.",
+    "DA: any of crop, flip, auto-augment, erasing and mixing is on; of a linear probe, augmented views. TTA: an evaluation "
+    "with augmented views of a tuned checkpoint. Only finished runs count. A row of a paper takes runs of its model alone, in "
+    "all its settings, judged on the split that everybody's numbers are of (test of CIFAR and STL-10, val of TinyImageNet and "
+    "ImageNet): from scratch for its number of epochs, where one is named, or straight from 400 epochs of ImageNet-21k (the "
+    "public checkpoint: 800), which were augmented if what follows is. Runs on single folds stand by themselves: the papers' "
+    "numbers are of whole splits.",
 )
 COLOURS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
 LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, TITLE_INCHES, LONGEST = 0.46, 3.9, 1.55, 0.078, 0.088, 17

@@ -61,6 +61,8 @@ class Table:
     columns: tuple[str, ...]
     """As they are shown."""
     rows: tuple[Row, ...]
+    plan: str
+    """Of configs/plan/, which makes its runs."""
     decimals: int = 1
     """That the paper prints."""
 
@@ -102,6 +104,7 @@ FROM_SCRATCH = Table(
         _row("MLP-Inv + DA, 5000 epochs", MANY, (75.4, 50.4, 31.2, 31.7), "scratch", SMALL, epochs=5000),
         _row("ResNet18", MANY, (), "scratch", spec_of("resnet18_32")),
     ),
+    "b_scratch",
 )
 
 FINE_TUNED = Table(
@@ -115,6 +118,7 @@ FINE_TUNED = Table(
         _row(f"fine-tune {B12} + DA, {PUBLIC}", ALL, (94.2, 80.0, 89.9, 69.9, 43.2, 48.6), "tune", LARGE, public=True),
         _row(f"fine-tune {B12} + DA + TTA, {PUBLIC}", ALL, (95.5, 82.6, 92.2, 73.1, 51.4, 57.9), "tta", LARGE, public=True),
     ),
+    "b_transfer",
 )
 
 PROBED = Table(
@@ -126,6 +130,7 @@ PROBED = Table(
         _row(f"linear probe {B6} + DA", ALL, (87.8, 73.2, 85.2, 61.3, 39.2), "probe", SMALL),
         _row(f"linear probe {B12} + DA", ALL, (90.6, 74.5, 88.3, 68.5, 40.7), "probe", LARGE),
     ),
+    "b_probe",
 )
 
 # ---- A -----------------------------------------------------------------------------------------------------------------
@@ -140,6 +145,7 @@ TABLE1_SMALL = Table(
         _row("Mixer-SS-W", THREE, (87.93, 61.87), "scratch", spec_of("mixer_ss_w"), epochs=4000),
         _row("beta-LASSO", THREE, (85.19, 59.56), None),
     ),
+    "a_table1_cifar",
     decimals=2,
 )
 TABLE1_LARGE = Table(
@@ -151,6 +157,7 @@ TABLE1_LARGE = Table(
         _row("Mixer-B-W, gamma 4.0948 (Table 1)", IMAGENET, (76.74,), "scratch", spec_of("mixer_b_w"), epochs=300, std=0.19),
         _row("Mixer-B-W, gamma 4.57 (C.3)", IMAGENET, (76.74,), "scratch", spec_of("mixer_b_w_c3"), epochs=300, std=0.19),
     ),
+    "a_table1_imagenet",
     decimals=2,
 )
 
@@ -170,7 +177,7 @@ def _fig6(omega: str, shapes: dict[int, int], lengths: dict[str, int]) -> Table:
         for channels, tokens in shapes.items()
     )
     columns = tuple(f"{COLUMNS[target]}{how}" for target in lengths for how in ("", ", RP"))
-    return Table(f"S-Mixers of Omega = {omega}", f"{A}, Table S.2 for Fig. 6", columns, tuple(rows))
+    return Table(f"S-Mixers of Omega = {omega}", f"{A}, Table S.2 for Fig. 6", columns, tuple(rows), "a_fig6_tableS2")
 
 
 TABLES = (

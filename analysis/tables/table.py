@@ -2,8 +2,9 @@
 
 Only finished runs count. A run's recipe is its settings without its seed, its fold and what does not change what is learned,
 together with the recipe of what it started from; runs of one recipe are repetitions, which differ in their seeds and folds at most.
-A cell holds the recipe that was run last: the mean over its repetitions, each at its last run, with the sample deviation. It counts
-the earlier runs that it leaves out: nothing is chosen by its result.
+A cell holds the recipe that was run last, in a paper's table first of its own plan (other plans train the same models with other
+batches or data): the mean over its repetitions, each at its last run, with the sample deviation. It counts the runs that it leaves
+out: nothing is chosen by its result.
 """
 
 import re
@@ -110,6 +111,7 @@ class Entry:
     repetition: tuple[str, ...]
     """Its seeds and folds."""
     top1: float
+    place: Path
 
     @property
     def name(self) -> str:
@@ -142,7 +144,10 @@ def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
     for table in tables:
         lines = []
         for row in table.rows:
-            found = [[each for each in entries if each.belongs(wanted)] for wanted in row.cells]
+            found = [
+                sorted((each for each in entries if each.belongs(wanted)), key=lambda each: table.plan in each.place.parts)
+                for wanted in row.cells
+            ]
             others = [each for each in others if not any(each in cell for cell in found)]
             lines.append(Line(row.name, tuple(map(cell_of, found, row.cells))))
         filled.append(Filled(table.title, table.source, table.columns, tuple(lines), table.decimals))
@@ -150,7 +155,7 @@ def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
 
 
 def cell_of(entries: Sequence[Entry], wanted: Wanted | None = None) -> Cell:
-    """`entries`: the oldest first."""
+    """`entries`: those that count most are last."""
     empty = Cell(wanted.top1, paper_std=wanted.std, is_cited=wanted.method is None) if wanted else Cell()
     if not entries:
         return empty
@@ -187,9 +192,6 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
         return []
     training = above[0] if method == "tta" else run
     pretrained_on, is_public = ("", False) if method == "scratch" else _pretraining(run, method, above)
-    augmented = _is_augmented(training)
-    if method in ("probe", "knn"):  # a probe has augmented views or none
-        augmented = run.params.get("views", "") not in OFF
     length = re.fullmatch(r"(\d+) epochs?", _length(training.params.get("train.duration", "")))
     prefix = "top-1, k = " if method == "knn" else "top-1"
     return [
@@ -199,13 +201,14 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
             column=_column(run) + (REAL if words == REAL_WORDS else ""),
             split=run.split,
             is_fold=_is_fold(training),
-            augmented=augmented,
+            augmented=is_augmented(training),
             epochs=int(length[1]) if length else None,
             pretrained_on=pretrained_on,
             is_public=is_public,
             recipe=(words, *(_recipe(each) for each in (run, *above))),
             repetition=tuple(each.params.get(key, "") for each in (run, *above) for key in REPEATED),
             top1=value,
+            place=run.directory,
         )
         for words, value in sorted(run.accuracies.items())
         if words in (prefix, REAL_WORDS) or (method == "knn" and words.startswith(prefix))
@@ -257,7 +260,7 @@ def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, b
     if trained:
         source, after = trained[0]
         length = _taken_at(after, source) or source.params.get("train.duration", "")
-        start = _start(_column(source), length, augmented=_is_augmented(source))
+        start = _start(_column(source), length, augmented=is_augmented(source))
     elif public and is_whole:
         start = _start(PRETRAINED_ON, f"{public[1]} epochs", augmented=True)
     else:
@@ -281,7 +284,10 @@ def _length(words: str) -> str:
     return re.sub(r"^(\d+) ?(epochs?)$", r"\1 \2", words.strip().replace("_", ""))
 
 
-def _is_augmented(run: Run) -> bool:
+def is_augmented(run: Run) -> bool:
+    """A probe has augmented views or none."""
+    if run.task in ("probe", "knn"):
+        return run.params.get("views", "") not in OFF
     return any(run.params.get(f"augment.{name}", "") not in OFF for name in AUGMENTATIONS)
 
 

@@ -153,6 +153,14 @@ def test_the_last_recipe_stands_not_the_best_and_a_seed_counts_once() -> None:
     assert (found.mean, found.num_repetitions, found.num_left_out) == (pytest.approx(85.0), 2, 2)
 
 
+def test_a_papers_cell_holds_the_runs_of_its_own_plan_where_that_has_any() -> None:
+    """Others train the same model with other batches: later, and better."""
+    own = replace(tuned("own", 0.9), directory=Path("runs/plans/b_transfer/tune-b12-da-cifar10/seed-0"))
+    other = [tuned(f"o{seed}", 0.99, seed=seed, params={"train.global_batch_size": "256"}) for seed in (0, 1)]
+    found = cell(fill(TABLES, [BODY, own, *(replace(each, began_ms=9) for each in other)]), ROW, "CIFAR-10")
+    assert (found.mean, found.num_repetitions, found.num_left_out) == (pytest.approx(90.0), 1, 2)
+
+
 SMALL = {"tags": {"model": "B-6/Wi-1024"}}
 STANDARD = {"settings": {"model": {"kind": "mlp", "bottleneck": "none", "activation": "relu"}}}
 
@@ -374,4 +382,5 @@ def test_each_member_of_the_papers_plans_is_in_one_cell_and_each_cell_of_theirs_
     counts = [[[cell.num_repetitions for cell in line.cells] for line in table.lines] for table in tables]
     assert counts[:3] == [[[1] * 4 + [0]] * 6, [[3] * 5 + [0]] * 3 + [[0] * 6] * 2, [[1] * 5 + [0]] * 3]
     assert counts[3:] == [[[3] * 3] * 2 + [[0] * 3], [[3, 0]] * 3, [[5] * 4] * 7, [[3] * 2] * 7]
+    assert {table.plan for table in TABLES} == set(PLANS)
     assert not any(cell.num_left_out for table in tables for line in table.lines for cell in line.cells)
