@@ -11,6 +11,7 @@ from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_w
 from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
+from pretrain.checkpoints.mirror import bring
 from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints
 from pretrain.cli import OK, leave, ranks_of, world_of
 from pretrain.config import check_against_ranks
@@ -35,8 +36,12 @@ def _tune(options: argparse.Namespace) -> int:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
+    bring(settings, world)
     check_kind(settings)
-    repeats, is_done = repeats_of(settings), is_finished(settings)
+    repeats = repeats_of(settings)
+    for each in repeats if repeats != [settings] else []:
+        bring(each, world)
+    is_done = is_finished(settings)
     goes_on = not is_done and all(map(list_checkpoints, unfinished_of(repeats)))  # each from weights of its own
     if settings.init == "pretrained" and not goes_on:
         check_source(run_dir, settings.pretrained)

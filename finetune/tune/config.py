@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from data_prep.manifest import load_manifest
+from data_prep.remote import join
 from data_prep.settings import SettingsError, read_yaml
 from finetune.config import ChannelStats
 from pretrain.checkpoints.card import ModelCard
@@ -94,10 +95,13 @@ def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
 
 def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> TuneSettings:
     names = [f"{what}-{number}" for what, number in (("fold", fold), ("seed", seed)) if number is not None]
-    train, data = settings.train, settings.data
+    train, data, checkpoint = settings.train, settings.data, settings.checkpoint
+    if checkpoint.mirror is not None:
+        checkpoint = checkpoint.model_copy(update={"mirror": join(checkpoint.mirror, "-".join(names))})
     return settings.model_copy(
         update={
             "run_dir": str(Path(settings.run_dir) / "-".join(names)),
+            "checkpoint": checkpoint,
             "resume": "auto" if settings.resume == "must" else settings.resume,  # checked for all of them
             "seeds": None,
             "folds": False,

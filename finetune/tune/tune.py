@@ -16,6 +16,7 @@ from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
+from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
@@ -25,7 +26,7 @@ from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
 from pretrain.optim import build_optimizer, counts_steps, set_lr
-from pretrain.ranks.collectives import any_rank
+from pretrain.ranks.collectives import any_rank, on_all_ranks
 from pretrain.ranks.preemption import Interrupted, StopFlag, entered
 from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import target_of
@@ -113,6 +114,9 @@ def tune_repeatedly(
         with entered(place) as tracker:
             if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
                 raise Interrupted
+            mirror = Mirror.of(settings) if world.is_first else None
+            failed = "the mirror could not be written; see the message of the first rank"
+            on_all_ranks(lambda: mirror.begin() if mirror else None, device=accelerator.device, failed=failed)
             for each, data in repeats:
                 if finished_result(Path(each.run_dir), each) is not None:
                     continue
@@ -123,6 +127,8 @@ def tune_repeatedly(
                 num_steps = sum(each["step"] for each in result["runs"].values())  # grows with further seeds and with their length
                 tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
                 save_result(run_dir, result)
+                if mirror is not None:
+                    mirror.send_records()
                 if settings.init == "pretrained":
                     register(tracker, checkpoint, _scores(result, names=REGISTERED), target=target_of(parts[0].manifest))
         return True

@@ -268,6 +268,7 @@ class Mirror:
             self.look()
             if not (self.run_dir / RESULT).exists():
                 remove([self._at(RESULT)], storage=self._storage)
+            self.send_records()  # whoever comes next knows what this run is
 
     def newest(self, *, is_first: bool) -> Checkpoint | None:
         """Of RUN and the mirror; it is in RUN now."""
