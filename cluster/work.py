@@ -140,7 +140,7 @@ class Work:
     def datasets(self) -> tuple[str, ...]:
         """Those that it reads."""
         data = getattr(self.settings, "data", None)
-        return () if data is None else (data.dataset, *(other.dataset for other in getattr(data, "also", ())))
+        return () if data is None else data.datasets if isinstance(data, DataSettings) else (data.dataset,)
 
     @property
     def pretrained(self) -> str | None:

@@ -49,6 +49,8 @@ class MissingError(UserError):
 def shown(url: str) -> str:
     """The URL as it may be printed."""
     parts = urlsplit(url)
+    if not parts.netloc and parts.scheme in ("", "file", "pipe"):  # of a command, which may hold anything, the program
+        return url if parts.scheme != "pipe" else " ".join([*url.split()[:1], "..."])
     has_user = "@" in parts.netloc and (parts.password is not None or KINDS.get(parts.scheme) is not _AZ)
     if KINDS.get(parts.scheme, _HTTP) is not _HTTP and "=" not in url and not has_user:
         return url  # its ? is part of a pattern; CONTAINER@ACCOUNT is a place

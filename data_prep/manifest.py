@@ -79,6 +79,8 @@ class Shard(Settings):
         """What is fetched for a manifest of others comes from a web server or an object store, or lies on this disk."""
         if "\0" in value:
             raise ValueError(f"{value!r} is no path")
+        if value.startswith("pipe:"):
+            raise ValueError(f"{value!r} is neither a path nor a URL: a command is run from a config or a command line alone")
         if "://" in value and not value.startswith(("http://", "https://", "s3://")):
             raise ValueError(f"{value!r} is neither a path nor a URL of http, https or s3")
         return value

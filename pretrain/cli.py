@@ -33,7 +33,7 @@ from pretrain.checkpoints.run import (
     steps_of,
 )
 from pretrain.config import PretrainSettings, check_against_ranks, parse_length
-from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
@@ -192,11 +192,14 @@ def _train(options: argparse.Namespace) -> int:
     check_length(data, settings)
     check_resume(run_dir, settings.resume)
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
+    data.check_ranks(world.num_ranks)
     start = _start_of(settings, data, world)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
         engine = settings.engine
         what = f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage}, {engine.precision}"
         print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
+        if isinstance(data, StreamData):
+            print(f"{settings.run_dir}: {data.in_words}", flush=True)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)

@@ -114,7 +114,33 @@ class PixelOrder(Settings):
         return self
 
 
-class DataSettings(PixelOrder, ReadingSettings):
+class StreamSettings(Settings):
+    """Stock WebDataset shards that are trained on as they come, through the package webdataset."""
+
+    stream: bool = False
+    """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which a shell runs), with {000..146}
+    and `::` between them, tar or tar.gz. Each rank reads its own. No index, so no exact resume and no shuffle over all of them."""
+    num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
+    """Of a stream, whose labels are numbers below it."""
+    samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
+    """Of a stream: by which epochs are counted. Its shards begin anew when they end, wherever that is."""
+    channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
+    """Of a stream: on the scale 0..1; by default ImageNet's."""
+    channel_std: tuple[float, float, float] | None = Field(None, examples=[[0.229, 0.224, 0.225]])
+    """Of a stream: the standard deviations, likewise."""
+    label: str = Field("cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"])
+    """Of a stream: cls: the integer in KEY.cls; txt: in KEY.txt; json:FIELD.SUBFIELD: in KEY.json. With `eval_dataset` the name of
+    one of its classes will do, too."""
+    image_member: str | None = Field(None, examples=["rgb.png"])
+    """Of a stream: the ending of the picture's member, where a sample holds several."""
+    shuffle_buffer: int = Field(1000, ge=0)
+    """Of a stream: undecoded samples in the memory of each rank, of which one is drawn at a time. With data.shuffle none they stay
+    in the order of the shards."""
+    eval_dataset: str | None = Field(None, examples=["data/theirs"])
+    """With a stream: the dataset that has `eval_split`, as a stream cannot be evaluated on."""
+
+
+class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     train_split: str = "train"
     """The split to train on."""
     eval_split: str | None = "val"
@@ -158,6 +184,32 @@ class DataSettings(PixelOrder, ReadingSettings):
             fault = f"{self.last_batch!r} will not do with data.also"
             raise ValueError(f"data.last_batch: {fault}, whose datasets end at different times; leave it at carry")
         return self
+
+    @model_validator(mode="after")
+    def _stream_is_described(self) -> "DataSettings":
+        if not self.stream:
+            changed = (name for name, field in StreamSettings.model_fields.items() if getattr(self, name) != field.default)
+            if (name := next(changed, None)) is not None:
+                raise ValueError(f"data.{name}: changes nothing without a stream; set data.stream=true, or leave it out")
+            return self
+        needed = {"num_classes": 1000, "samples_per_epoch": 1281167, "image_size": 64}
+        for name, example in needed.items():
+            if getattr(self, name) is None:
+                raise ValueError(f"data.{name}: missing; nothing else says it of a stream: set data.{name}, such as {example}")
+        other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
+        if (name := next((name for name, default in other.items() if getattr(self, name) != default), "")) != "":
+            raise ValueError(f"data.{name}: will not do with data.stream; leave it out, or index the shards with data_prep index")
+        if (self.eval_split is None) != (self.eval_dataset is None):
+            fault = f"{self.eval_split or 'null'} will not do with data.eval_dataset {self.eval_dataset or 'null'}"
+            why = "a stream has no splits, and only an indexed dataset can be evaluated on; set both, or data.eval_split=null alone"
+            raise ValueError(f"data.eval_split: {fault}: {why}")
+        return self
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The directories that are read."""
+        of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
+        return of_evaluation if self.stream else (self.dataset, *(other.dataset for other in self.also))
 
 
 class AugmentSettings(Settings):
@@ -438,6 +490,12 @@ class TrainingSettings(Settings):
         if self.augment.mixes_pairs and size % 2:
             off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
             raise ValueError(f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set {off}")
+        return self
+
+    @model_validator(mode="after")
+    def _stream_can_be_mixed(self) -> Self:
+        if self.data.stream and self.augment.mixes_previous:
+            raise ValueError("augment.mix_with: 'previous' will not do with data.stream, whose ranks know no order; set neighbour")
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,7 @@ data: {dataset: DATASET}
 model: {kind: mlp, depth: 2, width: 8}
 train: {duration: 2 epochs, global_batch_size: 24}
 """
+STREAM = "stream: true, num_classes: 9, samples_per_epoch: 9, image_size: 16"
 
 TABLE = [
     ("section misspelt", ["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
@@ -127,6 +128,17 @@ TABLE = [
     ("weight that vanishes", ["data={dataset: DATASET, weight: 1e-7, also: [{dataset: DATASET, weight: 1}]}"], "data.weight: 1e-07 will not do; it must be greater than or equal to 0.000001"),
     ("weights that differ by nothing", ["data={dataset: DATASET, weight: 999.999999, also: [{dataset: DATASET, weight: 999.999998}, {dataset: DATASET, weight: 999.999997}]}"], "data.weight: shares of 999999999 : 999999998 : 999999997 are too fine; give weights with fewer digits"),
     ("mixture that drops", ["data={dataset: DATASET, last_batch: drop, also: [{dataset: DATASET}]}"], "data.last_batch: 'drop' will not do with data.also"),
+    ("stream without its classes", ["data={dataset: DATASET/train-000000.tar, stream: true, samples_per_epoch: 9}"], "data.num_classes: missing; nothing else says it of a stream: set data.num_classes, such as 1000"),
+    ("classes of no stream", ["data.num_classes=4"], "data.num_classes: changes nothing without a stream; set data.stream=true"),
+    ("stream that is to be evaluated", ["data={STREAM, dataset: DATASET/train-000000.tar}"], "data.eval_split: val will not do with data.eval_dataset null: a stream has no splits"),
+    ("stream with staged copies", ["data={STREAM, dataset: x.tar, stage_dir: /x}"], "data.stage_dir: will not do with data.stream; leave it out"),
+    ("stream of an indexed dataset", ["data={STREAM, dataset: DATASET, eval_split: null}"], "data.dataset: DATASET is an indexed dataset; leave data.stream out"),
+    ("stream of a pattern", ["data={STREAM, dataset: 'DATASET/*.tar', eval_split: null}"], "data.dataset: 'DATASET/*.tar' is no file; write {000..146} for a range, not *"),
+    ("stream of an unknown scheme", ["data={STREAM, dataset: 'gopher://x/a.tar', eval_split: null}"], "data.dataset: gopher: is not read; write a path, a URL, or a command as 'pipe:COMMAND'"),
+    ("stream of a variable that is not set", ["data={STREAM, dataset: '${ROOT}/a.tar', eval_split: null}"], "data.dataset: ${ROOT} stands for WDS_ROOT, which is not set"),
+    ("stream with other classes than its evaluation", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_dataset: DATASET}"], "data.num_classes: 9, but DATASET has 8; set that"),
+    ("fewer shards than ranks", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_split: null}", "--ranks", "3"], "data.dataset: 1 shard for 3 ranks, of which each reads its own; cut them into more"),
+    ("mixing across the ranks of a stream", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_split: null}", "augment={mixup_alpha: 0.8, mix_with: previous}"], "augment.mix_with: 'previous' will not do with data.stream"),
     ("a batch that drop never fills", ["data.last_batch=drop", "train.global_batch_size=512"], "data.last_batch: 'drop' leaves nothing of 240 samples, fewer than train.global_batch_size 512"),
     ("section instead of value", ["optimizer.lr={a: 1}"], "optimizer.lr:"),
     ("value instead of section", ["optimizer=3"], "optimizer: 3 will not do; a section (key: value lines) is needed"),
@@ -141,7 +153,7 @@ def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
     shapes: Path, tmp_path: Path, overrides: list[str], words: str, light: Light
 ) -> None:
     (tmp_path / "c.yaml").write_text(PRETRAIN.replace("DATASET", str(shapes)))
-    overrides = [words.replace("DATASET", str(shapes)) for words in overrides]
+    overrides = [words.replace("STREAM", STREAM).replace("DATASET", str(shapes)) for words in overrides]
     start = "" if words.startswith("'") else "pretrain: "
     check(light, tmp_path, ["pretrain", "train", "c.yaml", *overrides], start + words.replace("DATASET", str(shapes)))
 
@@ -177,6 +189,11 @@ LATER = [
     ("probe", ["optimizer={name: sgd}"], "optimizer: {'name': 'sgd'} is not one of its values"),
     ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "leave them out (lrs=null)"),
     ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
+    (
+        "tune",
+        ["data={STREAM, dataset: x.tar, eval_split: null}"],
+        "data.stream: true will not do for a tuning; index its shards (data_prep index)",
+    ),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
     ("tune", ["seeds=3"], "seeds: 3 will not do; a list is needed, such as [0, 1, 2]"),
     ("tune", ["betas=0.9,0.99"], "optimizer.betas: '0.9,0.99' will not do; a list is needed, such as [0.9, 0.99]"),
@@ -191,6 +208,7 @@ def test_a_bad_transfer_config_is_one_line_with_its_remedy(
     shapes: Path, tmp_path: Path, verb: str, overrides: list[str], words: str, light: Light
 ) -> None:
     (tmp_path / "c.yaml").write_text({"probe": PROBE, "tune": TUNE}[verb].replace("DATASET", str(shapes)).replace("RUN", "nowhere"))
+    overrides = [each.replace("STREAM", STREAM) for each in overrides]
     check(light, tmp_path, ["finetune", verb, "c.yaml", *overrides], words)
 
 

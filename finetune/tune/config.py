@@ -54,6 +54,9 @@ class TuneSettings(TrainingSettings):
         seeds = self.seeds
         if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
             raise ValueError(f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as [0, 1, 2]")
+        if self.data.stream:
+            remedy = "index its shards (data_prep index), or go on with pretrain train and start_from"
+            raise ValueError(f"data.stream: true will not do for a tuning; {remedy}")
         if self.folds and self.data.fold is not None:
             raise ValueError(f"folds: true repeats on every fold, but data.fold is {self.data.fold}; leave one of them out")
         if self.train.ema_decay is not None:

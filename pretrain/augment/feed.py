@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pretrain.augment.augmentation import Augmentation, Prepared
-from pretrain.data.loader import Batch, Batches, Waits, as_stored
+from pretrain.data.loader import Batch, BatchSource, Waits, as_stored
 
 NUM_AHEAD = 2
 """Micro-batches on the GPU besides the one in use."""
@@ -32,7 +32,7 @@ class Feed:
 
     def __init__(
         self,
-        open_batches: Callable[[Callable[[Batch], Batch | Fed]], Batches[Batch | Fed]],
+        open_batches: Callable[[Callable[[Batch], Batch | Fed]], BatchSource[Batch | Fed]],
         augmentation: Augmentation,
         *,
         waits: Waits[Fed] = Future.result,
@@ -55,7 +55,7 @@ class Feed:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._batches.reader.end_waits()  # or closing would last as long as a download
+        self._batches.end_waits()  # or closing would last as long as a download
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._batches.close()

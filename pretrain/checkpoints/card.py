@@ -28,6 +28,8 @@ class ModelCard(PixelOrder):
     channel_std: tuple[float, float, float]
     dataset: str
     """The name of what they were trained on."""
+    stream: bool = False
+    """Trained on shards without an index (data.stream): no resume on the way was exact, and no shuffle over all of them."""
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
     """How the pictures there had become squares; None where that is not known, or not one thing."""

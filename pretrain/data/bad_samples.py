@@ -27,14 +27,34 @@ class TooManyBadSamples(UserError):  # noqa: N818
     of_all_ranks = True
 
 
-class BadSamples:
-    """What one rank makes of the bad samples of one reader; used by its loader's threads."""
+class BadSampleLog:
+    """The lines of one rank; used by its loader's threads."""
+
+    def __init__(self, log: Path | None):
+        self._log = log
+        self._known: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def note(self, bad: Unreadable, stand_in: int) -> None:
+        with self._lock:
+            if (bad.shard, bad.key) in self._known:
+                return
+            self._known.add((bad.shard, bad.key))
+            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
+            if self._log is not None:
+                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason, "stand_in": stand_in}
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._log, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+class BadSamples(BadSampleLog):
+    """What one rank makes of the bad samples of one reader."""
 
     def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
         """`chosen`: a fold, whose samples alone may stand in for each other."""
-        self._reader, self._log, self._chosen = reader, log, chosen
-        self._known: set[int] = set()
-        self._lock = threading.Lock()
+        super().__init__(log)
+        self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
         """Fills the bad places of the batch; returns `ids` with those of the stand-ins, which is whose labels count."""
@@ -50,21 +70,9 @@ class BadSamples:
             else:
                 candidate = int(self._chosen[int(hash64(bad.sample, attempt)) % len(self._chosen)])
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
-                self._note(bad, candidate)
+                self.note(bad, candidate)
                 return candidate
         raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it")
-
-    def _note(self, bad: Unreadable, stand_in: int) -> None:
-        with self._lock:
-            if bad.sample in self._known:
-                return
-            self._known.add(bad.sample)
-            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
-            if self._log is not None:
-                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason, "stand_in": stand_in}
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._log, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:

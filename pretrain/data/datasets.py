@@ -4,21 +4,42 @@ The classes of a mixture are those of its datasets in the order of their first m
 one class. Its channel statistics are those of the pictures as they are drawn.
 """
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
+from braceexpand import braceexpand
 
-from data_prep.manifest import CropPolicy, DatasetError, Filter, Manifest, Shard, Split, load_annotation, load_manifest
+from data_prep import __version__
+from data_prep.manifest import (
+    MANIFEST_NAME,
+    CropPolicy,
+    DatasetError,
+    Filter,
+    Manifest,
+    Shard,
+    Split,
+    load_annotation,
+    load_manifest,
+)
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
-from pretrain.data.order import Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
+from pretrain.data.order import AsItComes, Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
 from pretrain.data.store.directory import StoreDirectory
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of its colours."""
+STORES = ("s3", "gs", "az", "abfs", "abfss", "hf")
+"""From which a stream is read through fsspec, with data.storage; other URLs are opened by webdataset."""
+_OPENED = ("", "file", "pipe", "http", "https", "ftp", "sftp", "ftps", "scp", "ais", "htgs", *STORES)
 Statistic = tuple[float, float, float]
 
 
@@ -122,6 +143,13 @@ class TrainingData:
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
     @property
+    def is_stream(self) -> bool:
+        return self.settings.stream
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises where there is not enough for so many."""
+
+    @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
         """How the pictures became squares, where they all did alike."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
@@ -158,8 +186,54 @@ class TrainingData:
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
 
 
+@dataclass(frozen=True)
+class StreamData(TrainingData):
+    """Of data.stream. The manifest of its one part says how pictures are read; its split has no shards to look up."""
+
+    urls: tuple[str, ...] = ()
+    """Also `pipe:` commands: they are from a config or a command line, never from a manifest."""
+    evaluated: Part | None = None
+
+    @property
+    def num_samples(self) -> int:
+        assert self.settings.samples_per_epoch is not None
+        return self.settings.samples_per_epoch
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Of the list: nobody knows what is in the shards."""
+        return hash_of_json(["stream", self.urls, self.classes])
+
+    @cached_property
+    def pixels_hash(self) -> str:
+        return hash_of_json([self.content_hash, self.image_size, *self.channel_statistics])
+
+    def order(self, *, seed: int, global_batch_size: int) -> Line:  # noqa: ARG002
+        return AsItComes(self.num_samples)
+
+    def eval_part(self) -> Part | None:
+        return self.evaluated
+
+    def check_ranks(self, num_ranks: int) -> None:
+        if len(self.urls) < num_ranks:
+            few = f"{len(self.urls)} shard{'s' * (len(self.urls) > 1)} for {num_ranks} ranks, of which each reads its own"
+            raise ValueError(f"data.dataset: {few}; cut them into more, or index them (data_prep index): then ranks share shards")
+
+    @property
+    def in_words(self) -> str:
+        """What one should know of it before it begins."""
+        rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
+        default = ", ImageNet's by default" if None in (self.settings.channel_mean, self.settings.channel_std) else ""
+        return (
+            f"a stream of {len(self.urls):,} shards: no shuffle over all of them and no exact resume, and nothing but "
+            f"data.samples_per_epoch={self.num_samples:,} says what an epoch is; mean / std {' / '.join(rows)}{default}"
+        )
+
+
 def load_training_data(data: DataSettings) -> TrainingData:
     """Loads the manifests; raises what only they can tell."""
+    if data.stream:
+        return _load_stream(data)
     manifest = load_manifest(data.dataset)
     _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
     if data.eval_split is not None:
@@ -182,6 +256,70 @@ def load_training_data(data: DataSettings) -> TrainingData:
     numbers = {name: number for number, name in enumerate(classes)}
     parts = [replace(part, classes=tuple(numbers[name] for name in part.manifest.classes)) for part in found]
     return TrainingData(data, tuple(parts), weights, classes)
+
+
+def _load_stream(data: DataSettings) -> StreamData:
+    evaluated, urls, size = None, expand_shards(data.dataset), data.image_size
+    assert data.num_classes is not None and size is not None
+    classes = tuple(map(str, range(data.num_classes)))
+    if data.eval_dataset is not None and data.eval_split is not None:
+        of_evaluation = load_manifest(data.eval_dataset)
+        _labelled(of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset)
+        evaluated, classes = Part(Path(data.eval_dataset), of_evaluation, data.eval_split), of_evaluation.classes
+        if len(classes) != data.num_classes:
+            raise ValueError(f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has {len(classes):,}; set that")
+    named = re.search(r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", urls[0])
+    manifest = Manifest(
+        tool_version=__version__,
+        name=f"stream of {named[1] if named else 'shards'}",
+        source={"kind": "stream"},
+        seed=0,
+        encoding="keep",
+        image_size=size,
+        classes=classes,
+        splits={data.train_split: Split(shards=(), class_counts=(0,) * len(classes))},
+        channel_mean=data.channel_mean or IMAGENET[0],
+        channel_std=data.channel_std or IMAGENET[1],
+        num_read=0,
+        num_written=0,
+        num_rejected=0,
+        rejected_sha256="",
+        plan_hash="",
+    )
+    part = Part(Path(), manifest, data.train_split)
+    return StreamData(data, (part,), (1,), classes, urls=urls, evaluated=evaluated)
+
+
+def expand_shards(words: str) -> tuple[str, ...]:
+    """As webdataset does it (which imports torch): `::` between lists, ${NAME} is WDS_NAME of the environment, then braces."""
+
+    def value(match: re.Match[str]) -> str:
+        if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
+            raise ValueError(
+                f"data.dataset: ${{{match[1]}}} stands for {name}, which is not set; export it, or write what it means"
+            )
+        return found
+
+    urls: list[str] = []
+    for part in words.split("::"):
+        for _ in range(10):
+            part = re.sub(r"\$\{(\w+)\}", value, part)  # noqa: PLW2901
+        try:
+            urls += braceexpand(part)
+        except ValueError:
+            raise ValueError(f"data.dataset: {part!r}: its braces do not match; write ranges as {{000..146}}") from None
+    for url in urls:
+        scheme = urlsplit(url).scheme
+        path = Path(url2pathname(urlsplit(url).path) if scheme == "file" else url)
+        if scheme not in _OPENED:
+            raise ValueError(f"data.dataset: {scheme}: is not read; write a path, a URL, or a command as 'pipe:COMMAND'")
+        if scheme not in ("", "file") or path.is_file():
+            continue
+        if (path / MANIFEST_NAME).is_file():
+            raise ValueError(f"data.dataset: {path} is an indexed dataset; leave data.stream out, and it resumes exactly")
+        hint = f"name its shards, such as {path}/{{000..146}}.tar" if path.is_dir() else "write {000..146} for a range, not *"
+        raise ValueError(f"data.dataset: {url or words!r} is no file; {hint}")
+    return tuple(urls)
 
 
 def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings) -> int:

@@ -32,6 +32,7 @@ from pretrain.data.reader import Places, ShardReader, Unreadable
 from pretrain.ranks.world import World
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 """Mends the bad places of (ids, images) and returns whose labels count at each place; -1: leave the place out."""
 Waits = Callable[[Future[T]], T]
@@ -60,6 +61,16 @@ class Reader(Protocol):
     def names(self, ids: Ids) -> list[tuple[str, str]]: ...
     def fetch_ahead(self, ids: Ids) -> None: ...
     def end_waits(self) -> None: ...
+
+
+class BatchSource(Protocol[T_co]):
+    """What a feed takes batches from: `Batches`, or those of a stream."""
+
+    def __next__(self) -> T_co: ...
+    def end_waits(self) -> None:
+        """For what lies behind a network: nothing is fetched from here on."""
+
+    def close(self) -> None: ...
 
 
 class Request(NamedTuple):
@@ -187,7 +198,7 @@ class Batches(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         if kind is not None:
-            self.reader.end_waits()  # or closing would last as long as a download
+            self.end_waits()  # or closing would last as long as a download
         self.close()
 
     def __iter__(self) -> Iterator[T]:
@@ -199,6 +210,9 @@ class Batches(Generic[T]):
         batch = self._waits(self._ahead.popleft())
         self._request()
         return batch
+
+    def end_waits(self) -> None:
+        self.reader.end_waits()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -285,7 +299,7 @@ class _Job(Generic[T]):
         places = places.part(self._own)
         with self._lock:
             if self._images_BHWC is None:
-                self._images_BHWC = self._memory(self._size, batches.reader.stored_size)
+                self._images_BHWC = batches.buffers.pictures(self._size, batches.reader.stored_size, pin=batches.pin)
             images_BHWC = self._images_BHWC
         mine = places.part(slice(first, end))
         bad = batches.reader.read(mine, images_BHWC[first:end])
@@ -298,11 +312,6 @@ class _Job(Generic[T]):
             is_last = self._num_done == len(self._cuts) - 1
         if is_last:
             self.done.set_result(batches.finish(self._batch(images_BHWC, epochs[self._own], places)))
-
-    def _memory(self, count: int, size: int) -> Tensor:
-        if self._batches.pin:
-            return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=True)
-        return self._batches.buffers.empty(count, size, size, 3, dtype=torch.uint8)
 
     def _batch(self, images_BHWC: Tensor, epochs: Ids, places: Places) -> Batch:
         labels, mask = places.labels, self._request.mask
@@ -370,6 +379,11 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[NDArray[np.uint8]]] = defaultdict(lambda: deque(maxlen=MOST_IDLE))
+
+    def pictures(self, count: int, size: int, *, pin: bool) -> Tensor:
+        if pin:
+            return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=True)
+        return self.empty(count, size, size, 3, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize

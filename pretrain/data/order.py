@@ -247,6 +247,16 @@ class InSequence:
 
 
 @dataclass(frozen=True)
+class AsItComes:
+    """The line of a stream: a sample has no number of its own, so it is called by its position."""
+
+    epoch_size: int
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        return positions // self.epoch_size, positions
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each of `num_ranks` ranks."""
 

@@ -4,18 +4,21 @@ They are those of the run itself: the same order, crops and mixtures, from the b
 undone, which no eye could do.
 """
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from data_prep.settings import UserError
-from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
-from pretrain.data.loader import training_batches
+from pretrain.data.loader import BatchSource
 from pretrain.data.order import BatchPlan
-from pretrain.data.reader import reading
+from pretrain.data.reader import open_store
+from pretrain.data.stream import batches_of, open_reader
+from pretrain.ranks.world import World
 from pretrain.tracking.pictures import fed_sheet
 
 
@@ -34,9 +37,9 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
         pixels=settings.data,
     )
     start = epoch * data.epoch_size(global_batch_size=batch_size)
-    with (
-        reading(data.parts, settings.data, image_size=data.image_size) as reader,
-        training_batches(
+    reader = open_reader(data, seed=seed, world=World(0, 0, 1), store=open_store(settings.data, data.parts))
+    with closing(reader):
+        batches: BatchSource[Prepared] = batches_of(
             reader,
             data.order(seed=seed, global_batch_size=batch_size),
             BatchPlan(count, count, 1),
@@ -47,12 +50,12 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
             pin=False,
             finish=augmentation.prepare,
             previous_in=batch_size if settings.augment.mixes_previous else None,
-        ) as batches,
-    ):
+        )
         try:
             fed = next(batches)
         finally:
-            reader.end_waits()  # before the batches, whose end would last as long as a download
+            batches.end_waits()  # before its end, which would last as long as a download
+            batches.close()
     facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
     return fed_sheet(fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts)

@@ -15,6 +15,7 @@ import numpy as np
 from data_prep.settings import UserError
 from pretrain.data.order import BatchPlan, Ids, Line
 from pretrain.data.reader import ShardReader
+from pretrain.data.stream import Stream
 from pretrain.ranks.collectives import Agreed
 
 MAX_WRITTEN = 50
@@ -30,7 +31,9 @@ class TooManySkippedSteps(UserError):  # noqa: N818
 class SkippedSteps:
     """What one rank makes of them."""
 
-    def __init__(self, samples_of: Callable[[int], Ids], reader: ShardReader, *, log: Path, max_in_a_row: int, scales_loss: bool):
+    def __init__(
+        self, samples_of: Callable[[int], Ids], reader: ShardReader | Stream, *, log: Path, max_in_a_row: int, scales_loss: bool
+    ):
         self._samples_of, self._reader, self._log = samples_of, reader, log
         self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
         self.total = self.in_a_row = 0

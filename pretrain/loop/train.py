@@ -238,6 +238,8 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
+        if trainer.data.is_stream:
+            result["stream"] = True
         if outcome.images_per_s is not None:
             result["images_per_s"] = outcome.images_per_s
         if len(trainer.lengths) > 1:
@@ -276,7 +278,8 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
-        print(f"{trainer.run_dir.name}: going on from {place.name if own else place}")
+        anew = "; the stream begins anew, in another order" if trainer.data.is_stream else ""
+        print(f"{trainer.run_dir.name}: going on from {place.name if own else place}{anew}")
         if before is not None and now is not None and before != now:
             print(
                 f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to "
@@ -352,6 +355,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         channel_mean=task.normalisation.mean,
         channel_std=task.normalisation.std,
         dataset=data.name,
+        stream=data.is_stream,
         stored_crop=crop,
         stored_interpolation=interpolation,
         stored_size=data.parts[0].stored_size(data.image_size),  # all have the same

@@ -28,9 +28,10 @@ from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
 from pretrain.data.datasets import TrainingData
 from pretrain.data.first_read import FirstRead
-from pretrain.data.loader import num_cpu_threads, training_batches
+from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
 from pretrain.data.reader import ShardReader, open_store
+from pretrain.data.stream import batches_of, open_reader
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.peak import Meter
@@ -93,7 +94,8 @@ class Trainer:
         unchecked = data.read_parts if data.settings.check == "first-read" else ()
         self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world, device=device)
         store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
-        self.reader = ShardReader(data.parts, image_size=data.image_size, store=store)
+        bad_log = self.run_dir / "bad_samples" / f"rank-{rank}.jsonl"
+        self.reader = open_reader(data, seed=train.seed, world=self.world, store=store, log=bad_log)
         self.eval_reader = ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
         self.augmentation = Augmentation(
             settings.augment,
@@ -116,9 +118,9 @@ class Trainer:
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         warmup, cooldown = (self._steps(length) for length in (settings.schedule.warmup, settings.schedule.cooldown))
         self.schedule = Schedule(settings.schedule, settings.optimizer.lr, self.num_steps, warmup, cooldown)
-        self.bad_samples = BadSamples(
-            self.reader, log=self.run_dir / "bad_samples" / f"rank-{rank}.jsonl", chosen=data.parts[0].chosen
-        )
+        self.bad_samples = None
+        if isinstance(self.reader, ShardReader):
+            self.bad_samples = BadSamples(self.reader, log=bad_log, chosen=data.parts[0].chosen)
         self.skipped = SkippedSteps(
             lambda step: samples_of_rank(self.order, self.plan, step=step, rank=rank),
             self.reader,
@@ -209,7 +211,7 @@ class Trainer:
         """Micro-batches, augmented and on the device, from where training stands."""
         consumed, on_gpu = self.step * self.plan.global_batch_size, self.engine.device.type == "cuda"
         return Feed(
-            lambda finish: training_batches(
+            lambda finish: batches_of(
                 self.reader,
                 self.order,
                 self.plan,

@@ -15,7 +15,7 @@ import numpy as np
 
 from data_prep.manifest import Manifest, load_index
 from pretrain.config import PretrainSettings
-from pretrain.data.datasets import Part, TrainingData
+from pretrain.data.datasets import Part, StreamData, TrainingData
 from pretrain.ranks.launch import LAUNCHED_WITH
 
 LABEL_COLUMN = 2
@@ -46,7 +46,7 @@ def with_note(tags: dict[str, str], *, title: str, lines: Sequence[str] = (), ru
 
 def training_tags(settings: PretrainSettings, data: TrainingData, *, num_weights: int) -> dict[str, str]:
     engine, optimizer, train = settings.engine, settings.optimizer, settings.train
-    shards = sum(len(part.content.shards) for part in data.parts)
+    shards = len(data.urls) if isinstance(data, StreamData) else sum(len(part.content.shards) for part in data.parts)
     target = "+".join(target_of(part.manifest) for part in data.parts)
     return with_note(
         run_tags(dataset=data.name, target=target, model=settings.model.label),
@@ -81,8 +81,8 @@ def target_of(manifest: Manifest) -> str:
 
 
 def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
-    """One for each part that is trained on, and one for what is evaluated on."""
-    used = [(part, "training") for part in data.parts]
+    """One for each part that is trained on (a stream has no place of its own), and one for what is evaluated on."""
+    used = [(part, "training") for part in data.parts if not data.is_stream]
     evaluated = data.eval_part()
     return tuple(dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
 

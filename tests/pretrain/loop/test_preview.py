@@ -1,8 +1,6 @@
 """The preview shows the very pictures and labels that a run is fed."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,18 +75,16 @@ def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
     ended = []
 
     class Batches:
-        def __enter__(self) -> "Batches":
-            return self
+        def end_waits(self) -> None:
+            ended.append("downloads")
 
-        def __exit__(self, *unused: object) -> None:
+        def close(self) -> None:
             ended.append("threads")
 
         def __next__(self) -> None:
             raise KeyboardInterrupt
 
-    reader = SimpleNamespace(end_waits=lambda: ended.append("downloads"))
-    monkeypatch.setattr("pretrain.loop.preview.reading", lambda *unused, **more: nullcontext(reader))
-    monkeypatch.setattr("pretrain.loop.preview.training_batches", lambda *unused, **more: Batches())
+    monkeypatch.setattr("pretrain.loop.preview.batches_of", lambda *unused, **more: Batches())
     settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
     with pytest.raises(KeyboardInterrupt):
         preview(settings, load_training_data(settings.data), count=8, epoch=0, num_threads=1)

@@ -1,0 +1,294 @@
+"""A stream gives what stock webdataset reads of the same list: every sample, its picture and its label; each rank its own shards,
+all ranks as many steps. What breaks is read again; what cannot be used is counted."""
+
+import gzip
+import itertools
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+from webdataset.shardlists import expand_urls
+
+from data_prep import remote
+from data_prep.manifest import Shard
+from data_prep.settings import UserError, validate
+from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.run import list_checkpoints
+from pretrain.config import DataSettings
+from pretrain.data.bad_samples import BadSampleLog
+from pretrain.data.datasets import StreamData, expand_shards, load_training_data
+from pretrain.data.loader import Batch, as_stored
+from pretrain.data.order import BatchPlan
+from pretrain.data.stream import Stream, batches_of
+from pretrain.ranks.world import World
+from tests.data_prep.samples import encoded, picture
+from tests.data_prep.stock import forget_credentials, s3_server, write_stock
+from tests.training import finish, start
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of stock webdataset
+SIZE, CLASSES = 16, 5
+
+
+def member(number: int, kind: str = "PNG") -> bytes:
+    return encoded(picture(seed=number, width=SIZE, height=SIZE), kind)
+
+
+def shard(path: Path, numbers: range, *, label: str = "cls", ending: str = "png") -> Path:
+    """Of webdataset's own writer; the label is `number % CLASSES`."""
+    samples = []
+    for number in numbers:
+        value = number % CLASSES if label == "cls" else {"meta": {"label": number % CLASSES, "of": "us"}}
+        samples.append({"__key__": f"some/folder/{number:05d}", ending: member(number), label: value})
+    return write_stock(path, samples)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve of seven samples each, and one of them as tar.gz."""
+    folder = tmp_path_factory.mktemp("stream")
+    for number in range(12):
+        shard(folder / f"part-{number:02d}.tar", range(7 * number, 7 * number + 7))
+    (folder / "part-00.tar.gz").write_bytes(gzip.compress((folder / "part-00.tar").read_bytes()))
+    return folder
+
+
+def loaded(urls: str, **more: Any) -> StreamData:
+    tree = {
+        "dataset": urls,
+        "stream": True,
+        "num_classes": CLASSES,
+        "samples_per_epoch": 84,
+        "image_size": SIZE,
+        "eval_split": None,
+    }
+    data = load_training_data(validate(DataSettings, tree | more))
+    assert isinstance(data, StreamData)
+    return data
+
+
+@contextmanager
+def reading(
+    urls: str, *, rank: int = 0, num_ranks: int = 1, batch: int = 7, consumed: int = 0, log: Path | None = None, **more: Any
+) -> Iterator[tuple[Stream, Iterator[Batch]]]:
+    """The batches of a rank."""
+    data, world = loaded(urls, **more), World(rank, rank, num_ranks)
+    stream = Stream(data, seed=3, world=world, log=log)
+    plan = BatchPlan(batch * num_ranks, batch, num_ranks)
+    how: dict[str, Any] = {"rank": rank, "consumed": consumed, "num_threads": 2, "prefetch": 2, "pin": False, "finish": as_stored}
+    batches = batches_of(stream, data.order(seed=3, global_batch_size=batch), plan, **how)
+    try:
+        yield stream, iter(lambda: next(batches), None)
+    finally:
+        batches.close()
+
+
+def seen(batches: list[Batch]) -> list[tuple[int, bytes]]:
+    """(label, pixels) of every sample."""
+    return [
+        (label, image.numpy().tobytes())
+        for each in batches
+        for label, image in zip(each.labels_B.tolist(), each.images_BHWC, strict=True)
+    ]
+
+
+def stock(urls: str | list[str], *, label: str = "cls", **how: Any) -> list[tuple[int, bytes]]:
+    """What webdataset itself reads and decodes."""
+    found = list(webdataset.WebDataset(urls, shardshuffle=False, **how).decode("pil"))
+    assert found
+    pictures = [next(value for value in sample.values() if isinstance(value, Image.Image)) for sample in found]
+    labels = [sample["cls"] if label == "cls" else sample["json"]["meta"]["label"] for sample in found]
+    return [(label, image.tobytes()) for label, image in zip(labels, pictures, strict=True)]
+
+
+def test_a_list_of_shards_is_expanded_as_webdataset_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WDS_ROOT", "pipe:cat /${INNER}")
+    monkeypatch.setenv("WDS_INNER", "x")
+    for words in (
+        "http://a/b-{000..012}.tar", "s3://b/{x,y}-{0..1}.tar::pipe:cat '/c/{0..2}.tar' | gunzip", "${ROOT}/{a,b}.tar::hf://d/e.tar",
+        "pipe:awk '{print}' $HOME/a.tar",
+    ):  # fmt: skip
+        assert list(expand_shards(words)) == expand_urls(words)
+
+
+@pytest.mark.parametrize(
+    ("form", "label"),
+    [
+        ("{}/part-{{00..11}}.tar", "cls"),
+        ("{0}/part-00.tar.gz::{0}/part-{{01..03}}.tar::file:{0}/part-04.tar", "cls"),
+        ("pipe:cat {0}/part-{{05..06}}.tar::pipe:gunzip -c < {0}/part-00.tar.gz", "cls"),
+        ("{}/nested.tar", "json:meta.label"),
+    ],
+    ids=["braces", "gzip and lists", "commands", "labels in JSON, double endings"],
+)
+def test_a_stream_without_shuffle_is_what_stock_webdataset_reads_in_its_order(shards: Path, form: str, label: str) -> None:
+    shard(shards / "nested.tar", range(14), label="json", ending="left.png")
+    urls = form.format(shards)
+    expected = stock(urls, label=label)
+    assert len(expected) % 7 == 0
+    with reading(urls, shuffle="none", label=label) as (stream, batches):
+        found = seen(list(itertools.islice(batches, len(expected) // 7)))
+        assert found == expected
+        again = list(itertools.islice(batches, len(expected) // 7))  # the shards begin anew
+        assert seen(again) == expected and all(each.num_bad == 0 for each in again)
+        assert stream.names(np.array([0]))[0][1].startswith("some/folder/0")
+
+
+def test_ranks_read_shards_of_their_own_as_stock_webdataset_splits_them(shards: Path) -> None:
+    urls = f"{shards}/part-{{00..11}}.tar"
+    listed = expand_urls(urls)
+    for rank in range(3):
+        with reading(urls, rank=rank, num_ranks=3, shuffle="none") as (_, batches):
+            assert seen(list(itertools.islice(batches, 4))) == stock(listed[rank::3])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_pass_has_every_shard_once_over_all_ranks_and_another_start_another_order(shards: Path, num_ranks: int) -> None:
+    data = loaded(f"{shards}/part-{{00..11}}.tar")
+    orders = []
+    for consumed in (0, 0, 84):
+        streams = [Stream(data, seed=1, world=World(rank, rank, num_ranks)) for rank in range(num_ranks)]
+        num_open = 12 // num_ranks if num_ranks > 3 else 4
+        passes: list[list[str]] = [[], []]
+        for stream in streams:
+            for lane in range(num_open):
+                of_lane = stream.shards(lane, num_open, consumed=consumed)
+                count = len(range(stream._world.rank + num_ranks * lane, 12, num_ranks * num_open))
+                for each in passes:
+                    each.extend(itertools.islice(of_lane, count))
+        assert all(sorted(each) == sorted(data.urls) for each in passes) and passes[0] != passes[1]
+        orders.append(passes)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_shuffled_stream_has_every_sample_is_the_same_again_and_another_from_another_position(shards: Path) -> None:
+    urls = f"{shards}/part-{{00..11}}.tar"
+    expected, orders = stock(urls), []
+    for consumed in (0, 0, 42):
+        with reading(urls, consumed=consumed, shuffle_buffer=20) as (_, batches):
+            orders.append(seen(list(itertools.islice(batches, 24))))  # two passes
+    assert orders[0] == orders[1] != orders[2]
+    counts = Counter(orders[0])
+    assert set(counts) <= set(expected) and len(counts) > 75 and max(counts.values()) <= 3  # a lane may be a pass ahead
+    assert orders[0][:84] != expected
+
+
+def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    script, good = tmp_path / "serve", shards / "part-07.tar"
+    script.write_text(
+        f"echo x >> {tmp_path}/calls\n"
+        f"case $(wc -l < {tmp_path}/calls) in 1) head -c 9000 {good};; 2) cat {good}; exit 3;; *) cat {good};; esac\n"
+    )
+    with reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches):
+        assert seen([next(batches)]) == stock(str(good))
+    assert "secret" not in "".join(capsys.readouterr())
+    script.write_text("exit 7")
+    with (
+        reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches),
+        pytest.raises(
+            remote.RemoteError, match=r"^pipe:sh \.\.\.: cannot be read after 4 attempts \(its command ended with 7\)"
+        ) as failed,
+    ):
+        next(batches)
+    assert "secret" not in str(failed.value)
+
+
+def test_a_silent_command_does_not_hold_up_the_end(shards: Path) -> None:
+    with reading("pipe:exec sleep 1000", shuffle="none") as (stream, _):
+        while not stream._commands:
+            pass
+        (command,) = stream._commands
+    assert command.proc.wait() == -signal.SIGKILL
+
+
+def test_a_store_is_read_with_its_options(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_credentials(monkeypatch)
+    with s3_server(shards) as storage:
+        urls = "s3://pictures/some/part-{02..03}.tar"
+        with reading(urls, shuffle="none", storage=json.loads(storage)) as (_, batches):
+            assert seen(list(itertools.islice(batches, 2))) == stock([f"{shards}/part-02.tar", f"{shards}/part-03.tar"])
+
+
+def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> None:
+    good = [{"__key__": f"{number}", "png": member(number), "cls": number % CLASSES} for number in range(4)]
+    bad = [
+        {"__key__": "cut", "jpg": member(9, "JPEG")[:300], "cls": 1},
+        {"__key__": "unlabelled", "png": member(9), "json": {"species": 3}},
+        {"__key__": "beyond", "png": member(9), "cls": CLASSES},
+        {"__key__": "two", "png": member(9), "jpg": member(9, "JPEG"), "cls": 1},
+        {"__key__": "none", "cls": 1},
+    ]
+    mixed = [each for pair in itertools.zip_longest(good, bad) for each in pair if each]
+    path, log = write_stock(tmp_path / "mixed.tar", mixed), tmp_path / "bad.jsonl"
+    with reading(str(path), shuffle="none", batch=9, log=log) as (_, batches):
+        first, second = next(batches), next(batches)
+    assert first.num_bad == second.num_bad == 5
+    lines = [json.loads(line) for line in log.read_text().splitlines()]  # once for each, in whatever order threads finish
+    assert {line["key"]: line["reason"].partition(":")[0] for line in lines} == {
+        "cut": "cut_short" if "cut_short" in str(lines) else lines[0]["reason"].partition(":")[0],
+        "unlabelled": "no_label", "beyond": "bad_label", "two": "several_images", "none": "no_image",
+    }  # fmt: skip
+    assert "set data.label=json:FIELD" in log.read_text() and ".json has species" in log.read_text()
+    assert set(seen([first])) == {
+        (number % CLASSES, picture(seed=number, width=SIZE, height=SIZE).tobytes()) for number in range(4)
+    }
+    with (
+        reading(str(path), shuffle="none", label="txt") as (_, batches),
+        pytest.raises(UserError, match=r"none of 7 samples can be used; .*no member ends in \.txt"),
+    ):
+        next(batches)
+
+
+def test_no_manifest_runs_a_command(tmp_path: Path) -> None:
+    more = {"num_samples": 1, "num_bytes": 1, "sha256": "", "index_sha256": "", "paths_sha256": ""}
+    for file in ("pipe:cat a.tar", "pipe:curl http://x/a.tar"):
+        with pytest.raises(ValueError, match="is neither a path nor a URL"):
+            Shard(name="train-0", file=file, **more)
+
+
+def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pretrain.data.reader import Unreadable
+
+    log = BadSampleLog(tmp_path / "bad.jsonl")
+    for position in (3, 90):  # in every pass it stands elsewhere
+        log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1)
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_ranks_train_on_a_stream_and_card_and_result_say_so(shards: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"""
+run_dir: null
+model: {{kind: mlp, depth: 1, width: 8, expansion: 2}}
+data:
+  stream: true
+  dataset: "{shards}/part-{{00..05}}.tar::pipe:cat {shards}/part-{{06..11}}.tar"
+  num_classes: {CLASSES}
+  samples_per_epoch: 80
+  image_size: {SIZE}
+  eval_split: null
+train: {{duration: 2 epochs, global_batch_size: 8, log_every_steps: 1}}
+engine: {{precision: fp32, timeout_s: 60}}
+tracking: {{enabled: false}}
+""")
+    for duration, steps in (("2 epochs", 20), ("24 steps", 24)):
+        output = finish(start(config, tmp_path / "run", f"train.duration={duration}", journal_only=True))
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        assert result["stream"] is True and result["step"] == steps and result["ranks"] == 2
+    assert "going on from step-00000020; the stream begins anew, in another order" in output
+    assert "a stream of 12 shards: no shuffle over all of them and no exact resume" in output
+    assert "0.485 0.456 0.406 / 0.229 0.224 0.225, ImageNet's by default" in output
+    card = read_card(list_checkpoints(tmp_path / "run")[-1])
+    assert card.stream and card.dataset == "stream of part" and card.classes == tuple("01234")
