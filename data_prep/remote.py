@@ -42,9 +42,8 @@ MARKS = ("md5Hash", "crc32c", "ETag", "etag", "blob_id", "Last-Modified", "LastM
 """What clients call that by which contents differ, the best first."""
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
 """Of an object that s3 receives in parts; ten are in memory at once."""
-_CONDITIONAL = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
-_CHECKED: dict[str, dict[str, Any]] = {key: {"validate_content": True} for key in ("az", "abfs", "abfss")}
-"""So that a store refuses at once what arrives wrong; s3 does without being asked."""
+_AZURE = ("az://", "abfs://", "abfss://")
+_CONDITIONAL = ("s3://", "gs://", *_AZURE)
 _CHANCE = random.SystemRandom()
 """Of its own: the generators that others seed must not feel a server's faults."""
 T = TypeVar("T")
@@ -272,8 +271,11 @@ def upload(
         if url.startswith("file://"):
             with atomic_file(Path(system._strip_protocol(url))) as file, open(place, "rb") as source:
                 shutil.copyfileobj(source, file)
+        elif url.startswith(_AZURE):
+            with open(place, "rb") as source:  # put_file never ends where the container is not there
+                _until_stopped(lambda: system._pipe_file(url, source, validate_content=True), stop)
         elif system.async_impl:
-            more = {"chunksize": part_bytes} if url.startswith("s3://") else _CHECKED.get(url.partition("://")[0], {})
+            more = {"chunksize": part_bytes} if url.startswith("s3://") else {}
             _until_stopped(lambda: system._put_file(str(place), url, **more), stop)
         else:
             system.put_file(str(place), url)
@@ -284,8 +286,8 @@ def upload(
 
 
 def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: bool = False) -> bool:
-    """False: `only_if_new`, and another object stands there. Whether two writers at the same moment are told apart is the
-    store's doing: s3, gs and az write under a condition; the others are asked first."""
+    """False: `only_if_new`, and another object stands there. The store is asked first, as some ignore conditions; of two writers
+    at the same moment it is the condition of the write that refuses one (s3, gs, az)."""
     marks = _marks(io.BytesIO(data), part_bytes=_PART_BYTES)
     conditional = only_if_new and url.startswith(_CONDITIONAL)
     is_ours = True
@@ -293,7 +295,7 @@ def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: 
     def put(system: Any) -> None:
         nonlocal is_ours
         try:
-            if only_if_new and not conditional and system.exists(url):
+            if only_if_new and system.exists(url):
                 raise FileExistsError
             if url.startswith("file://"):
                 write_atomic(Path(system._strip_protocol(url)), data)
@@ -384,15 +386,21 @@ def _write(
         put(system)
         if not is_ours():
             return
-        is_whole = marks.in_store(system.info(url))
-        if is_whole is None:  # such as s3 with keys of its own
+        try:
+            if not holds():
+                raise RemoteError("the store holds other bytes than it was given")
+        except Exception:
+            with contextlib.suppress(Exception):  # what matters more is why
+                system.rm_file(url)
+            raise
+
+    def holds() -> bool:
+        found = marks.in_store(clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S))
+        if found is None:  # such as s3 with keys of its own
             digest = hashlib.sha256()
-            for start in range(0, marks.num_bytes, RANGE_BYTES):
-                digest.update(system.cat_file(url, start=start, end=min(start + RANGE_BYTES, marks.num_bytes)))
-            is_whole = digest.hexdigest() == marks.sha256
-        if not is_whole:
-            system.rm_file(url)
-            raise RemoteError("the store holds other bytes than it was given")
+            fetch(url, digest.update, num_bytes=marks.num_bytes, storage=storage, silence_s=READ_TIMEOUT_S, stop=stop)
+            found = digest.hexdigest() == marks.sha256
+        return found
 
     try:
         tried(url, attempt, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, stop=stop, report=_report, what="written")

@@ -7,6 +7,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the
 # Four processes of tests, which often wait, share two cores: threads that spin while they wait would take a third of both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which asks of buckets what the emulator does not know
 
 import inspect
 import re
@@ -37,7 +38,7 @@ Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 STARTS = re.compile(
     r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|build)\("
-    r"|--ranks|moto|http_server"
+    r"|--ranks|moto|http_server|tests\.stores"
 )
 """Words of a test module, or of a fixture, that starts processes. What has none of them says so itself: pytest.mark.processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
@@ -46,7 +47,7 @@ SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distribut
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """The processes of xdist are forks of the first, which has imported all test modules: that takes twenty seconds."""
-    if not config.option.markexpr:  # `make check` starts no process
+    if "not processes" not in config.option.markexpr:  # `make check` starts none
         forked.share()
     with catch_warnings_for_item(config, config.hook, "collect", None, record=False):
         asked = [Path(each.partition("::")[0]).absolute() for each in config.args]

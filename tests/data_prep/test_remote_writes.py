@@ -1,6 +1,7 @@
-"""What is written to a store: whole, verified, never over somebody else's."""
+"""What is written to a store: whole, verified, never over somebody else's; whatever the network does."""
 
-import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,56 +9,94 @@ from typing import Any
 import pytest
 
 from data_prep import remote
-from data_prep.remote import MissingError, join, names_under, read_bytes, upload, write_bytes
+from data_prep.remote import MissingError, RemoteError, StoppedError, join, names_under, read_bytes, upload, write_bytes
 from data_prep.settings import UserError
-from tests.data_prep.stock import forget_credentials, s3_server
+from tests.data_prep.stock import forget_credentials
+from tests.stores import EACH, Store, started
 
 pytestmark = pytest.mark.processes
-URL = "s3://pictures/a b/out"
+SIZES = {"small": 10_000, "large": 11 << 20}
+"""The large one is of more than two parts, the last of which is not whole."""
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module", params=EACH)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as patch:
         forget_credentials(patch)
-        with s3_server(tmp_path_factory.mktemp("empty")) as options:
-            yield json.loads(options)
+        with started(request.param, tmp_path_factory.mktemp("empty")) as store:
+            yield store
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.remote.FIRST_PAUSE_S", 0.01)
-
-
-def test_what_is_written_is_listed_read_and_removed(
-    tmp_path: Path, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(remote, "_PART_BYTES", 5 << 20)
-    large = tmp_path / "large"
-    large.write_bytes(bytes(range(256)) * (11 << 12))  # more than two parts, of which none is whole
-    upload(large, join(URL, "deep", "large"), storage=storage)
-    assert write_bytes(b"small", join(URL, "small"), storage=storage)
-    assert write_bytes(b"", join(URL, "empty"), storage=storage)
-    assert names_under(URL, storage=storage) == ["deep/large", "empty", "small"]
-    assert read_bytes(join(URL, "deep", "large"), storage=storage) == large.read_bytes()
-    remote.remove([join(URL, name) for name in ("deep/large", "empty", "small", "never")], storage=storage)
-    assert names_under(URL, storage=storage) == []
+    server.faults.clear()
+    server.requests.clear()
+    return server
+
+
+def made(folder: Path, size: str) -> Path:
+    place = folder / size
+    place.write_bytes((bytes(range(251)) * (SIZES[size] // 251 + 1))[: SIZES[size]])
+    return place
+
+
+def test_what_is_written_is_listed_read_and_removed(tmp_path: Path, store: Store) -> None:
+    url, how = store.url("a b", "out"), {"storage": store.storage}
+    assert names_under(url, **how) == []
+    upload(made(tmp_path, "large"), join(url, "deep", "large"), **how)
+    assert write_bytes(b"small", join(url, "small"), **how)
+    assert write_bytes(b"", join(url, "empty"), **how)
+    assert names_under(url, **how) == ["deep/large", "empty", "small"]
+    assert read_bytes(join(url, "deep", "large"), **how) == (tmp_path / "large").read_bytes()
+    remote.remove([join(url, name) for name in ("deep/large", "empty", "small", "never")], **how)
+    assert names_under(url, **how) == []
     with pytest.raises(MissingError):
-        read_bytes(join(URL, "small"), storage=storage)
+        read_bytes(join(url, "small"), **how)
 
 
-def test_only_the_first_of_two_is_written(storage: dict[str, Any]) -> None:
-    url = join(URL, "mark")
-    assert write_bytes(b"first", url, storage=storage, only_if_new=True)
-    assert write_bytes(b"first", url, storage=storage, only_if_new=True)  # an attempt whose answer was lost
-    assert not write_bytes(b"second", url, storage=storage, only_if_new=True)
-    assert read_bytes(url, storage=storage) == b"first"
+def test_only_the_first_of_two_is_written(store: Store) -> None:
+    url, how = store.url("mark"), {"storage": store.storage, "only_if_new": True}
+    assert write_bytes(b"first", url, **how)
+    assert write_bytes(b"first", url, **how)  # an attempt whose answer was lost
+    assert not write_bytes(b"second", url, **how)
+    assert read_bytes(url, storage=store.storage) == b"first"
 
 
-def test_a_web_server_and_a_bucket_that_is_not_there_are_one_line_each(tmp_path: Path, storage: dict[str, Any]) -> None:
-    place = tmp_path / "file"
-    place.write_bytes(b"x")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fault", [500, "cut", "lost", "wrong"])
+def test_a_fault_is_tried_again(tmp_path: Path, store: Store, fault: Any, size: str) -> None:
+    url, place = store.url("faults", f"{fault}-{size}"), made(tmp_path, size)
+    store.fail(fault)
+    upload(place, url, storage=store.storage)
+    assert not store.faults[0].count
+    assert read_bytes(url, storage=store.storage) == place.read_bytes()
+
+
+def test_bytes_that_are_always_wrong_are_not_left_there(tmp_path: Path, store: Store) -> None:
+    url = store.url("wrong", "object")
+    store.fail("wrong", count=1000)
+    with pytest.raises(RemoteError, match="cannot be written"):
+        upload(made(tmp_path, "small"), url, storage=store.storage)
+    store.faults.clear()
+    assert names_under(store.url("wrong"), storage=store.storage) == []
+
+
+def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(tmp_path: Path, store: Store) -> None:
+    store.fail("stall", count=1000)
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    began_s = time.monotonic()
+    with pytest.raises(StoppedError):
+        upload(made(tmp_path, "small"), store.url("silent"), storage=store.storage, stop=stop)
+    assert time.monotonic() - began_s < 30  # it is silent for longer
+    store.gate.set()
+
+
+def test_a_web_server_and_a_bucket_that_is_not_there_are_one_line_each(tmp_path: Path, store: Store) -> None:
+    place = made(tmp_path, "small")
     with pytest.raises(UserError, match="read, not written"):
         upload(place, "https://example.invalid/x", storage={})
-    with pytest.raises(MissingError, match="s3://nowhere/x: there is no such bucket; "):
-        upload(place, "s3://nowhere/x", storage=storage)
+    with pytest.raises(MissingError, match=f"{store.scheme}://nowhere/x: there is no such bucket; "):
+        upload(place, f"{store.scheme}://nowhere/x", storage=store.storage)
