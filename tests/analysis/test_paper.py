@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -48,12 +49,17 @@ def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path
         Point(**place, **model, member=number, run=f"r{number}", labels=json.dumps(each), depth=2 + 2 * number)
         for number, each in enumerate(labels)
     ]
+    made.append(replace(made[0], run="r0-again", own_seed=1))  # a member of several runs is one
     write_table(table_of(made, metadata={}), Path("kept.parquet"))
     assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
     assert capsys.readouterr().out == "page: page/index.html\n"
     text = Path("page/index.html").read_text()
     fig7, fig2d = (text.partition(f"<h2>{name}</h2>")[2].partition("</section>")[0] for name in ("Fig. 7", "Fig. 2d"))
-    assert "data:image/png;base64," in fig7 and "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
+    assert (
+        "data:image/png;base64," in fig7
+        and "2 of 4 runs</span><h2>Fig. 7<" in text
+        and "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
+    )
     assert "data:image" not in fig2d and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
