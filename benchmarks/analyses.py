@@ -27,7 +27,7 @@ from torch import Tensor
 
 from analysis.features.hsic import Grams, WholeSample, cka, gram, hsic
 from analysis.matrices.spectra import singular_values
-from analysis.scaling.fitting import fit, fit_resamples
+from analysis.scaling.fitting import fit
 from analysis.scaling.laws import FULL, forms_of
 from analysis.scaling.samples import Sample
 
@@ -166,13 +166,13 @@ def scaling_law(*, of_peer: int, rounds: int, resamples: int = 2000) -> None:
     rng, law = np.random.default_rng(0), forms_of("compute")[FULL]
     points = {"compute": np.concatenate([10 ** rng.uniform(12, 16) * np.array([1, 2, 4, 8, 16]) for _ in range(24)])}
     errors_N = (0.1 + 200 * (1e12 + points["compute"]) ** -0.25) * rng.normal(1, 0.01, 120)
-    weights_BN = Sample("", points, errors_N, np.repeat(np.arange(24), 5)).resamples(resamples)
+    weights_BN = Sample("", points, errors_N, np.repeat(np.arange(24), 5)).resamples(resamples)[1:]
     whole = fit(law, points, errors_N)
     unit = whole.units["compute"]
     scaled_N, start = points["compute"] / unit, [*whole.linear_BK[0], *whole.shape_BQ[0]]
 
     def ours() -> np.ndarray:
-        return fit_resamples(law, points, errors_N, weights_BN).squares_B
+        return fit(law, points, errors_N, weights_BN).squares_B
 
     def plain() -> np.ndarray:
         found = []

@@ -22,8 +22,8 @@ def add_verbs(verbs: Verbs) -> None:
     cka = verbs.add_parser(
         "cka",
         help="how alike the features of two networks are, mixing by mixing (paper A, Fig. 2)",
-        description="Unbiased minibatch CKA. Memory: the weights, and mixings of all runs x BATCH^2 x 8 bytes; with --whole, for "
-        "mixings of d and e entries, (d^2 + e^2 + d e) x 8 bytes.",
+        description="Unbiased minibatch CKA. Memory: 1 GB, the weights, and mixings of all runs x BATCH^2 x 16 bytes; with --whole, "
+        "for mixings of d and e entries, (d^2 + e^2 + d e) x 8 bytes.",
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
     cka.add_argument("run_a", help="a run, one of its checkpoints, or a folder of weights: the rows")
@@ -38,7 +38,7 @@ def add_verbs(verbs: Verbs) -> None:
     invariance = verbs.add_parser(
         "invariance",
         help="accuracy, agreement and CKA under shifts, flips, crops and another order of pixels; accuracy over views",
-        description="Memory: the weights of one run, its mixings x BATCH^2 x 16 bytes, and a batch.",
+        description="Memory: 1 GB, the weights of one run, its mixings x BATCH^2 x 24 bytes, and a batch.",
         epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
     )
     invariance.add_argument("runs", nargs="+", metavar="RUN", help="runs, their checkpoints, or folders of weights")

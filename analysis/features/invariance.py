@@ -85,6 +85,7 @@ def measure(
             same_K[number] += int((answers_B == usual_B).sum())
             pairs = ((grams, usual_grams), (grams, grams), (usual_grams, usual_grams))
             hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs]).cpu()
+            del features, grams, pairs  # before there are others
         seen += len(labels_B)
     cross, one, other = hsic_K3L[..., None].unbind(1)
     cka_KL = cka(cross[..., None], one, other)[..., 0, 0]

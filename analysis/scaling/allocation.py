@@ -9,28 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.scaling.fitting import Array
-from analysis.scaling.laws import FEWEST_RUNS, QUANTILES, interval
-from analysis.scaling.samples import Sample
+from analysis.scaling.laws import interval
+from analysis.scaling.samples import FEWEST_RUNS, Sample
 
 NUM_BUDGETS, NUM_NEAR = 7, 5
-
-
-@dataclass(frozen=True)
-class Line:
-    """The first is of the points, the others of the resamples that fix one."""
-
-    exponents_B: Array
-    intercepts_B: Array
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        return interval(self.exponents_B[1:]) if len(self.exponents_B) > 1 else None
-
-    def at(self, compute: Array) -> Array:
-        """Low, of the points, high."""
-        values = np.exp(self.intercepts_B[:, None] + self.exponents_B[:, None] * np.log(compute))
-        low, high = np.percentile(values[1:] if self.interval else values, QUANTILES, axis=0)
-        return np.array([low, values[0], high])
 
 
 @dataclass(frozen=True)
@@ -39,16 +21,18 @@ class Allocation:
     """Where it was read off."""
     best: Mapping[str, Array]
     """What was best there: parameters, and images or samples."""
-    lines: Mapping[str, Line]
+    lines: Mapping[str, Array]
+    """(B, 2): intercept and exponent, first of the points, then of the resamples that fix a line."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """As an estimate's."""
+        exponents = {f"{name} exponent": line_B2[:, 1] for name, line_B2 in self.lines.items()}
         return {
             "points": len(self.compute),
-            "parameters": {f"{name} exponent": float(line.exponents_B[0]) for name, line in self.lines.items()},
-            "intervals_95": {f"{name} exponent": line.interval for name, line in self.lines.items() if line.interval},
-            "resamples": {name: len(line.exponents_B) - 1 for name, line in self.lines.items()},
+            "parameters": {name: float(values[0]) for name, values in exponents.items()},
+            "intervals_95": {name: interval(values) for name, values in exponents.items() if len(values) > 1},
+            "resamples": {name: len(values) - 1 for name, values in exponents.items()},
             "compute": self.compute.tolist(),
             "best": {name: values.tolist() for name, values in self.best.items()},
         }
@@ -56,26 +40,23 @@ class Allocation:
 
 def by_frontier(sample: Sample, weights_BN: Array) -> Allocation | str:
     """Of points at one number of epochs."""
-    names = ("parameters", "images")
     known = np.isfinite(sample.points["parameters"] * sample.points["images"])
-    rows = weights_BN if sample.num_runs >= FEWEST_RUNS else weights_BN[:0]
-    masks_BN = sample.frontier(np.vstack([np.ones(len(known)), rows])) * known
+    masks_BN = sample.frontier(weights_BN if sample.num_runs >= FEWEST_RUNS else weights_BN[:1]) * known
     on = masks_BN[0] > 0
     if on.sum() < 3:
         return f"{on.sum()} points on the frontier cannot fix a line; 3 are needed"
-    compute = sample.points["compute"]
-    lines = {name: _line(np.log(compute), np.log(np.where(known, sample.points[name], 1.0)), masks_BN) for name in names}
-    return Allocation(compute[on], {name: sample.points[name][on] for name in names}, lines)
+    compute, values = sample.points["compute"], {name: sample.points[name] for name in ("parameters", "images")}
+    lines = {name: _line(np.log(compute), np.log(np.where(known, each, 1.0)), masks_BN) for name, each in values.items()}
+    return Allocation(compute[on], {name: each[on] for name, each in values.items()}, lines)
 
 
-def _line(x_N: Array, y_BN: Array, weights_BN: Array) -> Line:
+def _line(x_N: Array, y_BN: Array, weights_BN: Array) -> Array:
     """Ordinary least squares of each row, of those that have two different x."""
     total = np.maximum(weights_BN.sum(1, keepdims=True), 1e-9)
-    x_BN, mean_y = x_N - (weights_BN * x_N).sum(1, keepdims=True) / total, (weights_BN * y_BN).sum(1, keepdims=True) / total
-    spread = (weights_BN * x_BN**2).sum(1)
-    fixed = spread > 1e-12
-    slope = (weights_BN * x_BN * (y_BN - mean_y)).sum(1)[fixed] / spread[fixed]
-    return Line(slope, mean_y[fixed, 0] - slope * (x_N - x_BN)[fixed, 0])
+    mean_x, mean_y = (weights_BN * x_N).sum(1, keepdims=True) / total, (weights_BN * y_BN).sum(1, keepdims=True) / total
+    spread = (weights_BN * (x_N - mean_x) ** 2).sum(1)
+    slope = (weights_BN * (x_N - mean_x) * (y_BN - mean_y)).sum(1) / np.maximum(spread, 1e-12)
+    return np.asarray(np.stack([mean_y[:, 0] - slope * mean_x[:, 0], slope], axis=1)[spread > 1e-12])
 
 
 @dataclass(frozen=True)
@@ -99,23 +80,20 @@ def by_parabolas(sample: Sample, weights_BN: Array) -> IsoFlop | str:
     if low >= high:
         return "no three sizes have been trained with the same compute"
     budgets_K = np.exp(np.linspace(low, high, NUM_BUDGETS))
-    errors_KP, parabolas_K3, best_K = _parabolas(sample, np.ones(len(parameters)), budgets_K, sizes_P)
-    found = np.isfinite(best_K)
-    if found.sum() < 3:
-        lack = f"{found.sum()} of {NUM_BUDGETS} parabolas have their least error between the sizes; 3 are needed"
-        return IsoFlop(budgets_K, sizes_P, errors_KP, parabolas_K3, lack)
-    rows = [] if sample.num_runs < FEWEST_RUNS else [_parabolas(sample, each, budgets_K, sizes_P)[2] for each in weights_BN]
-    best_BK = np.array([best_K, *rows])
-    per_sample = [np.nanmin((compute / sample.points["samples"])[parameters == size]) for size in sizes_P]
-    samples_BK = np.log(budgets_K) - np.interp(best_BK, np.log(sizes_P), np.log(per_sample))
+    curves = [_parabolas(sample, weights_N, budgets_K, sizes_P) for weights_N in weights_BN]
+    errors_KP, parabolas_K3, _ = curves[0]
+    best_BK = np.array([best_K for *_, best_K in curves])
     masks = np.isfinite(best_BK)
-    enough = masks.sum(axis=1) >= 2
-    values = {"parameters": best_BK, "samples": samples_BK}
-    lines = {
-        name: _line(np.log(budgets_K), np.where(masks, each, 0.0)[enough], masks[enough] * 1.0) for name, each in values.items()
-    }
-    best = {name: np.exp(each[0, found]) for name, each in values.items()}
-    return IsoFlop(budgets_K, sizes_P, errors_KP, parabolas_K3, Allocation(budgets_K[found], best, lines))
+    lack = f"{masks[0].sum()} of {NUM_BUDGETS} parabolas have their least error between the sizes; 3 are needed"
+    allocation: Allocation | str = lack
+    if masks[0].sum() >= 3:
+        per_sample = [np.nanmin((compute / sample.points["samples"])[parameters == size]) for size in sizes_P]
+        samples_BK = np.log(budgets_K) - np.interp(best_BK, np.log(sizes_P), np.log(per_sample))
+        values = {"parameters": best_BK, "samples": samples_BK}
+        lines = {name: _line(np.log(budgets_K), np.where(masks, each, 0.0), masks * 1.0) for name, each in values.items()}
+        best = {name: np.exp(each[0, masks[0]]) for name, each in values.items()}
+        allocation = Allocation(budgets_K[masks[0]], best, lines)
+    return IsoFlop(budgets_K, sizes_P, errors_KP, parabolas_K3, allocation)
 
 
 def _parabolas(sample: Sample, weights_N: Array, budgets_K: Array, sizes_P: Array) -> tuple[Array, Array, Array]:

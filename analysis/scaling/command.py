@@ -36,7 +36,7 @@ def _scaling(options: argparse.Namespace) -> int:
     from finetune.looks import looks
 
     resamples = QUICK_RESAMPLES if options.quick else RESAMPLES
-    with progress("resamples", total=FITS * resamples * len(samples), unit="fits") as line:
+    with progress("resamples", total=FITS * (resamples + 1) * len(samples), unit="fits") as line:
         studies = [study(each, epochs=options.epochs, resamples=resamples, advance=line.advance) for each in samples]
         line.advance(line.total - line.done)  # what points were too few for
     rows = [row for each in studies for row in each.rows()]

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.output import draw_band, mark
 from analysis.scaling.allocation import Allocation, IsoFlop, around_least
-from analysis.scaling.laws import Estimate
+from analysis.scaling.laws import Estimate, band_of
 from analysis.scaling.study import VARIABLES, Study
 from finetune.looks import GREY, panels
 
@@ -85,7 +85,8 @@ def _allocation(studies: Sequence[Study]) -> Figure:
                 if isinstance(found, Allocation) and name in found.lines:
                     x = np.geomspace(found.compute.min(), found.compute.max(), 60)
                     said = f"{each.sample.name}, {way}: C^{_with_interval(found, f'{name} exponent')}"
-                    draw_band(axis, x, *found.lines[name].at(x), color=look["color"], linestyle=style, label=said)
+                    values_BN = np.exp(found.lines[name] @ [np.ones_like(x), np.log(x)])
+                    draw_band(axis, x, *band_of(values_BN), color=look["color"], linestyle=style, label=said)
                     open_marks: dict[str, Any] = {"facecolors": "none", "edgecolors": look["color"], "marker": look["marker"]}
                     axis.scatter(found.compute, found.best[name], s=16, linewidths=0.8, **open_marks)
         _scale(axis, COMPUTE, f"best {label}", legend_above=True)
@@ -116,7 +117,7 @@ def _isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
 def _law(axis: Axes, each: Study, law: str, values: np.ndarray, *, color: str) -> None:
     found, x = each.drawn(law), np.geomspace(values.min(), values.max(), 80)
     if isinstance(found, Estimate):
-        draw_band(axis, x, *found.band({VARIABLES[law][0]: x}), color=color)
+        draw_band(axis, x, *band_of(found.fit.predict({VARIABLES[law][0]: x})), color=color)
 
 
 def _formula(each: Study) -> str:

@@ -27,7 +27,7 @@ GRIDS = {
     "repeats": np.geomspace(0.3, 3e4, 10),
 }
 BOUNDS = {"exponent": (0.01, 5.0), "offset": (0.0, 1e3), "repeats": (0.1, 1e5)}
-STARTS, ROUNDS = 8, 100
+ROUNDS = 100
 _CHUNK = 60_000
 """Resamples times points that are worked on at once: they stay in the cache."""
 
@@ -125,23 +125,17 @@ class Fit:
         return np.asarray((self.linear_BK[:, None] @ columns_BKN)[:, 0])
 
 
-def fit(law: Law, points: Points, errors_N: Array) -> Fit:
-    """To the points as they are: the grid's best places polished."""
-    units, scaled, starts_BQ = _starts(law, points, errors_N, np.ones(len(errors_N)))
-    starts_BQ = starts_BQ[:STARTS]
-    found = _polish(law, scaled, errors_N, np.ones((len(starts_BQ), len(errors_N))), starts_BQ)
-    best = np.argmin(found[2])
-    return Fit(law, units, *(each[best : best + 1] for each in found))
-
-
-def fit_resamples(
-    law: Law, points: Points, errors_N: Array, weights_BN: Array, *, advance: Callable[[int], None] = lambda _: None
+def fit(
+    law: Law, points: Points, errors_N: Array, weights_BN: Array | None = None, *, advance: Callable[[int], None] = lambda _: None
 ) -> Fit:
-    """To each resample, given by how often it has each point. It starts from the best for it of the grid's places that are good for
-    all resamples together."""
+    """To each resample, given by how often it has each point; else to the points as they are. Each starts from the best for it of
+    the grid's places that are good for all together."""
+    weights_BN = np.ones((1, len(errors_N))) if weights_BN is None else weights_BN
     used = weights_BN.any(axis=0)
     points, errors_N, weights_BN = {name: values[used] for name, values in points.items()}, errors_N[used], weights_BN[:, used]
-    units, scaled, grid_BQ = _starts(law, points, errors_N, weights_BN.mean(axis=0))
+    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
+    scaled = _scaled(points, units)
+    grid_BQ = _good_places(law, scaled, errors_N, weights_BN.mean(axis=0))
     columns_GKN, _ = law.columns(scaled, grid_BQ)
     products = (columns_GKN[:, :, None] * columns_GKN[:, None]).reshape(-1, len(errors_N))
     sides, pieces = [len(grid_BQ), *[len(law.linear)] * 2], list[tuple[Array, ...]]()
@@ -159,15 +153,13 @@ def _scaled(points: Points, units: Mapping[str, float]) -> Points:
     return {name: values / units.get(name, 1.0) for name, values in points.items()}
 
 
-def _starts(law: Law, points: Points, errors_N: Array, weights_N: Array) -> tuple[dict[str, float], Points, Array]:
-    """The units, the points in them, and of each value of each parameter the grid's best place, the best first."""
-    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
-    grid_BQ, scaled = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values())))), _scaled(points, units)
+def _good_places(law: Law, points: Points, errors_N: Array, weights_N: Array) -> Array:
+    """Of each value of each parameter of the grid the best place."""
+    grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
     pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * len(errors_N) // _CHUNK))
-    squares_B = np.concatenate([_project(law, scaled, errors_N, weights_N[None], piece)[2] for piece in pieces])
+    squares_B = np.concatenate([_project(law, points, errors_N, weights_N[None], piece)[2] for piece in pieces])
     alike = [np.flatnonzero(column == value) for column in grid_BQ.T for value in np.unique(column)]
-    places = np.unique([places[squares_B[places].argmin()] for places in alike])
-    return units, scaled, grid_BQ[places[np.argsort(squares_B[places], kind="stable")]]
+    return np.asarray(grid_BQ[np.unique([places[squares_B[places].argmin()] for places in alike])])
 
 
 def _non_negative(gram: Array, right: Array) -> Array:

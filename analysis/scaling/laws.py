@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.scaling.fitting import Array, Fit, Law, Points, Term, fit, fit_resamples
-from analysis.scaling.samples import Sample
+from analysis.scaling.fitting import Array, Fit, Law, Points, Term, fit
+from analysis.scaling.samples import FEWEST_RUNS, Sample
 
 QUANTILES = (2.5, 97.5)
-FEWEST_RUNS = 4
-"""Of fewer there is no law: their resamples are too much alike to say how good it is."""
 FEWEST_USABLE = 0.1
 """Of the resamples: of fewer that can fix a law there are no intervals."""
 FULL = "full"
@@ -38,20 +36,19 @@ class Estimate:
     """One law on some points of one target."""
 
     fit: Fit
-    resampled: Fit | None
-    """Without intervals where the runs are too few."""
+    """The first is of the points, the others of the resamples that can fix the law."""
     facts: Mapping[str, Any]
 
-    def band(self, points: Points) -> Array:
-        """Low, of the points, high at these points."""
-        middle = self.fit.predict(points)[0]
-        low, high = np.percentile(self.resampled.predict(points), QUANTILES, axis=0) if self.resampled else (middle, middle)
-        return np.array([low, middle, high])
+
+def interval(values_B: Array) -> tuple[float, float] | None:
+    """Of the resamples, which follow the points' own."""
+    return tuple(np.percentile(values_B[1:], QUANTILES).tolist()) if len(values_B) > 1 else None
 
 
-def interval(values: Array) -> tuple[float, float]:
-    low, high = np.percentile(values, QUANTILES)
-    return float(low), float(high)
+def band_of(values_BN: Array) -> tuple[Array, Array, Array]:
+    """Low, of the points, high."""
+    low, high = np.percentile(values_BN[1:] if len(values_BN) > 1 else values_BN, QUANTILES, axis=0)
+    return low, values_BN[0], high
 
 
 def _with_exponents(found: Fit) -> Mapping[str, Array]:
@@ -66,47 +63,42 @@ def _with_exponents(found: Fit) -> Mapping[str, Array]:
 def estimate(
     law: Law,
     sample: Sample,
-    weights_N: Array,
     weights_BN: Array,
     *,
     size: str = "parameters",
     without_N: Array | None = None,
     advance: Advance = lambda _: None,
 ) -> Estimate | str:
-    """`weights_N` is 1 for each point of the whole sample that counts, `weights_BN` how often each resample has it. `without_N`
-    are those that count without the largest `size` (these points less that, if nothing is given), which predict its errors:
-    `largest_size_left_out` is the root mean square of predicted / seen - 1. `at_bounds`: parameters that are at an end of what they
-    may be (1), or are so in this share of the resamples. `aicc`: k counts the noise, too. NaN is what points are too few for."""
-    held = sample.of(weights_N > 0)
+    """`weights_BN`: how often each resample has each point, first 1 for those that count. `without_N` are those that count without
+    the largest `size` (these points less that, if nothing is given), which predict its errors: `largest_size_left_out` is the root
+    mean square of predicted / seen - 1. `at_bounds`: parameters that are at an end of what they may be (1), or are so in this share
+    of the resamples. `aicc`: k counts the noise, too. NaN is what points are too few for."""
+    held = sample.of(weights_BN[0] > 0)
     if lack := _lack(law, held):
         return lack
     if held.num_runs < FEWEST_RUNS:
         return f"{held.num_runs} runs are too few for a law; {FEWEST_RUNS} are needed"
-    found, resampled, usable = fit(law, held.points, held.errors_N), None, _fixes(law, sample.points, weights_BN)
-    if usable.mean() >= FEWEST_USABLE:
-        resampled = fit_resamples(law, sample.points, sample.errors_N, weights_BN[usable], advance=advance)
-    n, k = len(held.errors_N), law.num_parameters + 1
-    spread = np.log(max(found.squares_B[0], 1e-300) / n)
-    largest = sample.largest(size)
-    rest = sample.of((weights_N if without_N is None else without_N) * ~largest > 0)
-    at_bounds = {name: float(hit[0]) for name, hit in found.at_bounds.items()}
-    if resampled:
-        at_bounds = {name: max(at_bounds[name], float(hits.mean())) for name, hits in resampled.at_bounds.items()}
-    return Estimate(
-        found,
-        resampled,
-        {
-            "points": n,
-            "parameters": {name: float(value[0]) for name, value in _with_exponents(found).items()},
-            "intervals_95": {name: interval(each) for name, each in _with_exponents(resampled).items()} if resampled else {},
-            "resamples": len(resampled.squares_B) if resampled else 0,
-            "resamples_left_out": int((~usable).sum()),
-            "root_mean_square_residual": float(np.sqrt(found.squares_B[0] / n)),
-            "aicc": float(n * spread + 2 * k + 2 * k * (k + 1) / (n - k - 1)) if n > k + 1 else float("nan"),
-            "largest_size_left_out": _error_beyond(law, rest, sample.of((weights_N > 0) & largest & (sample.errors_N > 0))),
-            "at_bounds": {name: share for name, share in at_bounds.items() if share > 0},
-        },
-    )
+    usable = _fixes(law, sample.points, weights_BN)
+    chosen = weights_BN[usable] if usable[1:].sum() >= FEWEST_USABLE * len(usable) else weights_BN[:1]
+    found = fit(law, sample.points, sample.errors_N, chosen, advance=advance)
+    parameters, n, k = _with_exponents(found), len(held.errors_N), law.num_parameters + 1
+    squares, largest = found.squares_B[0], sample.largest(size)
+    rest = sample.of((weights_BN[0] if without_N is None else without_N) * ~largest > 0)
+    at_bounds = {
+        name: max(float(hits[0]), float(hits[1:].mean() if len(hits) > 1 else 0)) for name, hits in found.at_bounds.items()
+    }
+    facts = {
+        "points": n,
+        "parameters": {name: float(values[0]) for name, values in parameters.items()},
+        "intervals_95": {name: interval(values) for name, values in parameters.items() if len(values) > 1},
+        "resamples": len(chosen) - 1,
+        "resamples_left_out": int((~usable).sum()),
+        "root_mean_square_residual": float(np.sqrt(squares / n)),
+        "aicc": float(n * np.log(max(squares, 1e-300) / n) + 2 * k + 2 * k * (k + 1) / (n - k - 1)) if n > k + 1 else np.nan,
+        "largest_size_left_out": _error_beyond(law, rest, sample.of((weights_BN[0] > 0) & largest & (sample.errors_N > 0))),
+        "at_bounds": {name: share for name, share in at_bounds.items() if share > 0},
+    }
+    return Estimate(found, facts)
 
 
 def fullest(forms: Mapping[str, Found | str]) -> Found | str:

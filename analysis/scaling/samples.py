@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from analysis.points import Point
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
+FEWEST_RUNS = 4
+"""Of fewer there is no law: their resamples are too much alike to say how good it is."""
 SAME_T = 0.01
 """By so much numbers of epochs may differ and be the same: a run ends at a whole batch."""
 
@@ -39,9 +41,11 @@ class Sample:
         return len(np.unique(values[np.isfinite(values)]))
 
     def resamples(self, count: int, *, seed: int = 0) -> Array:
-        """How often each point is in each of them: as often as its run was drawn. Of a whole sample."""
+        """How often each point is in each of them: in the first once, in the others as often as its run was drawn. There are none
+        of too few runs. Of a whole sample."""
+        count *= self.num_runs >= FEWEST_RUNS
         drawn = np.random.default_rng(seed).multinomial(self.num_runs, [1 / self.num_runs] * self.num_runs, size=count)
-        return drawn[:, self.runs_N].astype(float)
+        return np.vstack([np.ones(len(self.runs_N)), drawn[:, self.runs_N]])
 
     def frontier(self, weights_BN: Array) -> Array:
         """1 for the points of each resample that are better than all of less compute, else 0."""

@@ -9,8 +9,8 @@ import numpy as np
 from analysis.scaling import fitting
 from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
 from analysis.scaling.fitting import Array
-from analysis.scaling.laws import FEWEST_RUNS, QUANTILES, REPEATS_LAW, SUM_LAW, Advance, Estimate, estimate, forms_of, fullest
-from analysis.scaling.samples import Sample
+from analysis.scaling.laws import QUANTILES, REPEATS_LAW, SUM_LAW, Advance, Estimate, estimate, forms_of, fullest
+from analysis.scaling.samples import FEWEST_RUNS, Sample
 
 RESAMPLES, QUICK_RESAMPLES = 2000, 200
 FITS = 11
@@ -79,29 +79,27 @@ class Study:
 
 
 def study(sample: Sample, *, epochs: float, resamples: int, advance: Advance = lambda _: None) -> Study:
-    ones, weights_BN = np.ones((1, len(sample.errors_N))), sample.resamples(resamples)
-    known = np.isfinite(sample.points["parameters"]) & np.isfinite(sample.points["images"])
+    weights_BN = sample.resamples(resamples)
+    known = np.isfinite(sample.points["parameters"] * sample.points["images"])
     at, epochs = sample.at_epochs(epochs)
     used = {
-        "compute": sample.frontier(ones)[0],
-        "size": sample.largest("images", "epochs") * known * 1.0,
-        "data": sample.largest("parameters", "epochs") * known * 1.0,
-        "sum": at * known * 1.0,
-        "repeats": np.isfinite(sample.points["epochs"]) * known * 1.0,
+        "compute": sample.frontier(weights_BN),
+        "size": weights_BN * sample.largest("images", "epochs") * known,
+        "data": weights_BN * sample.largest("parameters", "epochs") * known,
+        "sum": weights_BN * at * known,
+        "repeats": weights_BN * np.isfinite(sample.points["epochs"]) * known,
     }
-    resampled = {law: weights_BN * held for law, held in used.items()} | {"compute": sample.frontier(weights_BN)}
-    without_N = sample.frontier(ones * ~sample.largest("parameters"))[0]
+    without_N = sample.frontier(weights_BN[:1] * ~sample.largest("parameters"))[0]
     laws: dict[str, dict[str, Estimate | Allocation | str]] = {}
     for law, (variable, size) in VARIABLES.items():
         more: dict[str, Any] = {"size": size, "without_N": without_N if law == "compute" else None, "advance": advance}
-        forms = forms_of(variable).items()
-        laws[law] = {form: estimate(each, sample, used[law], resampled[law], **more) for form, each in forms}
+        laws[law] = {form: estimate(each, sample, used[law], **more) for form, each in forms_of(variable).items()}
     for law, each in (("sum", SUM_LAW), ("repeats", REPEATS_LAW)):
-        laws[law] = {"": estimate(each, sample, used[law], resampled[law], advance=advance)}
+        laws[law] = {"": estimate(each, sample, used[law], advance=advance)}
     isoflop = by_parabolas(sample, weights_BN)
     laws["allocation"] = {"": by_frontier(sample.of(at), weights_BN[:, at]) if at.any() else "no epochs are known"}
     laws["isoFLOP"] = {"": isoflop if isinstance(isoflop, str) else isoflop.allocation}
-    return Study(sample, laws, used, epochs, isoflop)
+    return Study(sample, laws, {law: each[0] for law, each in used.items()}, epochs, isoflop)
 
 
 def facts_of(studies: Sequence[Study], *, resamples: int, num_left_out: int) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _checklist(resamples: int, num_left_out: int) -> dict[str, Any]:
         "units": "each variable in units of its geometric mean",
         "grids": {name: [float(values[0]), float(values[-1]), len(values)] for name, values in fitting.GRIDS.items()},
         "bounds": fitting.BOUNDS,
-        "starts": fitting.STARTS,
+        "starts": "of each value of each shape parameter the grid's best place; the best of these for each resample",
         "intervals": {
             "resamples": resamples,
             "unit": "a run, with all its checkpoints",

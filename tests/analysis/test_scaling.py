@@ -13,7 +13,7 @@ from analysis.cli import main
 from analysis.output import write_table
 from analysis.points import Point, table_of
 from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
-from analysis.scaling.fitting import _non_negative, fit, fit_resamples
+from analysis.scaling.fitting import _non_negative, fit
 from analysis.scaling.laws import FULL, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
 from analysis.scaling.samples import Sample, read_samples
 from analysis.scaling.study import Study, study
@@ -78,7 +78,7 @@ def made(salt: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
 def covers(salt: int, *, resamples: int) -> bool:
     points, error, runs = made(salt)
     weights = Sample("", points, error, runs).resamples(resamples, seed=salt)
-    low, high = np.percentile(fit_resamples(FORMS["b = 0"], points, error, weights).parameters["alpha"], (2.5, 97.5))
+    low, high = np.percentile(fit(FORMS["b = 0"], points, error, weights).parameters["alpha"][1:], (2.5, 97.5))
     return bool(low <= 0.35 <= high)
 
 
@@ -95,7 +95,7 @@ def test_a_resample_is_fitted_as_its_points_alone_would_be() -> None:
     points, error, runs = made(3)
     weights = Sample("", points, error, runs).resamples(4)
     for name, form in FORMS.items():
-        together = fit_resamples(form, points, error, weights)
+        together = fit(form, points, error, weights)
         for row, counts in enumerate(weights.astype(int)):
             alone = fit(form, {"compute": np.repeat(points["compute"], counts)}, np.repeat(error, counts))
             assert together.squares_B[row] == pytest.approx(alone.squares_B[0], rel=1e-6), name
@@ -133,11 +133,13 @@ def test_the_allocation_is_the_closed_form(tmp_path: Path, alpha: float, beta: f
     found = by_frontier(sample, sample.resamples(5))
     assert isinstance(found, Allocation)
     closed = beta / (alpha + beta)
-    assert found.lines["parameters"].exponents_B[0] == pytest.approx(closed, abs=0.04)
-    assert found.lines["images"].exponents_B[0] == pytest.approx(1 - closed, abs=0.04)
+    assert found.facts["parameters"]["parameters exponent"] == pytest.approx(closed, abs=0.04)
+    assert found.facts["parameters"]["images exponent"] == pytest.approx(1 - closed, abs=0.04)
     curves = by_parabolas(sample, sample.resamples(2))
     assert isinstance(curves, IsoFlop) and isinstance(curves.allocation, Allocation)
-    assert curves.allocation.lines["parameters"].exponents_B[0] == pytest.approx(closed, abs=0.15)  # a parabola is not the law
+    assert curves.allocation.facts["parameters"]["parameters exponent"] == pytest.approx(
+        closed, abs=0.15
+    )  # a parabola is not the law
     exact = fit(SUM_LAW, sample.points, sample.errors_N).parameters
     assert exact["beta"][0] / (exact["alpha"][0] + exact["beta"][0]) == pytest.approx(closed, rel=1e-3)
 
@@ -160,7 +162,7 @@ def test_three_runs_have_a_line_and_no_interval() -> None:
     sample = Sample("", points, np.linspace(0.9, 0.2, 12), np.arange(12))
     few, all_of_them = (by_frontier(each, np.ones((3, len(each.errors_N)))) for each in (sample.of(np.arange(12) < 3), sample))
     assert isinstance(few, Allocation) and isinstance(all_of_them, Allocation)
-    assert all_of_them.lines["images"].interval and not few.lines["images"].interval
+    assert all_of_them.facts["intervals_95"] and not few.facts["intervals_95"]
 
 
 def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
@@ -168,7 +170,7 @@ def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
     points = {"compute": compute, "parameters": compute}
     for least, is_known in ((0.05, True), (0.0, False)):
         sample = Sample("", points, np.where(compute == 1e4, least, compute**-0.2), np.arange(8))
-        found = estimate(FORMS["b = 0"], sample, np.ones(8), np.ones((2, 8)))
+        found = estimate(FORMS["b = 0"], sample, np.ones((3, 8)))
         assert isinstance(found, Estimate) and np.isfinite(found.facts["largest_size_left_out"]) == is_known
 
 
