@@ -2,14 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from analysis.output import add_out, check_out
+from analysis.output import add_out, check_out, write, written
 from data_prep.explain import Verbs
 from data_prep.settings import UserError
 from pretrain.models.listing import parse_power
 
-OK = 0
 DEFAULT_OMEGAS = "2^18,2^21,2^27"
 
 
@@ -22,10 +20,8 @@ def add_verbs(verbs: Verbs) -> None:
         "with its interval. Some seconds and 200 MB.",
         epilog="analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing --facet target",
     )
-    _add_points(sweep)
     sweep.add_argument("--x", required=True, help="a variable: width, hidden_width, density, channels, log_cs, depth, gamma, "
                        "patch_size, global_batch_size, ..., or an axis of the plan")  # fmt: skip
-    _add_groups(sweep, "sweep")
     sweep.add_argument("--task", help="results of this alone: pretrain, scratch, probe, knn, tune, evaluate (default: all)")
     sweep.set_defaults(run=_sweep)
     curves = verbs.add_parser(
@@ -35,9 +31,12 @@ def add_verbs(verbs: Verbs) -> None:
         "the last test loss less the least. Some seconds and 200 MB.",
         epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
     )
-    _add_points(curves)
-    _add_groups(curves, "curves")
     curves.set_defaults(run=_curves)
+    for verb, name in ((sweep, "sweep"), (curves, "curves")):
+        verb.add_argument("points", nargs="+", type=Path, metavar="POINTS.parquet", help="files of `analysis points`")
+        verb.add_argument("--hue", type=_names, default=(), help="what makes lines: variables with commas between: kind,mixing")
+        verb.add_argument("--facet", type=_names, default=(), help="what makes panels, such as target")
+        add_out(verb, name)
     widths = verbs.add_parser(
         "widths",
         help="the effective width m and the density p against C at a fixed number of connections (paper A, Fig. 3)",
@@ -49,16 +48,6 @@ def add_verbs(verbs: Verbs) -> None:
     widths.set_defaults(run=_widths)
 
 
-def _add_points(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("points", nargs="+", type=Path, metavar="POINTS.parquet", help="files of `analysis points`")
-
-
-def _add_groups(verb: argparse.ArgumentParser, default: str) -> None:
-    verb.add_argument("--hue", default="", help="what makes lines: variables with commas between, such as kind,mixing")
-    verb.add_argument("--facet", default="", help="what makes panels, such as target")
-    add_out(verb, default)
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
@@ -66,17 +55,16 @@ def _names(text: str) -> tuple[str, ...]:
 def _sweep(options: argparse.Namespace) -> int:
     check_out(options.out)
     from analysis.points import read_points
-    from analysis.sweeps.series import By, differences, facts_of, places_of, rows_of, said_of
+    from analysis.sweeps.series import By, facts_of, places_of, said_of
 
-    by = By(options.x, _names(options.hue), _names(options.facet), options.task)
+    by = By(options.x, options.hue, options.facet, options.task)
     places = places_of(read_points(options.points), by)
     from analysis.sweeps.pictures import draw_sweep
-    from finetune.looks import looks
 
-    with looks():
-        figure = draw_sweep(places, by, differences(places, by))
-    print(*said_of(facts := facts_of(places, by)), sep="\n")
-    return _written(options.out, facts=facts, read=options.points, rows=rows_of(places, by), figures={"": figure})
+    for line in said_of(facts := facts_of(places, by)):
+        print(line)
+    figures, rows = {"": draw_sweep(places, facts, by)}, [place.row for place in places]
+    return written(write(options.out, facts=facts, read=options.points, rows=rows, figures=figures))
 
 
 def _curves(options: argparse.Namespace) -> int:
@@ -85,20 +73,16 @@ def _curves(options: argparse.Namespace) -> int:
     from analysis.sweeps.curves import bands_of
     from analysis.sweeps.series import By
 
-    by = By("epochs", _names(options.hue), _names(options.facet))
-    bands = bands_of(read_points(options.points), by)
+    bands = bands_of(read_points(options.points), By("", options.hue, options.facet))
     from analysis.sweeps.pictures import draw_curves
-    from finetune.looks import looks
 
-    with looks():
-        figure = draw_curves(bands, by)
-    lines = [band.facts(by) for band in bands if band.curve == "test"]
+    lines = [band.facts for band in bands if band.curve == "test"]
     for line in lines:
         name = ", ".join(filter(None, [line["facet"], line["hue"]])) or "all"
         sd = f" ± {line['overfit_sd']:.4f}" if line["overfit_sd"] is not None else ""
-        print(f"{name}: overfit {line['overfit_mean']:.4f}{sd} over {len(line['overfit'])} seeds")
-    rows = [row for band in bands for row in band.rows(by)]
-    return _written(options.out, facts={"lines": lines}, read=options.points, rows=rows, figures={"": figure})
+        print(f"{name}: overfit {line['overfit_mean']:.4f}{sd}, seeds: {len(line['overfit'])}")
+    rows, figures = [row for band in bands for row in band.rows], {"": draw_curves(bands)}
+    return written(write(options.out, facts={"lines": lines}, read=options.points, rows=rows, figures=figures))
 
 
 def _widths(options: argparse.Namespace) -> int:
@@ -106,18 +90,11 @@ def _widths(options: argparse.Namespace) -> int:
     if not options.gamma > 0:
         raise UserError(f"--gamma: {options.gamma:g} will not do; give a number above 0, such as 4")
     omegas = {name: parse_power(name) for name in _names(options.omega)}
+    if not omegas:
+        raise UserError("--omega: names no number of connections; give one, such as 2^18")
     from analysis.sweeps.pictures import draw_widths
     from analysis.sweeps.widths import rows_of
-    from finetune.looks import looks
 
     rows = rows_of(omegas, gamma=options.gamma)
-    with looks():
-        figure = draw_widths(rows)
-    return _written(options.out, facts={"omega": omegas, "gamma": options.gamma}, read=[], rows=rows, figures={"": figure})
-
-
-def _written(out: Path, **what: Any) -> int:
-    from analysis.output import write
-
-    print("written:", *write(out, **what))
-    return OK
+    facts = {"omega": omegas, "gamma": options.gamma}
+    return written(write(options.out, facts=facts, read=(), rows=rows, figures={"": draw_widths(rows)}))

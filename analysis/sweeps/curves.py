@@ -1,93 +1,61 @@
 """Losses while training, over seeds: their band, and how far the last test loss is above the least (overfit)."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analysis.points import Point
-from analysis.sweeps.series import By, Reader, Value, in_words
+from analysis.sweeps.series import By, grouped, sd
+from analysis.sweeps.statistics import Facts
 from data_prep.settings import UserError
-
-Curve = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
 class Band:
     """Of one line: over seeds at each epoch."""
 
-    facet: tuple[Value, ...]
-    hue: tuple[Value, ...]
-    curve: Curve
+    facet: str
+    hue: str
+    curve: str
+    """train or test"""
     epochs: NDArray[Any]
     losses: NDArray[Any]
     """(seeds, epochs)"""
 
     @property
-    def mean(self) -> NDArray[Any]:
-        return np.asarray(self.losses.mean(axis=0))
+    def rows(self) -> Iterator[Facts]:
+        for epoch, losses in zip(self.epochs.tolist(), self.losses.T.tolist(), strict=True):
+            spread = {"sd": sd(losses), "min": min(losses), "max": max(losses), "num_seeds": len(losses)}
+            yield {"facet": self.facet, "hue": self.hue, "curve": self.curve, "epochs": epoch, "mean": fmean(losses), **spread}
 
     @property
-    def low(self) -> NDArray[Any]:
-        return np.asarray(self.losses.min(axis=0))
-
-    @property
-    def high(self) -> NDArray[Any]:
-        return np.asarray(self.losses.max(axis=0))
-
-    @property
-    def overfit(self) -> list[float]:
-        """Of each seed, by its own least."""
-        return (self.losses[:, -1] - self.losses.min(axis=1)).tolist()  # type: ignore[no-any-return]
-
-    def rows(self, by: By) -> list[dict[str, Any]]:
-        sd = self.losses.std(axis=0, ddof=1).tolist() if len(self.losses) > 1 else [None] * len(self.epochs)
-        names = {"facet": in_words(self.facet, by.facet), "hue": in_words(self.hue, by.hue), "curve": self.curve}
-        return [
-            {
-                **names,
-                "epochs": float(epoch),
-                "mean": float(self.mean[at]),
-                "sd": sd[at],
-                "min": float(self.low[at]),
-                "max": float(self.high[at]),
-                "num_seeds": len(self.losses),
-            }
-            for at, epoch in enumerate(self.epochs)
-        ]
-
-    def facts(self, by: By) -> dict[str, Any]:
-        over = self.overfit
-        spread = {"overfit_mean": fmean(over), "overfit_sd": stdev(over) if len(over) > 1 else None}
-        return {"facet": in_words(self.facet, by.facet), "hue": in_words(self.hue, by.hue), **spread, "overfit": over}
+    def facts(self) -> Facts:
+        """The overfit of each seed, by its own least."""
+        over = (self.losses[:, -1] - self.losses.min(axis=1)).tolist()
+        return {"facet": self.facet, "hue": self.hue, "overfit_mean": fmean(over), "overfit_sd": sd(over), "overfit": over}
 
 
 def bands_of(points: Sequence[Point], by: By) -> list[Band]:
-    """Seeds whose steps differ are read off at those of the first one."""
-    read = Reader(points)
-    read.check((*by.hue, *by.facet))
+    """By hue and facet. Seeds whose steps differ are read off at those of the first one, as far as all of them go."""
     found = [point for point in points if point.train_losses or point.test_losses]
     if not found:
         raise UserError("no point has curves: they are of the journal, which tracking.enabled: false does not keep")
-    groups: dict[tuple[Any, Any], list[Point]] = defaultdict(list)
-    for point in found:
-        groups[read.all(point, by.facet), read.all(point, by.hue)].append(point)
     bands = []
-    for (facet, hue), own in groups.items():
-        seeds = [(point.seed, point.own_seed) for point in own]
-        if len(set(seeds)) < len(seeds):
-            again = [point.run for point in own if seeds.count((point.seed, point.own_seed)) > 1][:2]
-            words = in_words((*hue, *facet), (*by.hue, *by.facet)) or "no hue or facet"
-            raise UserError(f"{again[0]} and {again[1]} are one seed of {words}; make what they differ in a hue or a facet")
+    for place in grouped(found, By("", by.hue, by.facet)):
+        seeds = [point for points in place.points.values() for point in points]
         for curve in ("train", "test"):
-            curves = [(getattr(point, f"{curve}_epochs"), getattr(point, f"{curve}_losses")) for point in own]
+            curves = [(getattr(point, f"{curve}_epochs"), getattr(point, f"{curve}_losses")) for point in seeds]
             curves = [each for each in curves if each[0]]
-            if curves:
-                epochs = np.array(curves[0][0])
-                bands.append(Band(facet, hue, curve, epochs, np.stack([np.interp(epochs, *each) for each in curves])))
-    order = [list(dict.fromkeys(each)) for each in zip(*groups, strict=True)]
-    return sorted(bands, key=lambda band: (order[0].index(band.facet), order[1].index(band.hue)))
+            if not curves:
+                continue
+            begin, end = max(epochs[0] for epochs, _ in curves), min(epochs[-1] for epochs, _ in curves)
+            common = np.array([epoch for epoch in curves[0][0] if begin <= epoch <= end])
+            if not len(common):
+                words = f"the {curve} curves of {seeds[0].run} and its other seeds have no epoch in common"
+                raise UserError(f"{words}; make what they differ in a hue or a facet")
+            bands.append(Band(place.facet, place.hue, curve, common, np.stack([np.interp(common, *each) for each in curves])))
+    return bands

@@ -16,7 +16,7 @@ from scipy.stats import kendalltau
 from analysis.cli import main
 from analysis.output import write_table
 from analysis.points import VARIABLES, Point, table_of
-from analysis.sweeps.series import DERIVED, By, differences, places_of
+from analysis.sweeps.series import DERIVED, By, places_of
 from analysis.sweeps.statistics import kendall, num_orders, optimum
 
 
@@ -33,34 +33,34 @@ def test_kendall_is_scipys_where_that_is_exact(num: int) -> None:
     random = np.random.default_rng(num)
     x, y = random.permutation(num).tolist(), random.normal(size=num).tolist()
     found = kendall(x, y)
-    assert found is not None and found.num == num
-    assert (found.tau, found.p) == pytest.approx(tuple(kendalltau(x, y, method="exact")), rel=1e-9)
-    assert found.p_falling == pytest.approx(kendalltau(x, y, method="exact", alternative="less").pvalue, rel=1e-9)
+    assert found is not None and found["num"] == num
+    assert (found["tau"], found["p"]) == pytest.approx(tuple(kendalltau(x, y, method="exact")), rel=1e-9)
+    assert found["p_falling"] == pytest.approx(kendalltau(x, y, method="exact", alternative="less").pvalue, rel=1e-9)
 
 
 def test_kendall_with_equal_values_is_that_of_all_permutations() -> None:
     x, y = [5, 1, 2, 4, 3], [0.1, 0.4, 0.4, 0.1, 0.3]
     found = kendall(x, y)
-    assert found is not None and found.tau == pytest.approx(kendalltau(x, y).statistic)
+    assert found is not None and found["tau"] == pytest.approx(kendalltau(x, y).statistic)
     taus = [kendalltau(x, order).statistic for order in itertools.permutations(y)]
-    assert found.p == pytest.approx(np.mean([abs(tau) >= abs(found.tau) - 1e-12 for tau in taus]))
-    assert found.p_falling == pytest.approx(np.mean([tau <= found.tau + 1e-12 for tau in taus]))
+    assert found["p"] == pytest.approx(np.mean([abs(tau) >= abs(found["tau"]) - 1e-12 for tau in taus]))
+    assert found["p_falling"] == pytest.approx(np.mean([tau <= found["tau"] + 1e-12 for tau in taus]))
     assert kendall([1, 2], [0.3, 0.3]) is None
 
 
 def test_a_planted_optimum_is_found() -> None:
     x = np.repeat(np.linspace(-2.4, 2.4, 7), 3)
     exact = optimum(x.tolist(), (0.3 + 0.02 * (x - 0.5) ** 2).tolist())
-    assert exact is not None and exact.at == pytest.approx(0.5) and exact.high - exact.low < 1e-9 and not exact.has_zero
+    assert exact is not None and exact["at"] == pytest.approx(0.5) and exact["high"] - exact["low"] < 1e-9 and not exact["has_zero"]
     covered = []
     for seed in range(60):
         y = 0.3 + 0.02 * (x - 0.5) ** 2 + np.random.default_rng(seed).normal(scale=0.01, size=21)
         found = optimum(x.tolist(), y.tolist(), num_resamples=300)
         assert found is not None
-        covered.append(found.low <= 0.5 <= found.high)
+        covered.append(found["low"] <= 0.5 <= found["high"])
     assert 50 <= sum(covered) < 60
     falling = optimum([-1, 0, 1, 2], [0.4, 0.3, 0.22, 0.1])
-    assert falling is not None and falling.at == 2
+    assert falling is not None and falling["at"] == 2
     assert optimum([0, 1, 1, 0], [1, 2, 3, 4]) is None
 
 
@@ -107,6 +107,12 @@ def kept(tmp_path: Path) -> Path:
     write_table(table_of(made(), metadata={}), tmp_path / "one.parquet")
     few = [point for point in made() if point.channels in (32, 64)]
     write_table(table_of(few, metadata={}), tmp_path / "few.parquet")
+    one = [point for point in few if point.channels == 64 and not point.permuted_blocks]
+    write_table(table_of([replace(point, lr=0.1 + 0.1 * (point.seed == 1)) for point in one], metadata={}), tmp_path / "lr.parquet")
+    probes = [replace(point, task="probe", own_seed=0) for point in one]
+    write_table(table_of([*one, *probes], metadata={}), tmp_path / "tasks.parquet")
+    short = [replace(point, test_epochs=[1.0, 2.0], test_losses=[4.0, 1.0]) if point.seed == 2 else point for point in one]
+    write_table(table_of(short, metadata={}), tmp_path / "short.parquet")
     return tmp_path
 
 
@@ -138,8 +144,10 @@ def test_mirrored_shapes_are_one_width_and_wider_is_better(kept: Path) -> None:
 def test_what_is_permuted_may_be_the_x(kept: Path) -> None:
     points = [replace(point, labels=json.dumps({"blocks": "all" if point.permuted_blocks else "none"})) for point in made()]
     by = By("blocks", facet=("channels",))
-    pairs = differences(places_of(points, by), by)
-    assert len(pairs) == 7 and all(list(pair.by_seed.values()) == pytest.approx([0.005] * 3) for pair in pairs)
+    pairs = [place for place in places_of(points, by) if place.minus_normal]
+    assert len(pairs) == 7 and all([*place.minus_normal.values()] == pytest.approx([0.005] * 3) for place in pairs)
+    by, narrow = By("width"), [point for point in points if (point.channels, point.permuted_blocks) in ((16, 12), (32, 0))]
+    assert not [place for place in places_of(narrow, by) if place.minus_normal]  # they differ in width as well
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,8 @@ def test_what_is_permuted_may_be_the_x(kept: Path) -> None:
             "at one place stand results on cifar10 (pretrain) and stl10 (pretrain)",
         ),
         (["one.parquet", "--x", "log_cs"], "they differ in mixing: make that a hue or a facet"),
+        (["lr.parquet", "--x", "log_cs"], "-1 stand at one place (log_cs 0.0); they differ in lr: make that a hue or a facet"),
+        (["tasks.parquet", "--x", "log_cs"], "at one place stand results on cifar10 (pretrain) and cifar10 (probe); give"),
         (["one.parquet", "--x", "shap"], "shap: no variable, and no axis of these plans; did you mean 'shape'?"),
         (["one.parquet", "--x", "density"], "density: no point has it"),
         (["one.parquet", "--x", "width", "--task", "probe"], "no point has an accuracy of task probe; there are pretrain"),
@@ -172,6 +182,12 @@ def test_bands_are_from_the_least_to_the_greatest(kept: Path) -> None:
     assert (kept / "curves.png").exists()
 
 
+def test_a_band_goes_as_far_as_all_its_seeds(kept: Path) -> None:
+    assert main(["curves", str(kept / "short.parquet"), "--out", str(kept / "short-curves")]) == 0
+    rows = [row for row in pq.read_table(kept / "short-curves.parquet").to_pylist() if row["curve"] == "test"]
+    assert [(row["epochs"], row["mean"], row["num_seeds"]) for row in rows] == [(1, 3, 3), (2, 1, 3)]
+
+
 def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["widths", "--omega", "2^18,2^27", "--out", str(tmp_path / "widths")]) == 0
     rows = pq.read_table(tmp_path / "widths.parquet").to_pylist()
@@ -183,6 +199,7 @@ def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(tmp_path: P
         assert all(row["channels"] * row["tokens"] * (row["channels"] + row["tokens"]) / 2 == pytest.approx(row["omega"], rel=0.13)
                    for row in own)  # fmt: skip
     assert main(["widths", "--omega", "10"]) == 2 and "too small with gamma 1" in capsys.readouterr().err
+    assert main(["widths", "--omega", ","]) == 2 and "names no number of connections" in capsys.readouterr().err
 
 
 def test_variables_are_columns_or_follow_from_them() -> None:
