@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
 from analysis.sweeps.curves import Band
 from analysis.sweeps.series import TITLES, By, Place, Value
@@ -89,13 +89,21 @@ class _Scale:
             axes.set_xlim(-0.5, len(names) - 0.5)
             return
         if self._is_log:
-            axes.set_xscale("log", base=2 if all(np.log2(value) % 1 == 0 for value in self._values) else 10)
+            _log(axes, "x", base=2 if all(np.log2(value) % 1 == 0 for value in self._values) else 10)
         places = np.log(self._values) if self._is_log else np.array(self._values)
         is_clear = len(places) < 2 or np.diff(places).min() > (places[-1] - places[0]) / (FEW + 2)
         if is_clear and (self._is_log or all(value == round(value) for value in self._values)):
             axes.xaxis.set_major_locator(FixedLocator(self._values))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}" if value < 1e5 else f"{value:.1e}")
+
+
+def _log(axes: Axes, which: Literal["x", "y"], *, base: int = 10) -> None:
+    """With numbers in plain letters: those of matplotlib are formulas, which `looks` leaves as they are written."""
+    axis = getattr(axes, f"{which}axis")
+    getattr(axes, f"set_{which}scale")("log", base=base)
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(LogFormatter(base=base))
 
 
 def _line(axes: Axes, places: Sequence[Place], scale: _Scale, *, shift: float, colour: str, marker: str) -> None:
@@ -149,6 +157,8 @@ def draw_widths(rows: Sequence[Facts]) -> Figure:
             axes.plot([row["channels"] for row in own], [row[key] for row in own], color=colour, label=f"Ω = {name}")
             widest = max(own, key=lambda row: row["width"])
             axes.plot(widest["channels"], widest[key], MARKERS[number % len(MARKERS)], color=colour)
-            axes.set(xscale="log", yscale="log", xlabel="channels C", ylabel=titles[key])
+            axes.set(xlabel="channels C", ylabel=titles[key])
+            _log(axes, "x")
+            _log(axes, "y")
         _legend(figure, both)
     return figure

@@ -198,6 +198,9 @@ def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(tmp_path: P
         assert {row["channels"] for row in own} == {row["tokens"] for row in own}
         assert all(row["channels"] * row["tokens"] * (row["channels"] + row["tokens"]) / 2 == pytest.approx(row["omega"], rel=0.13)
                    for row in own)  # fmt: skip
+    assert main(["widths", "--omega", "2^18", "--gamma", "4", "--out", str(tmp_path / "x")]) == 0  # less than a decade of p
+    assert "$" not in (tmp_path / "x.svg").read_text()
+    capsys.readouterr()
     assert main(["widths", "--omega", "10"]) == 2 and "too small with gamma 1" in capsys.readouterr().err
     assert main(["widths", "--omega", ","]) == 2 and "names no number of connections" in capsys.readouterr().err
 
