@@ -160,15 +160,12 @@ def _points(options: argparse.Namespace) -> int:
     if options.out.suffix != ".parquet":
         raise ValueError(f"--out: {options.out} does not end in .parquet; name it {options.out.with_suffix('.parquet')}")
     check_place(options.out.absolute().parent, field="--out")
-    from analysis.output import write_table
-    from analysis.points import collect, table_of
+    from analysis.points import collect
+    from analysis.points import write as write_points
     from cluster.plan_file import load_plan
-    from data_prep.publish import sha256_of
-    from pretrain.tracking.run_tags import git_commit
 
     points = collect([load_plan(path) for path in options.plans], partial=options.partial)
-    hashes = {f"sha256 of {path}": sha256_of(Path(path)) for path in options.plans}
-    write_table(table_of(points, metadata={"commit": git_commit(), **hashes}), options.out)
+    write_points(points, options.out, plans=options.plans)
     print(f"{options.out}: {len(points):,} points of {len({point.run for point in points}):,} runs")
     return OK
 

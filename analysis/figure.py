@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from analysis.output import write_table
-from analysis.points import collect, read_points, table_of
+from analysis.points import collect, read_points, write
 from cluster.plan_file import Member, Plan
 from data_prep.settings import SettingsError
-from pretrain.tracking.run_tags import git_commit
 
 
 def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = ()) -> list[str]:
@@ -26,7 +24,7 @@ def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = (
         if not points:
             raise SettingsError(f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}")
         path = out.with_name(f"{out.name}-points.parquet")
-        write_table(table_of(points, metadata={"commit": git_commit()}), path)
+        write(points, path)
         words = [figure.kind, str(path)]
     words += ["--x", figure.x] if figure.x else []
     for name, values in (("--hue", figure.hue), ("--facet", figure.facet)):

@@ -18,7 +18,7 @@ from string import Template
 
 from analysis.experiments import EXPERIMENTS, TITLES, Experiment, Paper
 from analysis.points import STAGES, Point, read_points
-from analysis.tables.pages import words_of
+from analysis.tables.pages import in_words
 from analysis.tables.published import TABLES, A, B
 from analysis.tables.table import Filled, fill
 from cluster.plan_file import load_plan
@@ -136,9 +136,8 @@ def _picture(path: Path) -> str:
 
 
 def _table(table: Filled) -> str:
-    rows = [["", *table.columns], *([line.name, *(words_of(cell, table) for cell in line.cells)] for line in table.lines)]
-    tags = ["th"] + ["td"] * len(table.lines)
-    cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True))
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    header, rows = in_words(table)
+    lines = [("th", header), *(("td", row) for row in rows)]
+    body = "".join(f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>" for tag, row in lines)
     source = f' <span class="soft">{html.escape(table.source)}: ours / the paper / gap, in per cent</span>'
     return f"<section><h2>{html.escape(table.title)}</h2>{source}<table>{body}</table></section>"

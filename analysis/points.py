@@ -17,11 +17,13 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
+from analysis.output import write_table
 from analysis.tables.table import is_augmented
 from cluster import plan_file
 from cluster.plan_file import Plan, Stage
 from cluster.work import place_of
 from data_prep.manifest import DatasetError
+from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, validate
 from finetune.runs import Run, card_of, read_run, run_of
 from pretrain.checkpoints.card import ModelCard
@@ -30,6 +32,7 @@ from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
 from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
+from pretrain.tracking.run_tags import git_commit
 
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
@@ -150,6 +153,12 @@ def table_of(points: Sequence[Point], *, metadata: Mapping[str, str]) -> pa.Tabl
     return pa.Table.from_pylist([asdict(point) for point in points], schema=SCHEMA.with_metadata(dict(metadata)))
 
 
+def write(points: Sequence[Point], path: Path, *, plans: Iterable[str] = ()) -> None:
+    """With the commit, and the hashes of the plans."""
+    hashes = {f"sha256 of {plan}": sha256_of(Path(plan)) for plan in plans}
+    write_table(table_of(points, metadata={"commit": git_commit(), **hashes}), path)
+
+
 def read_points(paths: Iterable[Path]) -> list[Point]:
     """Of files that `analysis points` has written; columns of later versions are left out, and of earlier ones null."""
     import pyarrow.parquet as pq
@@ -249,42 +258,25 @@ def _of_training(run: Run, known: Mapping[str, Any], scores: Mapping[str, Any]) 
 
 def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
     """Of a pretraining at one of its steps."""
-    settings, card = run.settings, _card_in(run.directory)
-    optimizer, train = settings["optimizer"], settings["train"]
+    card, optimizer, train, data = _card_in(run.directory), run.settings["optimizer"], run.settings["train"], _data_of(run)
     found: dict[str, Any] = _of_model(card) if card is not None else {}
-    samples, data = step * train["global_batch_size"], _data_of(run)
+    samples = step * train["global_batch_size"]
     if data is not None:
         found |= {"images": data.num_samples, "epochs": samples / data.num_samples, "trained_on": data.name}
     if "multiply_adds" in found:
         compute = 3.0 * found["multiply_adds"] * samples
         found |= {"compute": compute, "flop": 2 * compute}
-    return found | {
-        "step": step,
-        "samples": samples,
-        "seed": train["seed"],
-        "optimizer": optimizer["name"],
-        "lr": optimizer["lr"],
-        "weight_decay": optimizer["weight_decay"],
-        "global_batch_size": train["global_batch_size"],
-        "augmented": is_augmented(run),
-    }
+    found |= {"step": step, "samples": samples, "optimizer": optimizer["name"], "augmented": is_augmented(run)}
+    return found | {name: (train | optimizer)[name] for name in ("seed", "global_batch_size", "lr", "weight_decay")}
 
 
 def _of_model(card: ModelCard) -> dict[str, Any]:
     spec, size = card.model, card.image_size
     cost = cost_of(spec, num_classes=len(card.classes), image_size=size)
     width, omega = width_and_connections(spec, image_size=size)
-    found: dict[str, Any] = {
-        "model": spec.label,
-        "kind": spec.kind,
-        "width": width,
-        "omega": omega,
-        "depth": getattr(spec, "depth", None),
-        "patch_size": getattr(spec, "patch_size", None),
-        "parameters": cost.num_parameters,
-        "block_parameters": num_block_parameters(spec, image_size=size),
-        "multiply_adds": cost.multiply_adds,
-    }
+    found: dict[str, Any] = {name: getattr(spec, name, None) for name in ("kind", "depth", "patch_size")}
+    found |= {"model": spec.label, "width": width, "omega": omega, "multiply_adds": cost.multiply_adds}
+    found |= {"parameters": cost.num_parameters, "block_parameters": num_block_parameters(spec, image_size=size)}
     match spec:
         case MlpSpec():
             found["gamma"] = spec.expansion if spec.bottleneck == "inverted" else 1.0

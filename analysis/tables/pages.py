@@ -42,8 +42,7 @@ def markdown(tables: Sequence[Filled]) -> str:
     parts = ["# Our runs, beside the published numbers"]
     for table in tables:
         source = f" ({table.source})" if table.source else ""
-        rows = [[line.name, *(words_of(cell, table) for cell in line.cells)] for line in table.lines]
-        parts += [f"## {table.title}{source}", rows_of(["", *table.columns], rows)]
+        parts += [f"## {table.title}{source}", rows_of(*in_words(table))]
     return "\n\n".join([*parts, *NOTES]) + "\n"
 
 
@@ -51,8 +50,7 @@ def console_table(table: Filled) -> Group:
     """Below its title, which may be wider."""
     has_numbers = any(cell.paper is not None for line in table.lines for cell in line.cells)
     title = table.title + (f"  ({table.source}{'; ours / paper / gap' if has_numbers else ''})" if table.source else "")
-    rows = [[line.name, *(words_of(cell, table) for cell in line.cells)] for line in table.lines]
-    return Group(Text(title, style="table.title"), for_console(["", *table.columns], rows))
+    return Group(Text(title, style="table.title"), for_console(*in_words(table)))
 
 
 def for_console(
@@ -72,22 +70,23 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int
     Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, rows, num_words=num_words, title=title))
 
 
-def words_of(cell: Cell, table: Filled, *, between: str = " / ") -> str:
+def in_words(table: Filled, *, between: str = " / ") -> tuple[list[str], list[list[str]]]:
+    """(header, rows)"""
+    rows = [[line.name, *(_words(cell, table, between=between) for cell in line.cells)] for line in table.lines]
+    return ["", *table.columns], rows
+
+
+def _words(cell: Cell, table: Filled, *, between: str) -> str:
     digits = table.decimals
-    if cell.paper is None and (not table.source or cell.is_cited):
-        return _ours(cell, digits) if cell.mean is not None else "-"
+    ours = CITED if cell.is_cited else NOT_RUN
+    if cell.mean is not None:
+        spread = f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})" if cell.std is not None else ""
+        ours = f"{cell.mean:.{digits}f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
     if cell.paper is None:
-        return _ours(cell, digits)
+        return "-" if cell.mean is None and (not table.source or cell.is_cited) else ours
     spread = "" if cell.paper_std is None else f" ± {cell.paper_std:.{digits}f}"
     gap = "" if cell.gap is None else f" / {cell.gap:+.{digits}f}"
-    return f"{_ours(cell, digits)}{between}{cell.paper:.{digits}f}{spread}{gap}"
-
-
-def _ours(cell: Cell, digits: int) -> str:
-    if cell.mean is None:
-        return CITED if cell.is_cited else NOT_RUN
-    spread = f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})" if cell.std is not None else ""
-    return f"{cell.mean:.{digits}f}{spread}" + (f" +{cell.num_left_out}" if cell.num_left_out else "")
+    return f"{ours}{between}{cell.paper:.{digits}f}{spread}{gap}"
 
 
 def with_runs(tables: Sequence[Filled]) -> list[Filled]:
@@ -119,7 +118,7 @@ def _drawn(tables: Sequence[Filled]) -> Figure:
         axes.set_axis_off()
         used = name_inches + CELL_INCHES * len(table.columns)
         drawn = axes.table(
-            [[legible(line.name), *(words_of(cell, table, between="\n") for cell in line.cells)] for line in table.lines],
+            [[legible(name), *cells] for name, *cells in in_words(table, between="\n")[1]],
             colLabels=["", *(legible(each if len(each) <= LONGEST else each[: LONGEST - 3] + "...") for each in table.columns)],
             colWidths=[name_inches / used, *[CELL_INCHES / used] * len(table.columns)],
             cellLoc="center",

@@ -34,7 +34,8 @@ APART = (
 PRETRAINED_ON = "imagenet21k"
 PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
 """In the names of the authors' checkpoints, which are of augmented pictures."""
-OFF = ("", "None", "null", "0", "0.0", "False", "false")
+NONE = ("", "None", "null")
+OFF = (*NONE, "0", "0.0", "False", "false")
 SPEC = TypeAdapter[AnySpec](ModelSpec)
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
@@ -171,15 +172,10 @@ def _ours(entries: Sequence[Entry]) -> Filled:
     met = {entry.column for entry in entries}
     columns = [*(name for name in COLUMNS if name in met), *sorted(met - COLUMNS.keys())]
     lines = []
-    for name in sorted({entry.name for entry in entries}, key=_numerically):
+    for name in sorted({entry.name for entry in entries}, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)):
         cells = [[each for each in entries if (each.name, each.column) == (name, column)] for column in columns]
         lines.append(Line(name, tuple(map(cell_of, cells))))
     return Filled("Ours", "", tuple(COLUMNS.get(column, column) for column in columns), tuple(lines))
-
-
-def _numerically(name: str) -> list[str]:
-    """k = 20 before k = 100."""
-    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 # ---- a run as the tables see it ----------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
             model=_model(run, above) + ("" if words == REAL_WORDS else words.removeprefix("top-1")),
             column=_column(run) + (REAL if words == REAL_WORDS else ""),
             split=run.split,
-            is_fold=_is_fold(training),
+            is_fold=training.params.get("data.fold", "") not in NONE,
             augmented=is_augmented(training),
             epochs=int(length[1]) if length else None,
             pretrained_on=pretrained_on,
@@ -296,12 +292,8 @@ def _column(run: Run) -> str:
     return target if target in (*COLUMNS, PRETRAINED_ON) else run.dataset_name
 
 
-def _is_fold(run: Run) -> bool:
-    return run.params.get("data.fold", "") not in ("", "None", "null")
-
-
 def _recipe(run: Run) -> tuple[object, ...]:
     apart = (*REPEATED, *APART)
     kept = {key: value for key, value in run.params.items() if not any(key == free or key.startswith(f"{free}.") for free in apart)}
-    kept["is_fold"] = str(_is_fold(run))
+    kept["is_fold"] = str(run.params.get("data.fold", "") not in NONE)
     return (run.model_name, run.dataset_name, run.tags.get("origin", ""), *sorted(kept.items()))
