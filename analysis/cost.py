@@ -22,15 +22,8 @@ IMAGE_SIZE, NUM_CLASSES, BATCH, EPOCH = 32, 10, 128, 50_000
 _MIXER = {"kind": "mixer", "patch_size": 4, "num_channels": 64, "depth": 3, "expansion": 2.0}
 _SPARSE = {"kind": "sw_mlp", "patch_size": 4, "num_channels": 64, "depth": 6, "expansion": 2.0, "density": 1 / 64}
 COLUMNS = (
-    "model",
-    "memory of the blocks",
-    "FLOPs of them",
-    "s / epoch",
-    "of MLP-Mixer",
-    "paper: memory",
-    "FLOPs",
-    "s / epoch",
-    "of MLP-Mixer",
+    *("model", "memory of the blocks", "FLOPs of them", "s / epoch", "of MLP-Mixer"),
+    *("paper: memory", "FLOPs", "s / epoch", "of MLP-Mixer"),
 )
 NOTE = (
     "paper: Table S.3, on a V100; its memory of the small Mixers is ten times what their weights have in float32 (docs/papers.md). "
@@ -56,7 +49,7 @@ MODELS = (
 
 class Row(NamedTuple):
     model: Model
-    num_bytes: int
+    bytes: int
     flop: int
     epoch_s: float
     times_the_first: float
@@ -64,38 +57,33 @@ class Row(NamedTuple):
 
 def measure(models: Sequence[Model] = MODELS, *, device: str, num_rounds: int, num_steps: int) -> list[Row]:
     """The first is the one that ratios are to."""
-    seconds: list[list[float]] = [[] for _ in models]
     images = torch.randn(BATCH, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.arange(BATCH, device=device) % NUM_CLASSES
+
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int) -> float:
+        began_s = time.perf_counter()
+        for _ in range(num_steps):
+            torch.autograd.backward(functional.cross_entropy(model(images), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        if images.is_cuda:
+            torch.cuda.synchronize()
+        line.advance(1)
+        return (time.perf_counter() - began_s) / num_steps
+
     with progress("training steps", total=(num_rounds + 1) * len(models), unit="models") as line:
         built = []
         for each in models:
             model = build_model(each.spec, num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0).to(device)
             built.append((model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)))
-            _step_s(*built[-1], images, labels, num_steps=1)  # chooses kernels, makes the optimizer's state
-            line.advance(1)
-        for _ in range(num_rounds):
-            for (model, optimizer), found in zip(built, seconds, strict=True):
-                found.append(_step_s(model, optimizer, images, labels, num_steps=num_steps))
-                line.advance(1)
-    num_per_epoch, rows = -(-EPOCH // BATCH), []
-    for each, found in zip(models, seconds, strict=True):
-        ratio = statistics.median(ours / first for ours, first in zip(found, seconds[0], strict=True))
-        rows.append(Row(each, *_cost(each), num_per_epoch * statistics.median(found), ratio))
-    return rows
-
-
-def _step_s(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor, *, num_steps: int
-) -> float:
-    began_s = time.perf_counter()
-    for _ in range(num_steps):
-        torch.autograd.backward(functional.cross_entropy(model(images), labels))
-        optimizer.step()
-        optimizer.zero_grad()
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began_s) / num_steps
+            step_s(*built[-1], num_steps=1)  # chooses kernels, makes the optimizer's state
+        rounds = [[step_s(*each, num_steps=num_steps) for each in built] for _ in range(num_rounds)]
+    medians = [statistics.median(each) for each in zip(*rounds, strict=True)]
+    ratios = [statistics.median(each[number] / each[0] for each in rounds) for number in range(len(models))]
+    num_per_epoch = -(-EPOCH // BATCH)
+    return [
+        Row(each, *_cost(each), num_per_epoch * median, ratio) for each, median, ratio in zip(models, medians, ratios, strict=True)
+    ]
 
 
 def _cost(model: Model) -> tuple[int, int]:
@@ -115,16 +103,7 @@ def _cost(model: Model) -> tuple[int, int]:
 
 
 def facts_of(rows: Sequence[Row]) -> list[dict[str, str | int | float]]:
-    return [
-        {
-            "model": row.model.name,
-            "bytes": row.num_bytes,
-            "flop": row.flop,
-            "epoch_s": row.epoch_s,
-            "times_the_first": row.times_the_first,
-        }
-        for row in rows
-    ]
+    return [{**row._asdict(), "model": row.model.name} for row in rows]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -132,6 +111,6 @@ def cells(row: Row) -> tuple[str, ...]:
     first_s = MODELS[0].printed
     assert first_s is not None
     printed = ("", "") if epoch_s is None else (f"{epoch_s:g} s", f"{epoch_s / first_s[2]:.3g} x")
-    bytes_, unit = (row.num_bytes / 1e9, "GB") if row.num_bytes >= 1e9 else (row.num_bytes / 1e6, "MB")
+    bytes_, unit = (row.bytes / 1e9, "GB") if row.bytes >= 1e9 else (row.bytes / 1e6, "MB")
     ours = (f"{bytes_:.3g} {unit}", f"{row.flop / 1e6:,.1f} M", f"{row.epoch_s:,.1f} s", f"{row.times_the_first:.3g} x")
     return (row.model.name, *ours, memory, flop, *printed)

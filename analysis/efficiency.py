@@ -11,9 +11,9 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -36,8 +36,7 @@ PAPER_NOTE = "paper: as printed, on an A5000."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Printed:
+class Printed(NamedTuple):
     """What paper B prints in Table 4, on one A5000; the throughput is that of the best batch."""
 
     label: str
@@ -55,8 +54,7 @@ PRINTED = {
 }
 
 
-@dataclass(frozen=True)
-class Conditions:
+class Conditions(NamedTuple):
     device: str
     dtype: str
     is_compiled: bool
@@ -73,8 +71,7 @@ class Timings(NamedTuple):
     images_per_s: list[float]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     name: str
     cost: Cost
     latency_ms: float
@@ -90,14 +87,9 @@ def conditions_for(
     """What was asked for, and else what suits the device: bf16 and compiled on CUDA, float32 and eager on a CPU."""
     on_gpu = device_of(device).type == "cuda"
     usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
-    return Conditions(
-        device="cuda" if on_gpu else "cpu",
-        dtype=dtype or ("bf16" if on_gpu else "fp32"),
-        is_compiled=on_gpu if compiled is None else compiled,
-        batch_size=batch_size or usual_batch,
-        num_rounds=3 if quick else 7,
-        seconds=0.2 if quick else 1.0,
-    )
+    rounds, seconds = (3, 0.2) if quick else (7, 1.0)
+    given = (dtype or ("bf16" if on_gpu else "fp32"), on_gpu if compiled is None else compiled, batch_size or usual_batch)
+    return Conditions("cuda" if on_gpu else "cpu", *given, rounds, seconds)
 
 
 def measure_named(names: list[str], conditions: Conditions) -> list[Row]:
@@ -143,18 +135,11 @@ def summarise(costs: Mapping[str, Cost], timings: Mapping[str, Timings]) -> list
     """Ratios are to the first of `timings`."""
     first = next(iter(timings.values()))
 
-    def ratio(ours: list[float], theirs: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    def ratio(found: Timings, number: int) -> float:
+        return statistics.median(ours / theirs for ours, theirs in zip(found[number], first[number], strict=True))
 
     return [
-        Row(
-            name=name,
-            cost=costs[name],
-            latency_ms=1000 * statistics.median(found.latency_s),
-            images_per_s=statistics.median(found.images_per_s),
-            times_the_latency=ratio(found.latency_s, first.latency_s),
-            times_the_rate=ratio(found.images_per_s, first.images_per_s),
-        )
+        Row(name, costs[name], 1000 * statistics.median(found[0]), statistics.median(found[1]), ratio(found, 0), ratio(found, 1))
         for name, found in timings.items()
     ]
 
@@ -201,8 +186,7 @@ def _giga(value: float) -> str:
 
 
 def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
-    console.print(heading)
-    console.print(for_console(COLUMNS, [cells(row, first=rows[0].name) for row in rows]))
+    console.print(heading, for_console(COLUMNS, [cells(row, first=rows[0].name) for row in rows]), sep="\n")
     console.print(PAPER_NOTE, style="dim")
 
 
@@ -211,6 +195,5 @@ def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) 
         shown = rows_of(COLUMNS, [cells(row, first=rows[0].name) for row in rows])
         write_atomic(path, f"{title(conditions, machine)}\n\n{shown}\n\n{PAPER_NOTE}\n".encode())
         return
-    found: dict[str, Any] = {"machine": machine, "conditions": asdict(conditions), "image_size": IMAGE_SIZE}
-    found["models"] = [{**asdict(row), "paper": asdict(PRINTED[row.name])} for row in rows]
-    write_json(path, found)
+    models = [{**row._asdict(), "cost": asdict(row.cost), "paper": PRINTED[row.name]._asdict()} for row in rows]
+    write_json(path, {"machine": machine, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE, "models": models})
