@@ -17,8 +17,8 @@ def add_verbs(verbs: Verbs) -> None:
         help="singular values of a run's matrices, from its first weights on; or of initial ones (paper A's Figures 4, S.1)",
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
-    spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; 2 minutes and 300 MB")
-    spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega")
+    spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; a minute on a core")
+    spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega; seconds")
     spectra.set_defaults(run=_spectra)
     structure = verbs.add_parser(
         "structure",
