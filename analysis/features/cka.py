@@ -101,19 +101,12 @@ def compare(pictures: Pictures, pairs: Sequence[Pair], *, whole: bool, device: t
 
 
 def _check_room(subjects: dict[str, Subject], pairs: Sequence[Pair], *, device: torch.device) -> None:
-    """For the whole-sample form, before an hour's work."""
-    entries = {}
+    """For the whole-sample form of the largest mixings, before an hour's work."""
+    most = {}
     for run, subject in subjects.items():
-        nothing = torch.zeros(1, 3, *[subject.card.image_size] * 2, device=device)
-        entries[run] = subject.run(nothing, torch.numel)[1]
-    products = [
-        entries[one][row] ** 2 + entries[other][column] ** 2 + entries[one][row] * entries[other][column]
-        for one, other in pairs
-        for row, column in diagonal(len(entries[one]), len(entries[other]))
-    ]
-    need, room = 8 * max(products), psutil.virtual_memory().available
-    if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
+        most[run] = max(subject.run(torch.zeros(1, 3, *[subject.card.image_size] * 2, device=device), torch.numel)[1])
+    need = 8 * max(most[one] ** 2 + most[other] ** 2 + most[one] * most[other] for one, other in pairs)
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if need > room:
         lack = f"needs {need / 1e9:,.1f} GB for mixings of so many entries, {room / 1e9:,.1f} are free"
         raise UserError(f"--whole: {lack}; leave it out")

@@ -22,7 +22,7 @@ def add_verbs(verbs: Verbs) -> None:
     cka = verbs.add_parser(
         "cka",
         help="how alike the features of two networks are, mixing by mixing (paper A, Fig. 2)",
-        description="Unbiased minibatch CKA. Memory: 1 GB, the weights, and mixings of all runs x BATCH^2 x 16 bytes; with --whole, "
+        description="Unbiased minibatch CKA. Memory: 1 GB, the weights, mixings of all runs x BATCH^2 x 16 bytes; with --whole, "
         "for mixings of d and e entries, (d^2 + e^2 + d e) x 8 bytes.",
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.scaling.fitting import Array
-from analysis.scaling.laws import interval
+from analysis.scaling.laws import numbers_of
 from analysis.scaling.samples import FEWEST_RUNS, Sample
 
 NUM_BUDGETS, NUM_NEAR = 7, 5
@@ -27,15 +27,9 @@ class Allocation:
     @property
     def facts(self) -> dict[str, Any]:
         """As an estimate's."""
+        best = {name: values.tolist() for name, values in self.best.items()}
         exponents = {f"{name} exponent": line_B2[:, 1] for name, line_B2 in self.lines.items()}
-        return {
-            "points": len(self.compute),
-            "parameters": {name: float(values[0]) for name, values in exponents.items()},
-            "intervals_95": {name: interval(values) for name, values in exponents.items() if len(values) > 1},
-            "resamples": {name: len(values) - 1 for name, values in exponents.items()},
-            "compute": self.compute.tolist(),
-            "best": {name: values.tolist() for name, values in self.best.items()},
-        }
+        return {"points": len(self.compute), **numbers_of(exponents), "compute": self.compute.tolist(), "best": best}
 
 
 def by_frontier(sample: Sample, weights_BN: Array) -> Allocation | str:

@@ -40,9 +40,12 @@ class Estimate:
     facts: Mapping[str, Any]
 
 
-def interval(values_B: Array) -> tuple[float, float] | None:
-    """Of the resamples, which follow the points' own."""
-    return tuple(np.percentile(values_B[1:], QUANTILES).tolist()) if len(values_B) > 1 else None
+def numbers_of(parameters: Mapping[str, Array]) -> dict[str, Any]:
+    """Of the points, which come first, and of the resamples, which follow."""
+    first = {name: float(values_B[0]) for name, values_B in parameters.items()}
+    num_resamples = min(len(values_B) for values_B in parameters.values()) - 1
+    rest = {name: np.percentile(values_B[1:], QUANTILES).tolist() for name, values_B in parameters.items() if num_resamples}
+    return {"parameters": first, "intervals_95": rest, "resamples": num_resamples}
 
 
 def band_of(values_BN: Array) -> tuple[Array, Array, Array]:
@@ -81,17 +84,15 @@ def estimate(
     usable = _fixes(law, sample.points, weights_BN)
     chosen = weights_BN[usable] if usable[1:].sum() >= FEWEST_USABLE * len(usable) else weights_BN[:1]
     found = fit(law, sample.points, sample.errors_N, chosen, advance=advance)
-    parameters, n, k = _with_exponents(found), len(held.errors_N), law.num_parameters + 1
-    squares, largest = found.squares_B[0], sample.largest(size)
+    n, k, squares = len(held.errors_N), law.num_parameters + 1, found.squares_B[0]
+    largest = sample.largest(size)
     rest = sample.of((weights_BN[0] if without_N is None else without_N) * ~largest > 0)
     at_bounds = {
         name: max(float(hits[0]), float(hits[1:].mean() if len(hits) > 1 else 0)) for name, hits in found.at_bounds.items()
     }
     facts = {
         "points": n,
-        "parameters": {name: float(values[0]) for name, values in parameters.items()},
-        "intervals_95": {name: interval(values) for name, values in parameters.items() if len(values) > 1},
-        "resamples": len(chosen) - 1,
+        **numbers_of(_with_exponents(found)),
         "resamples_left_out": int((~usable).sum()),
         "root_mean_square_residual": float(np.sqrt(squares / n)),
         "aicc": float(n * np.log(max(squares, 1e-300) / n) + 2 * k + 2 * k * (k + 1) / (n - k - 1)) if n > k + 1 else np.nan,
@@ -117,13 +118,10 @@ def _lack(law: Law, sample: Sample) -> str:
     """Why its points cannot fix the law with one to spare, or nothing."""
     spare = int(len(law.terms) == 1)
     counts = [(sample.num_different(name), _IN_WORDS[name], needed + spare) for name, needed in _needed(law).items()]
-    counts.append((len(sample.errors_N), "points", law.num_parameters + 1))
-    lacks = [
-        f"{number} {what} cannot fix {law.num_parameters} parameters; {needed} are needed"
-        for number, what, needed in counts
-        if number < needed
-    ]
-    return next(iter(lacks), "")
+    for number, what, needed in [*counts, (len(sample.errors_N), "points", law.num_parameters + 1)]:
+        if number < needed:
+            return f"{number} {what} cannot fix {law.num_parameters} parameters; {needed} are needed"
+    return ""
 
 
 def _fixes(law: Law, points: Points, weights_BN: Array) -> NDArray[np.bool_]:

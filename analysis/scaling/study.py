@@ -103,44 +103,36 @@ def study(sample: Sample, *, epochs: float, resamples: int, advance: Advance = l
 
 
 def facts_of(studies: Sequence[Study], *, resamples: int, num_left_out: int) -> dict[str, Any]:
-    return {"checklist": _checklist(resamples, num_left_out), "targets": {each.sample.name: each.facts() for each in studies}}
+    checklist = {**CHECKLIST, "left out, without error or compute": num_left_out, "resamples": resamples}
+    return {"checklist": checklist, "targets": {each.sample.name: each.facts() for each in studies}}
 
 
-def _checklist(resamples: int, num_left_out: int) -> dict[str, Any]:
-    """How the fits were made, for who wants to make them again."""
-    return {
-        "laws": {
-            "compute, size, data": "E = a (b + x)^-alpha + E_inf in x = C, P, N; also b = 0, and E_inf = 0",
-            "sum": "E = E_inf + A P^-alpha + B N^-beta at one number of epochs",
-            "repeats": "the same at all, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) in the place of N",
-        },
-        "compute": "C = 3 x multiply-adds of a picture x samples (paper B); FLOP are twice that",
-        "parameters": "all, with stem and head of the pretraining",
-        "error": "1 - top-1 on the target's test pictures",
-        "points": {
-            "compute": "the frontier: less error than all points of less compute (its minimum is biased downward by noise)",
-            "size": "largest N, of these the largest T",
-            "data": "largest P, of these the largest T",
-            "left out, without error or compute": num_left_out,
-        },
-        "loss": "squares of the error (not of its logarithm), all points alike",
-        "solver": "variable projection: grid, factors and E_inf by non-negative least squares, Levenberg-Marquardt on the rest",
-        "units": "each variable in units of its geometric mean",
-        "grids": {name: [float(values[0]), float(values[-1]), len(values)] for name, values in fitting.GRIDS.items()},
-        "bounds": fitting.BOUNDS,
-        "starts": "of each value of each shape parameter the grid's best place; the best of these for each resample",
-        "intervals": {
-            "resamples": resamples,
-            "unit": "a run, with all its checkpoints",
-            "kind": "percentile",
-            "percentiles": QUANTILES,
-            "seed": 0,
-            "fewest_runs": FEWEST_RUNS,
-            "left_out": "resamples with fewer different points than parameters",
-        },
-        "aicc": "n ln(squares / n) + 2 k + 2 k (k + 1) / (n - k - 1); k counts the noise, too",
-        "leave-largest-size-out": "root mean square of predicted / seen - 1 at the largest size (data: N), fitted without it",
-        "allocation": "least squares of log P and log N on log C over the frontier at one number of epochs",
-        "isoFLOP": "each size's own frontier, between its points, at equal compute; a parabola in log P through the five sizes "
-        "about the best; a line through the minima",
-    }
+CHECKLIST: dict[str, Any] = {
+    "laws": {
+        "compute, size, data": "E = a (b + x)^-alpha + E_inf in x = C, P, N; also b = 0, and E_inf = 0",
+        "sum": "E = E_inf + A P^-alpha + B N^-beta at one number of epochs",
+        "repeats": "the same at all, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) in the place of N",
+    },
+    "compute": "C = 3 x multiply-adds of a picture x samples (paper B); FLOP are twice that",
+    "parameters": "all, with stem and head of the pretraining",
+    "error": "1 - top-1 on the target's test pictures",
+    "points": {
+        "compute": "the frontier: less error than all points of less compute (its minimum is biased downward by noise)",
+        "size": "largest N, of these the largest T",
+        "data": "largest P, of these the largest T",
+    },
+    "loss": "squares of the error (not of its logarithm), all points alike",
+    "solver": "variable projection: grid, factors and E_inf by non-negative least squares, Levenberg-Marquardt on the rest",
+    "units": "each variable in units of its geometric mean",
+    "grids": {name: [float(values[0]), float(values[-1]), len(values)] for name, values in fitting.GRIDS.items()},
+    "bounds": fitting.BOUNDS,
+    "starts": "of each value of each shape parameter the grid's best place; the best of these for each resample",
+    "intervals": f"percentiles {QUANTILES} of resamples (seed 0) of runs, with all their checkpoints, of {FEWEST_RUNS} or more; "
+    "those with fewer different points than parameters are left out",
+    "aicc": "n ln(squares / n) + 2 k + 2 k (k + 1) / (n - k - 1); k counts the noise, too",
+    "leave-largest-size-out": "root mean square of predicted / seen - 1 at the largest size (data: N), fitted without it",
+    "allocation": "least squares of log P and log N on log C over the frontier at one number of epochs",
+    "isoFLOP": "each size's own frontier, between its points, at equal compute; a parabola in log P through the five sizes "
+    "about the best; a line through the minima",
+}
+"""How the fits were made, for who wants to make them again."""

@@ -207,7 +207,7 @@ def test_the_command_leaves_tables_pictures_and_how_it_was_done(tmp_path: Path, 
     assert "shapes" in printed and "repeats" in printed and "off by" in printed
     assert "shapes: no points at T = 30; sum and allocation are of T = 50" in printed
     facts = json.loads((tmp_path / "laws.json").read_text())
-    assert facts["checklist"]["intervals"]["resamples"] == 200 and facts["read"] and facts["targets"]["shapes"]["runs"] == 36
+    assert facts["checklist"]["resamples"] == 200 and facts["read"] and facts["targets"]["shapes"]["runs"] == 36
     found = facts["targets"]["shapes"]["laws"]["sum"]["law"]
     low, high = found["intervals_95"]["P* exponent"]
     assert low <= 0.2 / 0.55 <= high and found["points"] == 36 and found["largest_size_left_out"] < 0.05
